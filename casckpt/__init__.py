@@ -1,0 +1,88 @@
+"""casckpt keeps the checkpoints of PyTorch trainings in one store, where no byte need be written twice.
+
+::
+
+    import casckpt
+
+    store = casckpt.open("checkpoints")            # a folder, or s3://bucket/prefix, or memory://
+    store.save({"model": model.state_dict()}, run="sft", step=100)
+    store.load({"model": model.state_dict()}, "sft@latest")
+
+What happens to the bytes on their way::
+
+    save    state ---> shards ---> cells ---> digests --- known ----> an extent that another checkpoint has written
+            of all     regions,    at most    BLAKE3   `- new ------> a blob: safetensors, about 32 MiB, put once
+            ranks      no copies   1 MiB                                |
+                                                                        v
+                                   rank 0: the extents cover every tensor ---> manifest ---> commit: now it is visible
+
+    load    reference ---> commit ---> manifest ---> the regions that this rank wants ---> overlaps with extents
+                                                                                              |
+            tensors, filled in place <--- cells, each compared with its digest <--- ranged reads, merged blob by blob
+
+The packages of the code lie on that way, and each imports only from those below it: ``cli`` and ``frontends`` (how it
+is called), ``checkpoint`` (save and load), ``tensors`` (torch) beside ``repository`` (what is in a store, and for how
+long), ``plan`` (what to write and read), ``format`` (the bytes) beside ``storage`` (where they lie), ``errors``.
+
+Names are imported when they are first used, so that what needs no tensor never waits for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from casckpt import errors as errors
+from casckpt._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.handle import Checkpoint as Checkpoint
+    from casckpt.checkpoint.store import Store as Store
+    from casckpt.checkpoint.store import at as at
+    from casckpt.checkpoint.store import open as open
+    from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
+    from casckpt.frontends.training_state import save_model_and_optim_state as save_model_and_optim_state
+    from casckpt.frontends.training_state import unshard_model_state as unshard_model_state
+    from casckpt.frontends.training_state import unshard_optim_state as unshard_optim_state
+    from casckpt.tensors.values import PerRank as PerRank
+    from casckpt.tensors.values import Shard as Shard
+
+_HOME = {
+    "Checkpoint": "casckpt.checkpoint.handle",
+    "PerRank": "casckpt.tensors.values",
+    "Shard": "casckpt.tensors.values",
+    "Store": "casckpt.checkpoint.store",
+    "at": "casckpt.checkpoint.store",
+    "load_model_and_optim_state": "casckpt.frontends.training_state",
+    "open": "casckpt.checkpoint.store",
+    "save_model_and_optim_state": "casckpt.frontends.training_state",
+    "unshard_model_state": "casckpt.frontends.training_state",
+    "unshard_optim_state": "casckpt.frontends.training_state",
+}
+
+__all__ = [
+    "Checkpoint",
+    "PerRank",
+    "Shard",
+    "Store",
+    "__version__",
+    "at",
+    "errors",
+    "load_model_and_optim_state",
+    "open",
+    "save_model_and_optim_state",
+    "unshard_model_state",
+    "unshard_optim_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # so that this function is asked once for each name
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

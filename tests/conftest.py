@@ -1,0 +1,98 @@
+"""What every test gets: fixed seeds (``--full``: seeds of the day), a cache folder of its own, a path for a store."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    import casckpt
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="long sweeps too, with new random seeds")
+
+
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
+def pytest_configure(config: pytest.Config) -> None:
+    full = config.getoption("--full")
+    if config.getoption("--hypothesis-profile") is None:
+        settings.load_profile("full" if full else "ci")
+    if full and config.getoption("--hypothesis-seed") is None:
+        handed_on = getattr(config, "workerinput", {}).get("seed")
+        config.option.hypothesis_seed = handed_on or str(secrets.randbelow(1 << 32))
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist: all its workers draw from one seed
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.getoption("--hypothesis-seed")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seeds: {_repeat(config)}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections.append(("seeds", _repeat(item.config)))
+    return report
+
+
+def _repeat(config: pytest.Config) -> str:
+    seed = config.getoption("--hypothesis-seed")
+    return "fixed" if seed is None else f"repeat with --hypothesis-seed={seed}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_trace_in_the_home_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Catalogues of tests lie in a temporary folder, also those of the processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed for whatever draws at random without Hypothesis: another for each test, the same at each run."""
+    base = request.config.getoption("--hypothesis-seed") or 0
+    return zlib.crc32(f"{base} {request.node.nodeid}".encode())
+
+
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    """Was ``--full`` given? For tests that sweep further then."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture
+def store_path(tmp_path: Path) -> Path:
+    """Where a store may be made; nothing is there."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(store_path: Path) -> casckpt.Store:
+    """A store in a folder, not yet made: the first save makes it."""
+    import casckpt
+
+    return casckpt.open(store_path)

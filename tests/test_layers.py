@@ -1,0 +1,258 @@
+"""Imports go down only, and each library stays behind its fence (docs/architecture.md): read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "casckpt"
+
+BELOW: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "format": frozenset({"errors"}),
+    "storage": frozenset({"errors"}),
+    "plan": frozenset({"errors", "format", "storage"}),
+    "repository": frozenset({"errors", "format", "storage", "plan"}),
+    "tensors": frozenset({"errors", "format", "storage", "plan"}),
+    "checkpoint": frozenset({"errors", "format", "storage", "plan", "repository", "tensors"}),
+    "frontends": frozenset({"errors", "format", "storage", "plan", "repository", "tensors", "checkpoint"}),
+    "cli": frozenset({"errors", "format", "storage", "plan", "repository", "tensors", "checkpoint", "frontends"}),
+}
+"""What each layer may import, beside itself."""
+
+FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__main__.py": "is the command line"}
+"""Modules outside the layers, and why."""
+
+
+@dataclass(frozen=True)
+class Fence:
+    """``modules``, and all that is inside them, are named only in ``places``: folders or files of the package."""
+
+    modules: tuple[str, ...]
+    places: tuple[str, ...]
+    why: str
+    but: tuple[str, ...] = ()  # inside the modules, and yet free
+
+
+TORCH = ("tensors/", "checkpoint/", "frontends/")
+FENCES = (
+    Fence(("torch",), TORCH, "list, gc and verify start without torch"),
+    Fence(
+        ("torch.distributed",),
+        ("checkpoint/ranks.py",),
+        "collectives have one home, with a twin for a single process",
+        but=(
+            "torch.distributed.ProcessGroup",  # a type
+            "torch.distributed.device_mesh",  # types
+            "torch.distributed.tensor",  # DTensor and its placements
+            "torch.distributed._shard",  # torch's ShardedTensor
+            "torch.distributed.fsdp",  # wrappers, to know their parameters
+            "torch.distributed.checkpoint",  # the protocol of DCP
+        ),
+    ),
+    Fence(
+        ("torch.distributed.fsdp", "torch.distributed.checkpoint"),
+        ("frontends/",),
+        "wrappers of models and other checkpointers are known to front ends only",
+    ),
+    Fence(("fsspec", "s3fs", "aiobotocore", "botocore"), ("storage/remote.py",), "one adapter to remote storages"),
+    Fence(("sqlite_utils", "sqlite3"), ("repository/catalogue.py",), "the catalogue can be done without"),
+    Fence(("blake3",), ("format/",), "the format has one hash"),
+    Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),
+    Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
+    Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),
+)
+
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+"""(module of the package, what it names although a fence is around it) -> why it must."""
+
+IMPORTERS = {"import_module", "importlib.import_module", "__import__"}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A dotted name that a module imports, or reaches through an import, and the line where it does."""
+
+    name: str
+    line: int
+
+
+def uses(path: str, source: str) -> Iterator[Use]:
+    """All dotted names that the source of ``path`` (relative to the package) names: imports anywhere in it too."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        for local, name, line in _imported(path, node):
+            if local:
+                bound[local] = local if name.startswith(f"{local}.") else name  # "import a.b" binds a
+            yield Use(name, line)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = _dotted(node).partition(".")
+            if first in bound:
+                yield Use(f"{bound[first]}.{rest}", node.lineno)
+
+
+def _imported(path: str, node: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """(local name or "", dotted name, line) of what a node imports."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], alias.name, node.lineno
+    elif isinstance(node, ast.ImportFrom):
+        origin = _origin(path, node)
+        for alias in node.names:
+            yield alias.asname or alias.name, f"{origin}.{alias.name}", node.lineno
+    elif isinstance(node, ast.Call) and _dotted(node.func) in IMPORTERS:
+        argument = node.args[0] if node.args else None
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield "", argument.value, node.lineno
+
+
+def _origin(path: str, node: ast.ImportFrom) -> str:
+    """Absolute name of the module that ``from ... import`` names."""
+    if not node.level:
+        return node.module or ""
+    folders = ("casckpt", *path.split("/")[:-1])
+    return ".".join((*folders[: len(folders) - node.level + 1], *([node.module] if node.module else [])))
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of an expression that is such a name, "" of any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    inner = _dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{inner}.{node.attr}" if inner and isinstance(node, ast.Attribute) else ""
+
+
+def within(name: str, modules: tuple[str, ...]) -> bool:
+    """Is ``name`` one of the modules, or inside one?"""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What the source of ``path``, relative to the package, names although it may not."""
+    if path in FREE:
+        return []
+    layer = path.partition("/")[0].removesuffix(".py")
+    if layer not in BELOW:
+        return [f"{path}: belongs to no layer"]
+    found = set()
+    for use in uses(path, source):
+        for why in (*_upward(layer, use), *_fenced(path, use)):
+            found.add(f"{path}:{use.line}: names {use.name}: {why}")
+    return sorted(found)
+
+
+def _upward(layer: str, use: Use) -> Iterator[str]:
+    names = use.name.split(".")
+    if names[0] != "casckpt" or names[1:2] == ["__version__"] or names[1:2] == ["_version"]:
+        return
+    other = names[1] if len(names) > 1 else ""
+    if other != layer and other not in BELOW[layer]:
+        yield f"{layer} is not above it"
+
+
+def _fenced(path: str, use: Use) -> Iterator[str]:
+    for fence in FENCES:
+        inside = within(use.name, fence.modules) and not within(use.name, fence.but)
+        if inside and not path.startswith(fence.places) and not _excepted(path, use):
+            yield f"only in {', '.join(fence.places)}: {fence.why}"
+
+
+def _excepted(path: str, use: Use) -> bool:
+    return any(path == where and within(use.name, (name,)) for where, name in EXCEPTIONS)
+
+
+def modules() -> list[str]:
+    """All modules of the package, as paths relative to it."""
+    return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules())
+def test_imports_go_down_only(path: str) -> None:
+    assert violations(path, (PACKAGE / path).read_text()) == []
+
+
+def test_every_exception_is_still_needed() -> None:
+    used = {(path, use.name) for path in modules() for use in uses(path, (PACKAGE / path).read_text())}
+    needless = [
+        pair for pair in EXCEPTIONS if not any(path == pair[0] and within(name, (pair[1],)) for path, name in used)
+    ]
+    assert needless == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("errors.py", "from casckpt.format.keys import check_run"),
+        ("format/keys.py", "from casckpt.storage.base import Entry"),
+        ("storage/local.py", "import casckpt.format.keys"),
+        ("plan/reads.py", "from casckpt.repository import commits"),
+        ("plan/reads.py", "def late():\n    from casckpt.checkpoint.store import Store"),
+        ("plan/reads.py", "from casckpt import open"),
+        ("plan/reads.py", "import casckpt\ncasckpt.open('x')"),
+        ("plan/reads.py", "from ..repository import commits"),
+        ("plan/reads.py", "import importlib\nimportlib.import_module('casckpt.cli.main')"),
+        ("repository/gc.py", "from casckpt.tensors.values import Shard"),
+        ("tensors/values.py", "from casckpt.repository.refs import resolve"),
+        ("checkpoint/store.py", "from casckpt.frontends import dcp"),
+        ("frontends/dcp.py", "from casckpt.cli.main import main"),
+        ("surprise/new.py", ""),
+        ("format/dtypes.py", "import torch"),
+        ("repository/gc.py", "def late():\n    import torch.nn as nn"),
+        ("cli/main.py", "from torch import Tensor"),
+        ("repository/gc.py", "if TYPE_CHECKING:\n    import torch"),
+        ("tensors/values.py", "import torch.distributed as dist"),
+        ("tensors/values.py", "import torch\ntorch.distributed.all_reduce(x)"),
+        ("tensors/values.py", "import torch as t\nt.distributed.all_reduce(x)"),
+        ("frontends/dcp.py", "from torch.distributed import ProcessGroup, all_gather"),
+        ("checkpoint/save.py", "from torch import distributed"),
+        ("checkpoint/save.py", "from torch.distributed.fsdp import FSDPModule"),
+        ("storage/local.py", "import fsspec"),
+        ("repository/gc.py", "from s3fs import S3FileSystem"),
+        ("repository/gc.py", "import sqlite3"),
+        ("checkpoint/save.py", "from blake3 import blake3"),
+        ("repository/commits.py", "import msgspec"),
+        ("storage/local.py", "import os\nos.environ['X']"),
+        ("storage/local.py", "from os import getenv"),
+        ("checkpoint/save.py", "from rich import print"),
+    ],
+)
+def test_a_wrong_import_is_seen(path: str, source: str) -> None:
+    assert violations(path, source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("format/keys.py", "from casckpt import errors\nfrom casckpt.format.names import TxId\nimport msgspec, blake3"),
+        ("format/manifest.py", "from casckpt import __version__"),
+        ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.storage.base import Traits"),
+        ("repository/catalogue.py", "import sqlite3, sqlite_utils"),
+        ("storage/remote.py", "import fsspec"),
+        ("storage/local.py", "import os\nos.open('x', os.O_RDONLY)"),
+        ("checkpoint/ranks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+        ("tensors/values.py", "import torch\nfrom torch.distributed.tensor import DTensor"),
+        ("frontends/dcp.py", "from torch.distributed.checkpoint import SavePlanner"),
+        ("checkpoint/store.py", "from torch.distributed import ProcessGroup"),
+        ("cli/main.py", "import os\nos.environ\nfrom casckpt.frontends import convert"),
+        ("__init__.py", "from casckpt.checkpoint.store import open"),
+        ("plan/reads.py", "torch = 1\ntorch.distributed.all_reduce"),
+    ],
+)
+def test_a_right_import_is_left_alone(path: str, source: str) -> None:
+    assert violations(path, source) == []
+
+
+def test_what_needs_no_tensor_does_not_load_torch() -> None:
+    free = [path for path in modules() if not path.startswith((*TORCH, "__main__"))]
+    names = [".".join(("casckpt", *path.removesuffix(".py").split("/"))).removesuffix(".__init__") for path in free]
+    code = f"import sys\nfor name in {names}: __import__(name)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,115 @@
+"""What a user of the package meets first: its names, types and version; and what a fresh clone must hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import inspect
+import os
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import casckpt
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NAMES = [name for name in casckpt.__all__ if name not in {"__version__", "errors"}]
+
+
+def imported_for_types() -> dict[str, str]:
+    """Name -> module of what casckpt/__init__.py imports for type checkers alone."""
+    tree = ast.parse((ROOT / "casckpt/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in found for alias in node.names}
+
+
+def functions(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What a user may call of a public name: itself, or the public methods of a class."""
+    if not inspect.isclass(thing):
+        yield thing.__name__, thing
+        return
+    for name, member in inspect.getmembers(thing):
+        if (name == "__init__" or not name.startswith("_")) and inspect.isfunction(member):
+            yield f"{thing.__name__}.{name}", member
+
+
+def files() -> list[Path]:
+    """All text files that a clone holds."""
+    folders = ("casckpt", "tests", "tools", "docs", ".ci")
+    inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    beside = [path for path in ROOT.iterdir() if path.is_file() and path.name not in {".venv.lock", ".coverage"}]
+    return [path for path in (*inside, *beside) if "__pycache__" not in path.parts and b"\0" not in path.read_bytes()]
+
+
+def test_type_checkers_and_users_see_the_same_names() -> None:
+    assert imported_for_types() == casckpt._HOME
+    assert sorted([*casckpt._HOME, "__version__", "errors"]) == sorted(casckpt.__all__) == dir(casckpt)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_documented_and_typed(name: str) -> None:
+    thing = getattr(casckpt, name)
+    assert inspect.getdoc(thing), f"{name} has no docstring"
+    for label, function in functions(thing):
+        assert inspect.getdoc(function), f"{label} has no docstring"
+        signature = inspect.signature(function)
+        bare = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in {"self", "cls"}
+        ]
+        assert bare == [], f"{label} has parameters without a type"
+        assert signature.return_annotation is not signature.empty, f"{label} has no return type"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Stroe'"):
+        casckpt.Stroe  # noqa: B018 (to name it is the test)
+
+
+def test_the_version_is_one() -> None:
+    assert casckpt.__version__ == importlib.metadata.version("casckpt")
+    assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", casckpt.__version__)
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "casckpt/py.typed").read_bytes() == b""
+
+
+def test_what_is_tested_with_lies_in_the_ranges() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+    wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
+    assert len(pinned) == len(lines)
+    for requirement in map(Requirement, wanted):
+        assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    machine = re.compile(r"(?:^|[\s\"'=(:`])/(?:work|farm|root|home|Users|opt)/|(?:extra-)?index-url|find-links")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files()
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if machine.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["tools/setup", "tools/check", "tools/test", "tools/demo", ".ci/run"])
+def test_a_tool_can_be_run(name: str) -> None:
+    assert os.access(ROOT / name, os.X_OK)
+    assert (ROOT / name).read_text().startswith("#!/usr/bin/env ")
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    top = (ROOT / "README.md").read_text()[:1500]
+    assert "tools/demo" in top
+    assert "tools/test" in top
