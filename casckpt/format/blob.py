@@ -1,0 +1,105 @@
+"""The header of a blob: a valid safetensors file whose data starts at byte 4096.
+
+::
+
+    8 bytes     length of the header, little-endian: always 4088
+    4088 bytes  JSON without spaces, padded with spaces at its end: flat tensors "0", "1", ... in the order of the file
+    data        the tensors, one after the other, without holes
+
+The header is canonical: the same dtypes and lengths give the same bytes. It holds no key, step or time, so that equal
+cells make equal blobs. What a reader needs to know of a blob stands in the manifest; the header is there for every
+other reader of safetensors files, and for the eyes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format.dtypes import DTYPES, stored_itemsize, stored_name
+
+DATA_OFFSET = 4096
+"""Bytes from the start of a blob to its data: a block of direct I/O."""
+
+MAX_RUNS = 40
+"""So many runs fit into the header whatever their lengths are. A blob sorted by `order` has 13 at most."""
+
+_LENGTH = DATA_OFFSET - 8
+_ITEMSIZES = {stored_name(dtype): stored_itemsize(dtype) for dtype in DTYPES}
+
+
+class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+def order(dtype: str) -> tuple[int, str]:
+    """Sort key of a cell's dtype inside a blob: largest elements first, so that every tensor of the file is aligned.
+
+    Cells of one stored dtype lie together, which keeps the number of runs small. Raises Refused for an unknown dtype.
+    """
+    return (-stored_itemsize(dtype), stored_name(dtype))
+
+
+def encode_header(runs: Sequence[tuple[str, int]]) -> bytes:
+    """The first `DATA_OFFSET` bytes of a blob whose data is ``runs``: (dtype as torch names it, bytes), in order.
+
+    Neighbours that are stored under one name become one tensor; runs of no bytes are left out. Raises InvalidInput
+    for a length that is no multiple of the element size, a run that would not be aligned, or too many runs.
+    """
+    return _encode((stored_name(dtype), nbytes) for dtype, nbytes in runs)
+
+
+def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]]:
+    """The runs of a blob file of ``size`` bytes that starts with ``header``: (dtype as stored, bytes), in order.
+
+    Raises Refused for anything that `encode_header` does not make.
+    """
+    head = bytes(header[:DATA_OFFSET])
+    if len(head) < DATA_OFFSET or int.from_bytes(head[:8], "little") != _LENGTH:
+        raise Refused(f"a blob does not start with a header of {DATA_OFFSET} bytes")
+    try:
+        tensors = msgspec.json.decode(head[8:], type=dict[str, _Tensor])
+        runs = [(tensor.dtype, _nbytes(tensor)) for tensor in tensors.values()]
+        canonical = _encode(runs) == head
+    except (msgspec.DecodeError, InvalidInput) as error:
+        raise Refused(f"the header of a blob is not understood: {error}") from error
+    if not canonical or sum(nbytes for _, nbytes in runs) != size - DATA_OFFSET:
+        raise Refused("the header of a blob does not describe its data as casckpt would")
+    return runs
+
+
+def _nbytes(tensor: _Tensor) -> int:
+    if len(tensor.data_offsets) != 2 or tensor.dtype not in _ITEMSIZES:
+        raise InvalidInput(f"a tensor of dtype {tensor.dtype[:20]!r} at {tensor.data_offsets[:4]}")
+    return tensor.data_offsets[1] - tensor.data_offsets[0]
+
+
+def _encode(runs: Iterable[tuple[str, int]]) -> bytes:
+    tensors: dict[str, _Tensor] = {}
+    start = 0
+    for name, nbytes in _joined(runs):
+        itemsize = _ITEMSIZES[name]
+        if nbytes < 0 or nbytes % itemsize or start % itemsize:
+            raise InvalidInput(
+                f"{nbytes} bytes of {name} cannot lie at byte {start} of a blob: sort its cells by `order`"
+            )
+        tensors[str(len(tensors))] = _Tensor(name, [nbytes // itemsize], [start, start + nbytes])
+        start += nbytes
+    text = msgspec.json.encode(tensors)
+    if len(text) > _LENGTH:
+        raise InvalidInput(f"a blob of {len(tensors)} runs: its header holds {MAX_RUNS}; sort its cells by `order`")
+    return _LENGTH.to_bytes(8, "little") + text.ljust(_LENGTH)
+
+
+def _joined(runs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    joined: list[tuple[str, int]] = []
+    for name, nbytes in runs:
+        if joined and joined[-1][0] == name:
+            joined[-1] = (name, joined[-1][1] + nbytes)
+        elif nbytes:
+            joined.append((name, nbytes))
+    return joined

@@ -1,0 +1,36 @@
+"""BLAKE3, the one hash of the format. Nothing else imports blake3."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from blake3 import blake3
+
+from casckpt.format.names import CellDigest
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+def cell_digest(data: Buffer) -> CellDigest:
+    """Digest of the bytes of a cell: 32 bytes. Releases the GIL for all but tiny cells."""
+    return CellDigest(blake3(data).digest())
+
+
+def hex_digest(data: Buffer) -> str:
+    """Digest of a whole object, 64 hex digits: what b3sum prints."""
+    return blake3(data).hexdigest()
+
+
+class Hasher:
+    """Digest of bytes that arrive in pieces; feed it 256 KiB or more at a time."""
+
+    def __init__(self) -> None:
+        self._state = blake3()
+
+    def update(self, data: Buffer) -> None:
+        """Append bytes."""
+        self._state.update(data)
+
+    def hexdigest(self) -> str:
+        """64 hex digits of all bytes so far."""
+        return self._state.hexdigest()

@@ -1,0 +1,62 @@
+"""Every dtype that can be stored: its name (torch's), its size, and what a safetensors file calls it.
+
+To add one, add a line. What safetensors lacks, or does not round-trip, is stored as U8; the true dtype stands in the
+manifest.
+"""
+
+from __future__ import annotations
+
+from casckpt.errors import Refused
+
+_RAW = "U8"
+
+# name of torch -> (bytes of an element, name in the blob's header)
+DTYPES: dict[str, tuple[int, str]] = {
+    "bool": (1, "BOOL"),
+    "uint8": (1, "U8"),
+    "int8": (1, "I8"),
+    "int16": (2, "I16"),
+    "uint16": (2, "U16"),
+    "int32": (4, "I32"),
+    "uint32": (4, "U32"),
+    "int64": (8, "I64"),
+    "uint64": (8, "U64"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "float32": (4, "F32"),
+    "float64": (8, "F64"),
+    "complex64": (8, "C64"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "float8_e4m3fnuz": (1, _RAW),
+    "float8_e5m2fnuz": (1, _RAW),
+    "float8_e8m0fnu": (1, _RAW),
+    "float4_e2m1fn_x2": (1, _RAW),
+    "complex32": (4, _RAW),
+    "complex128": (16, _RAW),
+    **{f"int{bits}": (1, _RAW) for bits in range(1, 8)},
+    **{f"uint{bits}": (1, _RAW) for bits in range(1, 8)},
+    "bits8": (1, _RAW),
+    "bits16": (2, _RAW),
+    "bits1x8": (1, _RAW),
+    "bits2x4": (1, _RAW),
+    "bits4x2": (1, _RAW),
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element. Raises Refused for a dtype that this version does not know."""
+    if dtype not in DTYPES:
+        raise Refused(f"dtype {dtype[:40]!r} is not known to this version of casckpt")
+    return DTYPES[dtype][0]
+
+
+def stored_name(dtype: str) -> str:
+    """What the header of a blob calls it."""
+    itemsize(dtype)
+    return DTYPES[dtype][1]
+
+
+def stored_itemsize(dtype: str) -> int:
+    """Bytes of an element as the header of a blob counts them: 1 for what is stored as U8."""
+    return 1 if stored_name(dtype) == _RAW else itemsize(dtype)

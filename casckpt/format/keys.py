@@ -1,0 +1,195 @@
+"""The keys of a store: made here, and matched against one strict pattern here before any of them is used.
+
+::
+
+    casckpt.json                              settings/<N>
+    objects/<uploader>/<blake3>.safetensors   objects/<uploader>/<id>.manifest
+    transactions/<txid>[.N]                   commits/<txid>[.N]
+    tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>          mirrored/<txid>
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format.digest import hex_digest
+from casckpt.format.names import BlobHash, ManifestId, TxId
+
+MARKER = "casckpt.json"
+MAX_STEP = 2**63 - 1
+
+_TXID = r"[0-9]{8}T[0-9]{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9][0-9]{0,18})"  # \d would take any digit of Unicode
+_HEX64 = r"[0-9a-f]{64}"
+_NUMBER = r"(?:0|[1-9][0-9]{0,8})"
+_TAG = r"[a-z0-9][a-z0-9._-]{0,99}"
+_TXID_RE = re.compile(_TXID)
+_HEX64_RE = re.compile(_HEX64)
+_TAG_RE = re.compile(_TAG)
+_RUN_RE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+_LOG_RE = re.compile(rf"(?:commits|transactions)/({_TXID})(?:\.([1-9]\d{{0,8}}))?")
+_OBJECT_RE = re.compile(rf"objects/({_TXID})/({_HEX64})\.(safetensors|manifest)")
+_TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
+_DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
+_SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
+_TIME = "%Y%m%dT%H%M%S%f"
+
+
+def run_hash(run: str) -> str:
+    """16 hex digits that stand for a run's name in a txid."""
+    return hex_digest(run.encode())[:16]
+
+
+def make_txid(time: datetime, entropy: bytes, run: str, step: int) -> TxId:
+    """A new txid. ``time``: aware; ``entropy``: 8 random bytes."""
+    stamp = time.astimezone(UTC).strftime(_TIME)
+    return TxId(f"{stamp}Z-{entropy.hex()}-{run_hash(run)}-{step}")
+
+
+@dataclass(frozen=True, slots=True)
+class TxName:
+    """What a txid says: when it began, the hash of its run, its step."""
+
+    time: datetime
+    run_hash: str
+    step: int
+
+
+def parse_txid(txid: TxId) -> TxName:
+    """Take a txid apart. Raises `Refused`."""
+    time, _, run, step = check_txid(txid).split("-")
+    try:
+        return TxName(datetime.strptime(time[:-1], _TIME).replace(tzinfo=UTC), run, int(step))
+    except ValueError as error:
+        raise Refused(f"not a transaction id: {txid!r} holds no date") from error
+
+
+def later_than(time: datetime, others: list[TxId]) -> datetime:
+    """``time``, or one microsecond after the latest of ``others``: a new txid sorts after what it has seen."""
+    latest = max((parse_txid(other).time for other in others), default=time)
+    return max(time, latest + timedelta(microseconds=1)) if others else time
+
+
+def check_txid(text: str) -> TxId:
+    """``text`` as a txid, else `Refused`."""
+    if not _TXID_RE.fullmatch(text):
+        raise Refused(f"not a transaction id: {text[:120]!r}")
+    return TxId(text)
+
+
+def check_hash(text: str) -> str:
+    """``text`` if it is 64 lower-case hex digits, else `Refused`."""
+    if not _HEX64_RE.fullmatch(text):
+        raise Refused(f"not a BLAKE3 hash: {text[:120]!r}")
+    return text
+
+
+def check_run(run: str) -> str:
+    """A run's name, else `InvalidInput`."""
+    if type(run) is not str or not _RUN_RE.fullmatch(run):
+        raise InvalidInput(
+            f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
+        )
+    return run
+
+
+def check_step(step: int) -> int:
+    """A step, else `InvalidInput`."""
+    if type(step) is not int or not 0 <= step <= MAX_STEP:
+        raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
+    return step
+
+
+def check_tag(name: str) -> str:
+    """A tag's name, else `InvalidInput`."""
+    if type(name) is not str or not _TAG_RE.fullmatch(name):
+        raise InvalidInput(
+            f"tag {name!r} is not a usable name: use up to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
+        )
+    return name
+
+
+def blob_key(uploader: TxId, blob: BlobHash) -> str:
+    """Key of a blob."""
+    return f"objects/{uploader}/{blob}.safetensors"
+
+
+def manifest_key(uploader: TxId, manifest: ManifestId) -> str:
+    """Key of a manifest."""
+    return f"objects/{uploader}/{manifest}.manifest"
+
+
+def uploader_folder(uploader: TxId) -> str:
+    """Folder of all that one transaction uploads."""
+    return f"objects/{uploader}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """A key under objects/, taken apart. ``kind`` is "safetensors" or "manifest"."""
+
+    uploader: TxId
+    hash: str
+    kind: str
+
+
+def parse_object(key: str) -> ObjectName | None:
+    """A key under objects/; None if it is no key of ours."""
+    found = _OBJECT_RE.fullmatch(key)
+    return ObjectName(TxId(found[1]), found[2], found[3]) if found else None
+
+
+def commit_key(txid: TxId, number: int = 0) -> str:
+    """Key of record ``number`` of a transaction's log in commits/; the first one, 0, has no suffix."""
+    return f"commits/{txid}.{number}" if number else f"commits/{txid}"
+
+
+def transaction_key(txid: TxId, number: int = 0) -> str:
+    """Key of an open transaction (0) or of one of its signs of life."""
+    return f"transactions/{txid}.{number}" if number else f"transactions/{txid}"
+
+
+def parse_log(key: str) -> tuple[TxId, int] | None:
+    """(txid, number) of a key under commits/ or transactions/; None if it is no key of ours."""
+    found = _LOG_RE.fullmatch(key)
+    return (TxId(found[1]), int(found[2] or 0)) if found else None
+
+
+def tag_key(name: str, number: int) -> str:
+    """Key of a generation of a tag."""
+    return f"tags/{name}/{number}"
+
+
+def parse_tag(key: str) -> tuple[str, int] | None:
+    """(name, generation) of a key under tags/; None if it is no key of ours."""
+    found = _TAG_KEY_RE.fullmatch(key)
+    return (found[1], int(found[2])) if found else None
+
+
+def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:
+    """Key of a mark on a blob."""
+    return f"damaged/{uploader}/{blob}/{number}"
+
+
+def parse_damaged(key: str) -> tuple[TxId, BlobHash, int] | None:
+    """(uploader, blob, number) of a key under damaged/; None if it is no key of ours."""
+    found = _DAMAGED_RE.fullmatch(key)
+    return (TxId(found[1]), BlobHash(found[2]), int(found[3])) if found else None
+
+
+def settings_key(number: int) -> str:
+    """Key of a generation of the settings."""
+    return f"settings/{number}"
+
+
+def parse_settings(key: str) -> int | None:
+    """Generation of a key under settings/; None if it is no key of ours."""
+    found = _SETTINGS_RE.fullmatch(key)
+    return int(found[1]) if found else None
+
+
+def mirrored_key(txid: TxId) -> str:
+    """Key of the note that a commit is safe in the mirror."""
+    return f"mirrored/{txid}"

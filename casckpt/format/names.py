@@ -1,0 +1,17 @@
+"""Types of names and digests, so that one kind is never taken for another."""
+
+from __future__ import annotations
+
+from typing import NewType
+
+TxId = NewType("TxId", str)
+"""One transaction, and the uploader of its objects: ``<time>-<random>-<run hash>-<step>``; see `make_txid`."""
+
+ManifestId = NewType("ManifestId", str)
+"""BLAKE3 of a manifest's body, 64 hex digits: the id of a checkpoint."""
+
+BlobHash = NewType("BlobHash", str)
+"""BLAKE3 of a whole blob file, 64 hex digits."""
+
+CellDigest = NewType("CellDigest", bytes)
+"""BLAKE3 of the bytes of one cell, 32 bytes."""

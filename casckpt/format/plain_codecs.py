@@ -1,0 +1,330 @@
+"""How each type of the standard library is taken apart into plain children, and put together again.
+
+A `Codec` names one kind of value by its tag. ``split`` gives children that are plain data themselves; ``join`` gets the
+children as they were decoded, from bytes that nobody vouches for: it checks types first, and raises one of
+`JOIN_ERRORS` for what does not fit. Types are compared exactly: a subclass may hold more than its base shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from itertools import chain
+from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import NoneType, SimpleNamespace
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+JOIN_ERRORS = (TypeError, ValueError, KeyError, IndexError, OverflowError, AttributeError)
+"""What a join raises, by itself or from a constructor, for children that make no value."""
+
+
+class Unfit(Exception):
+    """A value that is not plain data. ``what`` it is; ``hint``: what to store in its place."""
+
+    def __init__(self, what: str, hint: str = "store what it is made of") -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A child that is raw bytes, not copied yet; decoded as bytes. ``view``: contiguous, one byte an item."""
+
+    view: memoryview
+
+
+def _no_step(value: Any, index: int) -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One kind of value. ``step(value, index)`` shows where child ``index`` stands in it, for error messages."""
+
+    tag: str
+    types: tuple[type, ...]
+    split: Callable[[Any], Iterable[Any]]
+    join: Callable[[list[Any]], Any]
+    step: Callable[[Any, int], str] = _no_step
+    unordered: bool = False
+
+
+def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
+    """The children, if there is one of exactly each of ``kinds``; else TypeError."""
+    if len(children) != len(kinds):
+        raise TypeError(f"it has {len(children)} parts, not {len(kinds)}")
+    for child, kind in zip(children, kinds, strict=True):
+        if type(child) not in (kind if isinstance(kind, tuple) else (kind,)):
+            raise TypeError(f"a part of type {type(child).__name__} does not belong there")
+    return list(children)
+
+
+# --- containers ---
+
+
+def show_key(key: object) -> str:
+    """A short text for a key of a dict."""
+    text = repr(key) if isinstance(key, str | int | float | NoneType) else f"<{type(key).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _pairs(mapping: dict[Any, Any]) -> list[Any]:
+    return list(chain.from_iterable(mapping.items()))
+
+
+def _mapping(children: Sequence[Any]) -> dict[Any, Any]:
+    if len(children) % 2:
+        raise ValueError("a key has no value")
+    found = dict(zip(children[::2], children[1::2], strict=True))
+    if 2 * len(found) != len(children):
+        raise ValueError("a key stands in it twice")
+    return found
+
+
+def _text_mapping(children: Sequence[Any]) -> dict[str, Any]:
+    found = _mapping(children)
+    if any(type(name) is not str for name in found):
+        raise TypeError("an attribute's name is no text")
+    return found
+
+
+def _index_step(value: Any, index: int) -> str:
+    return f"[{index}]"
+
+
+def _key_step(mapping: Any, index: int) -> str:
+    key = show_key(list(mapping)[index // 2])
+    return f"[{key}]" if index % 2 else f" (its key {key})"
+
+
+def _ordered_step(mapping: Any, index: int) -> str:
+    head = len(vars(mapping))
+    return _key_step(mapping, index - head) if index >= head else "._metadata"
+
+
+def _attribute_step(value: Any, index: int) -> str:
+    return f".{list(vars(value))[index // 2]}"
+
+
+def _split_ordered(value: OrderedDict[Any, Any]) -> list[Any]:
+    extra = set(vars(value)) - {"_metadata"}
+    if extra:
+        raise Unfit(f"an OrderedDict with the attributes {sorted(extra)}", "remove the attributes")
+    return [*vars(value).values(), *_pairs(value)]
+
+
+def _join_ordered(children: list[Any]) -> OrderedDict[Any, Any]:
+    head = len(children) % 2  # an odd count: _metadata stands before the pairs
+    found = OrderedDict(_mapping(children[head:]))
+    if head:
+        vars(found)["_metadata"] = children[0]
+    return found
+
+
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    **{kind.__name__: kind for kind in (list, dict, int, set, float, str, tuple)},
+    "None": None,
+}
+
+
+def _split_default(value: defaultdict[Any, Any]) -> list[Any]:
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    if not names:
+        raise Unfit(f"a defaultdict whose factory is not one of {', '.join(_FACTORIES)}", "store it as a dict")
+    return [names[0], *_pairs(value)]
+
+
+def _join_default(children: list[Any]) -> defaultdict[Any, Any]:
+    (name,) = expect(children[:1], str)
+    return defaultdict(_FACTORIES[name], _mapping(children[1:]))
+
+
+def _join_counter(children: list[Any]) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    dict.update(found, _mapping(children))
+    return found
+
+
+def _join_deque(children: list[Any]) -> deque[Any]:
+    (maxlen,) = expect(children[:1], (int, NoneType))
+    found = deque(children[1:], maxlen)
+    if len(found) != len(children) - 1:
+        raise ValueError("it is longer than its maxlen")
+    return found
+
+
+def _set_of(kind: type) -> Callable[[list[Any]], Any]:
+    def join(children: list[Any]) -> Any:
+        found = kind(children)
+        if len(found) != len(children):
+            raise ValueError("an item stands in it twice")
+        return found
+
+    return join
+
+
+def _join_namespace(children: list[Any]) -> argparse.Namespace:
+    found = argparse.Namespace()
+    vars(found).update(_text_mapping(children))
+    return found
+
+
+CONTAINERS = (
+    Codec("list", (list,), list, list, _index_step),
+    Codec("tuple", (tuple,), list, tuple, _index_step),
+    Codec("dict", (dict,), _pairs, _mapping, _key_step),
+    Codec("OrderedDict", (OrderedDict,), _split_ordered, _join_ordered, _ordered_step),
+    Codec("Counter", (Counter,), _pairs, _join_counter, _key_step),
+    Codec("defaultdict", (defaultdict,), _split_default, _join_default, lambda d, index: _key_step(d, index - 1)),
+    Codec("deque", (deque,), lambda d: [d.maxlen, *d], _join_deque, lambda _, index: f"[{index - 1}]"),
+    Codec("set", (set,), list, _set_of(set), unordered=True),
+    Codec("frozenset", (frozenset,), list, _set_of(frozenset), unordered=True),
+    Codec(
+        "SimpleNamespace",
+        (SimpleNamespace,),
+        lambda value: _pairs(vars(value)),
+        lambda children: SimpleNamespace(**_text_mapping(children)),
+        _attribute_step,
+    ),
+    Codec(
+        "Namespace",
+        (argparse.Namespace,),
+        lambda value: _pairs(vars(value)),
+        _join_namespace,
+        _attribute_step,
+    ),
+    Codec("slice", (slice,), lambda s: [s.start, s.stop, s.step], lambda children: slice(*_three(children))),
+)
+
+
+def _three(children: list[Any]) -> list[Any]:
+    if len(children) != 3:
+        raise ValueError("it has not three parts")
+    return children
+
+
+# --- numbers, text, bytes ---
+
+
+def int_bytes(value: int) -> bytes:
+    """An int of any size: two's complement, little-endian."""
+    return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+
+
+def _join_int(children: list[Any]) -> int:
+    (data,) = expect(children, bytes)
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _join_text(children: list[Any]) -> str:
+    (data,) = expect(children, bytes)
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _join_bytearray(children: list[Any]) -> bytearray:
+    (data,) = expect(children, bytes)
+    return bytearray(data)
+
+
+NUMBERS = (
+    # int and str are split by the encoder itself, and only where msgpack cannot hold them
+    Codec("int", (), lambda value: [int_bytes(value)], _join_int),
+    Codec("str", (), lambda value: [value.encode("utf-8", "surrogatepass")], _join_text),
+    Codec("bytearray", (bytearray,), lambda value: [Buffer(memoryview(value))], _join_bytearray),
+    Codec("complex", (complex,), lambda z: [z.real, z.imag], lambda c: complex(*expect(c, float, float))),
+    Codec("range", (range,), lambda r: [r.start, r.stop, r.step], lambda c: range(*expect(c, int, int, int))),
+)
+
+
+# --- paths and times ---
+
+_PATHS: dict[str, type[PurePath]] = {
+    kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
+}
+_PURE: dict[str, type[PurePath]] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
+
+
+def _join_path(children: list[Any]) -> PurePath:
+    name, text = expect(children, str, str)
+    try:
+        return _PATHS[name](text)
+    except NotImplementedError:  # a file path of another operating system: nothing here can be opened with it
+        return _PURE[name](text)
+
+
+def _split_timezone(zone: timezone) -> list[Any]:
+    offset, name = zone.utcoffset(None), zone.tzname(None)
+    return [offset, None if name == timezone(offset).tzname(None) else name]
+
+
+def _join_timezone(children: list[Any]) -> timezone:
+    offset, name = expect(children, timedelta, (str, NoneType))
+    return timezone(offset) if name is None else timezone(offset, name)
+
+
+def _split_zone(zone: ZoneInfo) -> list[Any]:
+    if zone.key is None:
+        raise Unfit("a ZoneInfo without a key", "use ZoneInfo(key)")
+    return [zone.key]
+
+
+def _join_zone(children: list[Any]) -> ZoneInfo:
+    (key,) = expect(children, str)
+    if not re.fullmatch(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}", key):
+        raise ValueError("the name of a time zone is none")
+    try:
+        return ZoneInfo(key)
+    except (ZoneInfoNotFoundError, OSError) as error:
+        raise ValueError(f"this machine does not know the time zone {key}; install tzdata") from error
+
+
+_ZONES = (timezone, ZoneInfo, NoneType)
+
+
+def _zone_of(value: time | datetime) -> Any:
+    if type(value.tzinfo) not in _ZONES:
+        kind = f"{type(value.tzinfo).__module__}.{type(value.tzinfo).__qualname__}"
+        raise Unfit(f"a time whose tzinfo is a {kind}", "use datetime.timezone or zoneinfo.ZoneInfo")
+    return value.tzinfo
+
+
+def _split_time(t: time) -> list[Any]:
+    return [t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t)]
+
+
+def _join_time(children: list[Any]) -> time:
+    hour, minute, second, micro, fold, zone = expect(children, int, int, int, int, int, _ZONES)
+    return time(hour, minute, second, micro, zone, fold=fold)
+
+
+def _split_datetime(t: datetime) -> list[Any]:
+    return [t.year, t.month, t.day, t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t)]
+
+
+def _join_datetime(children: list[Any]) -> datetime:
+    year, month, day, hour, minute, second, micro, fold, zone = expect(children, *[int] * 8, _ZONES)
+    return datetime(year, month, day, hour, minute, second, micro, zone, fold=fold)
+
+
+TIMES = (
+    Codec("path", tuple(_PATHS.values()), lambda path: [type(path).__name__, str(path)], _join_path),
+    Codec("date", (date,), lambda d: [d.year, d.month, d.day], lambda c: date(*expect(c, int, int, int))),
+    Codec("time", (time,), _split_time, _join_time),
+    Codec("datetime", (datetime,), _split_datetime, _join_datetime),
+    Codec(
+        "timedelta",
+        (timedelta,),
+        lambda delta: [delta.days, delta.seconds, delta.microseconds],
+        lambda children: timedelta(*expect(children, int, int, int)),
+    ),
+    Codec("timezone", (timezone,), _split_timezone, _join_timezone),
+    Codec("zoneinfo", (ZoneInfo,), _split_zone, _join_zone),
+)
+
+STANDARD = (*CONTAINERS, *NUMBERS, *TIMES)

@@ -1,0 +1,269 @@
+"""numpy arrays, scalars and random generators as plain data.
+
+Values are kept exactly: byte order, NaN payloads, NaT, structured dtypes. Not kept: memory order (an array comes back
+in C order) and the aliasing of views. dtypes that hold references to objects are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from casckpt.format.plain_codecs import Buffer, Codec, Unfit, expect
+from casckpt.format.regions import check_shape
+
+_DTYPE = re.compile(
+    r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[SUV][1-9]\d{0,9}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+)
+_LONG = re.compile(r"[<>](f|c)\d\d")
+_MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad share one name
+
+
+# --- dtypes ---
+
+
+def dtype_form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
+    """A dtype as plain data. Raises `Unfit` for what would not come back the same."""
+    unfit = Unfit(f"a numpy array or scalar of dtype {str(dtype)[:60]}", "use a numeric, text, bytes or time dtype")
+    if dtype.hasobject or dtype.metadata or not dtype.itemsize:
+        raise unfit
+    form = _form(dtype)
+    try:
+        same = dtype_of(form)
+    except (TypeError, ValueError) as error:
+        raise unfit from error
+    if same != dtype or (dtype.kind == "V" and dtype.type is not np.void):
+        raise unfit
+    return form
+
+
+def _form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
+    if dtype.subdtype is not None:
+        return ("array", _form(dtype.subdtype[0]), *dtype.subdtype[1])
+    if dtype.fields is not None:
+        # a title makes a third item of the field: it is lost here, and the comparison of the caller finds that
+        fields = [(name, _form(dtype.fields[name][0]), dtype.fields[name][1]) for name in dtype.names or ()]
+        return ("fields", dtype.itemsize, dtype.isalignedstruct, *fields)
+    if dtype.type in (np.longdouble, np.clongdouble) and not _DTYPE.fullmatch(dtype.str):
+        return ("long", dtype.str, _MANTISSA)
+    return dtype.str
+
+
+def dtype_of(form: Any, depth: int = 0) -> np.dtype[Any]:
+    """The dtype of a form. Raises TypeError or ValueError for what is none."""
+    if type(form) is str:
+        if not _DTYPE.fullmatch(form):
+            raise ValueError(f"dtype {form[:40]!r} is not known")
+        return _made(form)
+    if type(form) is not tuple or not form or depth > 16:
+        raise TypeError("it is no dtype")
+    kind, *rest = form
+    if kind == "array":
+        return _made((dtype_of(rest[0], depth + 1), _shape(rest[1:])))
+    if kind == "fields":
+        return _fields(rest, depth)
+    name, mantissa = expect(rest, str, int)
+    if kind != "long" or not _LONG.fullmatch(name) or mantissa != _MANTISSA:
+        raise ValueError("its floating point numbers are of another kind of machine")
+    return _made(name)
+
+
+def _fields(form: list[Any], depth: int) -> np.dtype[Any]:
+    itemsize, aligned = expect(form[:2], int, bool)
+    names, formats, offsets = [], [], []
+    for field in form[2:]:
+        name, sub, offset = expect(field, str, (str, tuple), int)
+        names.append(name)
+        formats.append(dtype_of(sub, depth + 1))
+        offsets.append(offset)
+    spec = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
+    return _made(spec, align=aligned)
+
+
+def _made(spec: Any, *, align: bool = False) -> np.dtype[Any]:
+    try:
+        dtype: np.dtype[Any] = np.dtype(spec, align=align)
+    except (KeyError, IndexError, OverflowError, MemoryError) as error:
+        raise ValueError(f"it is no dtype: {error}") from error
+    if not dtype.itemsize or dtype.hasobject:
+        raise ValueError("it is a dtype without size, or of objects")
+    return dtype
+
+
+def _shape(numbers: list[Any]) -> tuple[int, ...]:
+    return check_shape(tuple(expect(numbers, *[int] * len(numbers))))
+
+
+# --- arrays and scalars ---
+
+
+def _form_of(array: np.ndarray[Any, Any]) -> str | tuple[Any, ...]:
+    form = dtype_form(array.dtype)
+    try:
+        _check_text(array.reshape(-1))
+    except ValueError as error:
+        raise Unfit("a numpy array of text with characters beyond Unicode", "was it ever filled?") from error
+    return form
+
+
+def _split_array(array: np.ndarray[Any, Any]) -> list[Any]:
+    form = _form_of(array)
+    raw = np.asarray(array, order="C").reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    return [form, array.shape, Buffer(raw.data)]
+
+
+def _join_array(children: list[Any]) -> np.ndarray[Any, Any]:
+    form, numbers, data = expect(children, (str, tuple), tuple, bytes)
+    dtype, shape = dtype_of(form), _shape(list(numbers))
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"shape {list(shape)[:8]} of {dtype.itemsize} bytes each does not fit {len(data)} bytes")
+    array: np.ndarray[Any, Any] = np.empty(shape, dtype)
+    if array.dtype != dtype or array.shape != shape:  # numpy moves the shape of an "array" dtype into the array's
+        raise ValueError("it is not the dtype of an array")
+    if len(data):
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, np.uint8)
+        _check_text(array.reshape(-1))
+    return array
+
+
+def _check_text(array: np.ndarray[Any, Any]) -> None:
+    """ValueError for characters beyond Unicode: numpy takes them and fails with SystemError when they are looked at."""
+    if array.dtype.kind == "U" and array.size:
+        characters = np.ascontiguousarray(array).view(array.dtype.str[0] + "u4")
+        if int(characters.max()) > 0x10FFFF:
+            raise ValueError("its text has characters beyond Unicode")
+    for name in array.dtype.names or ():
+        _check_text(array[name].reshape(-1))
+
+
+def _split_scalar(scalar: np.generic) -> list[Any]:
+    array = np.asarray(scalar)
+    return [_form_of(array), array.tobytes()]
+
+
+def _join_scalar(children: list[Any]) -> Any:
+    form, data = expect(children, (str, tuple), bytes)
+    return _join_array([form, (), data])[()]
+
+
+_SCALARS = tuple(sorted({*np.sctypeDict.values()} - {np.object_, np.str_, np.bytes_}, key=lambda kind: kind.__name__))
+
+
+# --- random generators ---
+
+_GENERATORS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+_POSITIONS = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uinteger": 2**32 - 1}
+
+
+def _check_state(state: Any, template: Any, name: str = "") -> None:
+    """TypeError or ValueError unless ``state`` is like ``template``: numpy itself reads beyond its tables otherwise."""
+    if type(state) is not type(template):
+        raise TypeError(f"{name!r} of a generator's state is of type {type(state).__name__}")
+    if isinstance(state, dict):
+        if list(state) != list(template):
+            raise ValueError("a generator's state has other fields")
+        for key, value in state.items():
+            _check_state(value, template[key], key)
+    elif isinstance(state, np.ndarray):
+        if state.dtype != template.dtype or state.shape != template.shape:
+            raise ValueError(f"{name!r} of a generator's state has another shape or dtype")
+    elif isinstance(state, int) and not 0 <= state <= _POSITIONS.get(name, 2**128 - 1):
+        raise ValueError(f"{name!r} of a generator's state is outside its range")
+
+
+def _check_entropy(entropy: Any) -> None:
+    """ValueError for what seeding would chew on for long."""
+    words = entropy if type(entropy) in (list, tuple) else [entropy]
+    if len(words) > 1024 or not all(type(word) is int and 0 <= word < 2**1024 for word in words):
+        raise ValueError("the entropy of a generator's seed is outside its range")
+
+
+def _seed_of(generator: Any) -> dict[str, Any] | None:
+    """What `spawn` of a generator goes on from; None where it is not numpy's own SeedSequence, or not plain."""
+    seed = generator.seed_seq
+    if type(seed) is not np.random.SeedSequence:
+        return None
+    state = dict(seed.state)
+    if isinstance(state["entropy"], np.ndarray | np.integer):
+        state["entropy"] = state["entropy"].tolist()
+    try:
+        _seed_from(state)
+    except (TypeError, ValueError):
+        return None
+    return state
+
+
+def _seed_from(state: dict[str, Any]) -> np.random.SeedSequence:
+    fields = ("entropy", "spawn_key", "pool_size", "n_children_spawned")
+    if tuple(state) != fields:
+        raise ValueError("the seed of a generator has other fields")
+    entropy, spawn_key, pool_size, spawned = (state[field] for field in fields)
+    _check_entropy(entropy)
+    _check_entropy(*expect([spawn_key], tuple))
+    if type(pool_size) is not int or type(spawned) is not int or not (4 <= pool_size <= 64 and 0 <= spawned < 2**32):
+        raise ValueError("the seed of a generator is outside its range")
+    return np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
+
+
+def _split_bits(bits: Any) -> list[Any]:
+    return [bits.state, _seed_of(bits)]
+
+
+def _join_bits(children: list[Any]) -> Any:
+    state, seed = expect(children, dict, (dict, NoneType))
+    generator = _GENERATORS[state["bit_generator"]](0 if seed is None else _seed_from(seed))
+    _check_state(state, generator.state)
+    generator.state = state
+    return generator
+
+
+def _split_generator(generator: np.random.Generator) -> list[Any]:
+    bits = generator.bit_generator
+    if type(bits).__name__ not in _GENERATORS:
+        raise Unfit(f"a numpy Generator over {type(bits).__qualname__}", "use a bit generator of numpy")
+    return _split_bits(bits)
+
+
+def _join_random_state(children: list[Any]) -> np.random.RandomState:
+    (state,) = expect(children, dict)
+    legacy = np.random.RandomState(_GENERATORS[state["bit_generator"]](0))
+    _check_state(state, legacy.get_state(legacy=False))
+    legacy.set_state(state)
+    return legacy
+
+
+def _join_str(children: list[Any]) -> np.str_:
+    return np.str_(expect(children, str)[0])
+
+
+def _join_bytes(children: list[Any]) -> np.bytes_:
+    return np.bytes_(expect(children, bytes)[0])
+
+
+NUMPY = (
+    Codec("numpy.ndarray", (np.ndarray,), _split_array, _join_array),
+    Codec("numpy.scalar", _SCALARS, _split_scalar, _join_scalar),
+    # an array would cut the zeros at their end
+    Codec("numpy.str", (np.str_,), lambda value: [str(value)], _join_str),
+    Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], _join_bytes),
+    Codec("numpy.BitGenerator", tuple(_GENERATORS.values()), _split_bits, _join_bits),
+    Codec(
+        "numpy.Generator",
+        (np.random.Generator,),
+        _split_generator,
+        lambda children: np.random.Generator(_join_bits(children)),
+    ),
+    Codec(
+        "numpy.RandomState",
+        (np.random.RandomState,),
+        lambda value: [value.get_state(legacy=False)],
+        _join_random_state,
+    ),
+)

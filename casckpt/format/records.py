@@ -1,0 +1,224 @@
+"""The small records of a store: frozen structs, and the one way they are written.
+
+A record is two lines of text: its JSON, and the BLAKE3 of that line in hex. So ``head -1`` shows it to a person, and
+one that was torn or flipped is told from one that is of a later version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from casckpt.errors import Damaged, Refused
+from casckpt.format.digest import hex_digest
+from casckpt.format.keys import check_hash, check_run, check_step, check_txid
+from casckpt.format.names import BlobHash, ManifestId, TxId
+
+FORMAT_VERSION = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+MAX_RECORD_BYTES = 1 << 20
+DEFAULT_CELL_BYTES = 1 << 20
+DEFAULT_BLOB_BYTES = 32 << 20
+MAX_METADATA_BYTES = 64 << 10
+"""Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all records. Unknown fields are ignored: what must not be ignored is a required feature of the marker.
+
+    Whatever becomes part of a key is checked at birth, also when it is decoded.
+    """
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            check, value = _CHECKS.get(name), getattr(self, name)
+            if check is not None and value is not None:
+                check(value)
+
+
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "txid": check_txid,
+    "uploader": check_txid,
+    "manifest": check_hash,
+    "parent": check_hash,
+    "blob": check_hash,
+    "run": check_run,
+    "step": check_step,
+}
+
+
+class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
+    """casckpt.json. ``features``: names a reader must know, else it must not touch the store. Sizes in bytes."""
+
+    format: int
+    store_id: str
+    created_at: int  # microseconds since the epoch, UTC; so are all times below
+    features: list[str] = []
+    cell_bytes: int = DEFAULT_CELL_BYTES
+    blob_bytes: int = DEFAULT_BLOB_BYTES
+
+
+class Settings(Record, frozen=True, kw_only=True):
+    """settings/<N>: what may change. A field that is None is not set."""
+
+    created_at: int
+    min_age_seconds: float | None = None
+    min_age_ephemeral_seconds: float | None = None
+    revoke_after_seconds: float | None = None
+    exclusive_create: bool | None = None
+
+
+class Process(Record, frozen=True, kw_only=True):
+    """Who runs a transaction: enough to tell on the same host that it is dead."""
+
+    host: str
+    boot_id: str
+    pid: int
+    pid_namespace: str
+    started: int  # clock ticks since boot, from /proc/<pid>/stat; 0 where there is no /proc
+
+
+class Began(Record, tag="began", frozen=True, kw_only=True):
+    """transactions/<txid>: a save in progress."""
+
+    txid: TxId
+    run: str
+    step: int
+    time: int
+    process: Process
+
+
+class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
+    """transactions/<txid>.<N>."""
+
+    txid: TxId
+    time: int
+
+
+class Committed(Record, tag="committed", frozen=True, kw_only=True):
+    """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
+
+    ``uploader``: whose folder holds the manifest object. ``bytes_total``: of all tensors, as held in memory.
+    ``metadata`` is None where it is too large for the record (it stands in the manifest).
+    """
+
+    txid: TxId
+    run: str
+    step: int
+    time: int
+    manifest: ManifestId
+    uploader: TxId
+    created_at: int  # of the checkpoint; differs from ``time`` in copies
+    bytes_total: int
+    bytes_written: int = 0
+    bytes_reused: int = 0
+    blobs_written: int = 0
+    blobs_reused: int = 0
+    seconds: float = 0.0
+    tensors: int = 0
+    ephemeral: bool = False
+    parent: ManifestId | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Revoked(Record, tag="revoked", frozen=True, kw_only=True):
+    """commits/<txid>: the transaction was aborted by itself or given up on by a gc."""
+
+    txid: TxId
+    time: int
+    reason: str
+
+
+class Forgotten(Record, tag="forgotten", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: no longer visible, until restored; may be purged."""
+
+    txid: TxId
+    time: int
+
+
+class Restored(Record, tag="restored", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: visible again."""
+
+    txid: TxId
+    time: int
+
+
+class Purged(Record, tag="purged", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: the end; its bytes may be deleted."""
+
+    txid: TxId
+    time: int
+
+
+FirstRecord = Committed | Revoked
+LogRecord = Committed | Revoked | Forgotten | Restored | Purged
+
+
+class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
+    """tags/<name>/<N>: the tag names the commit ``txid``; None deletes the tag. ``unique`` tells writers apart."""
+
+    name: str
+    time: int
+    unique: str
+    txid: TxId | None = None
+    manifest: ManifestId | None = None
+
+
+class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
+    """damaged/<uploader>/<blob>/<N>: ``state`` is "damaged" or "repaired"."""
+
+    uploader: TxId
+    blob: BlobHash
+    state: str
+    time: int
+    why: str
+    unique: str
+
+
+R = TypeVar("R")
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a record."""
+    line = msgspec.json.encode(record)
+    return line + b"\n" + hex_digest(line).encode() + b"\n"
+
+
+def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
+    """A record of ``kind`` (a struct or a union of structs) from the bytes under ``key``.
+
+    Raises `Damaged` if the bytes are not what was written, `Refused` if they were written so but mean nothing here.
+    """
+    line, _, check = data.partition(b"\n")
+    if check != hex_digest(line).encode() + b"\n":
+        raise Damaged(f"{key} is damaged: its checksum does not fit its content", key=key)
+    try:
+        record: R = msgspec.json.decode(line, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Refused(f"{key} is not understood: {error}; was it written by a later version of casckpt?") from error
+    return record
+
+
+def encode_marker(marker: Marker) -> bytes:
+    """The marker is plain JSON, for any tool to read."""
+    return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
+
+
+def decode_marker(data: bytes) -> Marker:
+    """The marker. Raises `Refused` for a store of the future, `Damaged` for no marker at all."""
+    try:
+        marker = msgspec.json.decode(data, type=Marker)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Damaged(f"casckpt.json is damaged: {error}") from error
+    if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:
+        missing = sorted(set(marker.features) - KNOWN_FEATURES)
+        raise Refused(
+            f"this store has format {marker.format} with features {missing}; this casckpt reads format "
+            f"{FORMAT_VERSION}. Upgrade casckpt to use the store"
+        )
+    sizes_fit = 4096 <= marker.cell_bytes <= marker.blob_bytes <= 1 << 30 and marker.cell_bytes % 64 == 0
+    if marker.format < 1 or not sizes_fit:
+        raise Refused("casckpt.json holds sizes or a version outside the format's limits")
+    return marker

@@ -1,0 +1,268 @@
+"""The one geometry of casckpt: which elements of a global tensor a piece of data is.
+
+A `Region` is an n-dimensional box of the global tensor, and a sub-range of that box in its row-major order. It covers a
+plain tensor (the full box), a shard of a DTensor (a box), a flat shard of FSDP1 or ZeRO (the full box with a sub-range)
+and Megatron's flattened_range (a local box with a sub-range). Everything here is a pure function of frozen values.
+
+Units are elements, never bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+from casckpt.errors import InvalidInput
+
+Shape: TypeAlias = tuple[int, ...]
+
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 2**62
+
+
+def check_shape(shape: Shape) -> Shape:
+    """``shape`` if its rank, extents and product are within the format's limits, else InvalidInput."""
+    if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
+        raise InvalidInput(f"shape {list(shape)[:8]} has a negative extent or more than {MAX_DIMENSIONS} dimensions")
+    if prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
+        raise InvalidInput(f"shape {list(shape)[:8]} has more than 2**62 elements")
+    return shape
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a global tensor: ``offset`` and ``shape`` in elements, one number a dimension."""
+
+    offset: Shape
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        check_shape(self.shape)
+        if len(self.offset) != len(self.shape) or any(start < 0 for start in self.offset):
+            raise InvalidInput(f"offset {list(self.offset)[:8]} does not fit shape {list(self.shape)[:8]}")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d box."""
+        return prod(self.shape)
+
+    @property
+    def end(self) -> Shape:
+        """First index behind the box, in each dimension."""
+        return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
+
+    def inside(self, outer: Box) -> bool:
+        """Does ``outer`` hold every element of this box?"""
+        pairs = zip(self.offset, self.end, outer.offset, outer.end, strict=True)
+        return all(lo >= outer_lo and hi <= outer_hi for lo, hi, outer_lo, outer_hi in pairs)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, None if there is no common element."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
+        shape = tuple(hi - lo for lo, hi in zip(low, high, strict=True))
+        return None if any(extent <= 0 for extent in shape) else Box(low, shape)
+
+    def subtract(self, other: Box) -> list[Box]:
+        """This box without ``other``, as at most 2 * rank disjoint boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest, offset, shape = [], list(self.offset), list(self.shape)
+        for dim, (low, extent) in enumerate(zip(common.offset, common.shape, strict=True)):
+            for start, count in (
+                (offset[dim], low - offset[dim]),
+                (low + extent, offset[dim] + shape[dim] - low - extent),
+            ):
+                if count:
+                    rest.append(
+                        Box((*offset[:dim], start, *offset[dim + 1 :]), (*shape[:dim], count, *shape[dim + 1 :]))
+                    )
+            offset[dim], shape[dim] = low, extent
+        return rest
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same box with its offset counted from that of ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+def full_box(shape: Shape) -> Box:
+    """The box that is the whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The elements ``[lo, hi)``, in row-major order, of a box."""
+
+    box: Box
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo <= self.hi <= self.box.numel:
+            raise InvalidInput(f"flat range [{self.lo}, {self.hi}) does not lie in a box of {self.box.numel} elements")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.hi - self.lo
+
+    @property
+    def is_whole(self) -> bool:
+        """Is it the whole of its box?"""
+        return self.lo == 0 and self.hi == self.box.numel
+
+    def __str__(self) -> str:
+        box = "x".join(f"[{lo}:{hi}]" for lo, hi in zip(self.box.offset, self.box.end, strict=True)) or "[scalar]"
+        return box if self.is_whole else f"{box} elements {self.lo}..{self.hi}"
+
+
+def whole(shape: Shape) -> Region:
+    """The region that is the whole tensor."""
+    box = full_box(shape)
+    return Region(box, 0, box.numel)
+
+
+def strides(shape: Shape) -> Shape:
+    """Row-major strides in elements."""
+    result = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        result[dim] = result[dim + 1] * shape[dim + 1]
+    return tuple(result)
+
+
+def is_contiguous(box: Box, shape: Shape) -> bool:
+    """Do the elements of ``box`` follow each other in the row-major order of a tensor of ``shape``?"""
+    if not box.numel:
+        return True
+    dim = next((d for d, extent in enumerate(box.shape) if extent > 1), len(shape))
+    return all(box.shape[d] == shape[d] for d in range(dim + 1, len(shape)))
+
+
+def flat_index(index: Shape, shape: Shape) -> int:
+    """Row-major position of an index."""
+    return sum(i * stride for i, stride in zip(index, strides(shape), strict=True))
+
+
+def normalise(region: Region, shape: Shape) -> Region:
+    """The same elements as a flat range of the whole tensor, where they are one; else the region as it is.
+
+    So that the same elements have one name, whichever front end describes them.
+    """
+    if region.box.shape == shape or not is_contiguous(region.box, shape):
+        return region
+    start = flat_index(region.box.offset, shape) if region.numel else 0
+    return Region(full_box(shape), start + region.lo, start + region.hi) if region.numel else empty(shape)
+
+
+def empty(shape: Shape) -> Region:
+    """The region without elements."""
+    return Region(full_box(shape), 0, 0)
+
+
+def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
+    """The at most ``max(1, 2 * rank - 1)`` boxes that make up a region, in its order.
+
+    Yields each box, in global coordinates, with the flat position (in the region's box) of its first element; the
+    elements of each follow each other in the region's order.
+    """
+    box, lo, hi = region.box, region.lo, region.hi
+    if lo < hi:
+        for offset, shape, start in _pieces(box.shape, lo, hi):
+            yield Box(tuple(a + b for a, b in zip(box.offset, offset, strict=True)), shape), start
+
+
+def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """(offset, shape, start) of the boxes of the flat range [lo, hi) of a box of ``shape`` at the origin."""
+    if lo == 0 and hi == prod(shape):
+        yield (0,) * len(shape), shape, 0
+        return
+    inner = prod(shape[1:])
+    first, last = lo // inner, (hi - 1) // inner
+    if first == last:
+        for offset, piece, start in _pieces(shape[1:], lo - first * inner, hi - first * inner):
+            yield (first, *offset), (1, *piece), first * inner + start
+        return
+    head = lo - first * inner
+    tail = hi - last * inner
+    if head:
+        for offset, piece, start in _pieces(shape[1:], head, inner):
+            yield (first, *offset), (1, *piece), first * inner + start
+        first += 1
+    stop = last + 1 if tail == inner else last
+    if first < stop:
+        yield (first, *(0,) * (len(shape) - 1)), (stop - first, *shape[1:]), first * inner
+    if tail < inner:
+        for offset, piece, start in _pieces(shape[1:], 0, tail):
+            yield (last, *offset), (1, *piece), last * inner + start
+
+
+def intersect(one: Region, other: Region) -> list[Box]:
+    """The common elements of two regions of one tensor, as disjoint boxes."""
+    if one.box == other.box:
+        lo, hi = max(one.lo, other.lo), min(one.hi, other.hi)
+        return [box for box, _ in flat_boxes(Region(one.box, lo, hi))] if lo < hi else []
+    if one.box.intersect(other.box) is None:
+        return []
+    theirs = [box for box, _ in flat_boxes(other)]
+    overlaps = (a.intersect(b) for a, _ in flat_boxes(one) for b in theirs)
+    return [box for box in overlaps if box is not None]
+
+
+def contains(outer: Region, inner: Region) -> bool:
+    """Does ``outer`` hold every element of ``inner``?"""
+    if not inner.numel:
+        return True
+    if outer.box == inner.box:
+        return outer.lo <= inner.lo and inner.hi <= outer.hi
+    if outer.is_whole:
+        return all(box.inside(outer.box) for box, _ in flat_boxes(inner))
+    return sum(box.numel for box in intersect(outer, inner)) == inner.numel
+
+
+def runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
+    """The ranges [lo, hi) of the whole tensor's row-major order that a region is made of, in its order."""
+    steps = strides(shape)
+    for box, _ in flat_boxes(region):
+        dim = len(shape)  # dimensions from here on are whole: they make up one run
+        while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
+            dim -= 1
+        dim = max(dim - 1, 0)
+        length = prod(box.shape[dim:])
+        base = sum(o * s for o, s in zip(box.offset, steps, strict=True))
+        for index in _indices(box.shape[:dim]):
+            start = base + sum(i * s for i, s in zip(index, steps, strict=False))
+            yield start, start + length
+
+
+def _indices(shape: Shape) -> Iterator[Shape]:
+    if not shape:
+        yield ()
+        return
+    for first in range(shape[0]):
+        for rest in _indices(shape[1:]):
+            yield (first, *rest)
+
+
+def gaps(ranges: Iterable[tuple[int, int]], end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(holes, overlaps) that flat ``ranges`` leave in [0, end)."""
+    holes, overlaps, position = [], [], 0
+    for lo, hi in sorted(ranges):
+        if lo > position:
+            holes.append((position, lo))
+        elif lo < position:
+            overlaps.append((lo, min(hi, position)))
+        position = max(position, hi)
+    if position < end:
+        holes.append((position, end))
+    return holes, overlaps
+
+
+def cut(lo: int, hi: int, cell: int) -> list[tuple[int, int]]:
+    """[lo, hi) cut at the multiples of ``cell``."""
+    inner = range((lo // cell + 1) * cell, hi, cell)
+    return list(pairwise((lo, *inner, hi))) if lo < hi else []

@@ -1,0 +1,248 @@
+"""Extent tables come back as they were, and no packed table can name anything that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import Refused
+from casckpt.format.extents import DIGEST_BYTES, CellPlace, ExtentTable, Ints, PackedExtents, build, pack, unpack, unpacked
+from casckpt.format.regions import Box, Region, Shape, full_box, intersect
+from casckpt.plan.cells import plan_cells
+from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions
+
+COLUMNS = ("boxes", "box", "lo", "hi", "blob", "offset")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Cells that make up a tensor, each somewhere in a blob."""
+
+    shape: Shape
+    itemsize: int
+    cell: int
+    cells: list[CellPlace]
+    blob_sizes: Ints
+
+    @property
+    def table(self) -> ExtentTable:
+        return build(self.shape, self.itemsize, self.cell, self.cells)
+
+    def unpacked(self, packed: PackedExtents) -> ExtentTable:
+        return unpacked(packed, self.shape, self.itemsize, self.cell, self.blob_sizes)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape, cell, itemsize = draw(full_shapes), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4, 8, 16]))
+    blobs = draw(st.integers(1, 3))
+    ends = [draw(st.integers(4096, 5000)) for _ in range(blobs)]
+    cells = []
+    for region in draw(partitions(shape)):
+        for one in cells_of(plan_cells(region, shape, cell, None)):
+            blob, nbytes = draw(st.integers(0, blobs - 1)), one.numel * itemsize
+            cells.append(CellPlace(one, blob, ends[blob], nbytes, digest(one), draw(st.integers(0, 5)) == 0))
+            ends[blob] += nbytes + draw(st.sampled_from([0, 0, 0, 64]))
+    return Case(shape, itemsize, cell, cells, np.array(ends, dtype=np.int64))
+
+
+@given(st.lists(st.integers(0, 2**62), max_size=20))
+def test_a_column_comes_back(values: list[int]) -> None:
+    assert unpack(pack(values)).tolist() == values
+
+
+@pytest.mark.parametrize(("top", "width"), [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**32, 8), (2**62, 8)])
+def test_a_column_is_as_narrow_as_can_be(top: int, width: int) -> None:
+    assert pack([0, top])[0] == width
+    assert len(pack([0, top])) == 1 + 2 * width
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"]
+)
+def test_no_other_bytes_are_a_column(data: bytes) -> None:
+    with pytest.raises(Refused, match="a column of the manifest"):
+        unpack(data)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_column_or_refused(data: bytes) -> None:
+    try:
+        values = unpack(data)
+    except Refused:
+        return
+    assert values.dtype == np.int64
+    assert all(0 <= value <= 2**62 for value in values.tolist())
+
+
+@given(cases())
+def test_a_table_holds_its_cells(case: Case) -> None:
+    table = case.table
+    found = [place for row in range(len(table)) for place in table.places(row)]
+    assert sorted(found, key=repr) == sorted(case.cells, key=repr)
+    assert len(table.digests) == len(case.cells) == table.cells.sum()
+    assert [list(table.places(row))[0].region.lo for row in range(len(table))] == table.lo.tolist()
+    assert table.nbytes.sum() == sum(cell.nbytes for cell in case.cells)
+    keys = list(zip(table.box.tolist(), table.lo.tolist(), strict=True))
+    assert keys == sorted(keys)
+    assert table.boxes[0] == full_box(case.shape)
+
+
+@given(cases())
+def test_a_table_comes_back(case: Case) -> None:
+    table = case.table
+    wire = msgspec.msgpack.encode(table.packed())
+    again = case.unpacked(msgspec.msgpack.decode(wire, type=PackedExtents))
+    assert again.packed() == table.packed()
+    assert again.boxes == table.boxes
+    for name in ("box", "lo", "hi", "blob", "offset", "digests", "unhashed"):
+        assert np.array_equal(getattr(again, name), getattr(table, name))
+
+
+def test_cells_that_follow_each_other_are_one_extent() -> None:
+    box = full_box((100,))
+    cells = [CellPlace(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10))) for lo in range(0, 100, 10)]
+    table = build((100,), 1, 10, cells[::-1])
+    assert len(table) == 1
+    assert len(table.packed().digests) == 10 * DIGEST_BYTES
+    numbers = msgspec.msgpack.encode(table.packed())
+    assert len(numbers) - 10 * DIGEST_BYTES <= 60
+
+
+def test_a_boundary_off_the_grid_begins_an_extent() -> None:
+    box = full_box((30,))
+    ends = [0, 10, 15, 20, 30]
+    cells = [
+        CellPlace(Region(box, lo, hi), 0, 4096 + lo, hi - lo, digest(Region(box, lo, hi)))
+        for lo, hi in zip(ends, ends[1:], strict=False)
+    ]
+    table = build((30,), 1, 10, cells)
+    assert [(row.lo, row.hi) for row in map(table.region, range(len(table)))] == [(0, 15), (15, 30)]
+    assert [place for row in range(len(table)) for place in table.places(row)] == cells
+
+
+def _check_inside(case: Case, table: ExtentTable) -> None:
+    """Nothing in it points outside the tensor, a box, a blob or the digests, and no element of a box stands twice."""
+    tensor = full_box(case.shape)
+    assert all(box.inside(tensor) for box in table.boxes)
+    assert len({len(column) for column in (table.box, table.lo, table.hi, table.blob, table.offset, table.unhashed)}) == 1
+    seen: dict[Box, set[int]] = {}
+    for row in range(len(table)):
+        region = table.region(row)
+        inside = set(range(region.lo, region.hi))
+        assert inside
+        assert not inside & seen.setdefault(region.box, set())
+        seen[region.box] |= inside
+        assert len(elements(region, case.shape)) == region.numel
+        for place in table.places(row):
+            assert place.offset >= 4096
+            assert place.offset + place.nbytes <= case.blob_sizes[place.blob]
+
+
+def _try(case: Case, packed: PackedExtents) -> None:
+    try:
+        table = case.unpacked(packed)
+    except Refused:
+        return
+    _check_inside(case, table)
+
+
+@st.composite
+def numbers_near(draw: st.DrawFn) -> int:
+    base = draw(st.sampled_from([0, 1, 10, 255, 4096, 2**31, 2**32, 2**61, 2**62]))
+    return max(0, min(2**62, base + draw(st.integers(-3, 3))))
+
+
+@given(cases(), st.data())
+def test_a_changed_number_is_refused_or_harmless(case: Case, data: st.DataObject) -> None:
+    packed = case.table.packed()
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(COLUMNS))
+        values = unpack(getattr(packed, name)).tolist()
+        change: Callable[[list[int]], Any] = data.draw(st.sampled_from([_drop, _twice, _swap, _put_one(data)]))
+        change(values)
+        packed = msgspec.structs.replace(packed, **{name: pack(values)})
+    _try(case, packed)
+
+
+def _put_one(data: st.DataObject) -> Callable[[list[int]], Any]:
+    number, where = data.draw(numbers_near()), data.draw(st.integers(0, 50))
+
+    def put(values: list[int]) -> None:
+        if values:
+            values[where % len(values)] = number
+
+    return put
+
+
+def _drop(values: list[int]) -> None:
+    del values[-1:]
+
+
+def _twice(values: list[int]) -> None:
+    values += values[-1:]
+
+
+def _swap(values: list[int]) -> None:
+    values.reverse()
+
+
+@given(cases(), st.data())
+def test_changed_bytes_are_refused_or_harmless(case: Case, data: st.DataObject) -> None:
+    packed = case.table.packed()
+    name = data.draw(st.sampled_from([*COLUMNS, "digests", "unhashed"]))
+    raw = bytearray(getattr(packed, name))
+    if raw and data.draw(st.booleans()):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    else:
+        raw = bytearray(data.draw(st.binary(max_size=40)))
+    _try(case, msgspec.structs.replace(packed, **{name: bytes(raw)}))
+
+
+def _packed(**columns: list[int]) -> PackedExtents:
+    names = dict.fromkeys(COLUMNS, b"") | {name: pack(values) for name, values in columns.items()}
+    return PackedExtents(digests=b"", **names)
+
+
+def _huge(shape: Shape, itemsize: int, cell: int, packed: PackedExtents) -> None:
+    with pytest.raises(Refused):
+        unpacked(packed, shape, itemsize, cell, np.array([8192], dtype=np.int64))
+
+
+def test_sums_that_wrap_around_are_refused() -> None:
+    rows, top = 1024, 2**62
+    columns = {"boxes": [], "box": [0] * rows, "lo": [0] * rows, "hi": [top] * rows, "blob": [0] * rows, "offset": [0] * rows}
+    _huge((top,), 16, 256, _packed(**columns))  # 2**66 bytes of each extent, 2**64 cells in all: both 0 in 64 bits
+    _huge((top,), 4, 2**20, _packed(**{name: values[:1] for name, values in columns.items()}))
+    beyond = {"boxes": [top, top], "box": [1], "lo": [0], "hi": [1], "blob": [0], "offset": [0]}
+    _huge((8,), 1, 256, _packed(**beyond))  # a box that ends at 2**63
+    _huge((8,), 1, 256, _packed(boxes=[], box=[0], lo=[0], hi=[8], blob=[0], offset=[top]))
+
+
+def test_a_scalar_has_one_box() -> None:
+    one = {"box": [0], "lo": [0], "hi": [1], "blob": [0], "offset": [4096]}
+    packed = msgspec.structs.replace(_packed(boxes=[], **one), digests=bytes(32))
+    assert len(unpacked(packed, (), 4, 256, np.array([8192], dtype=np.int64))) == 1
+    with pytest.raises(Refused, match="differ in length"):
+        unpacked(msgspec.structs.replace(packed, boxes=pack([0, 1])), (), 4, 256, np.array([8192], dtype=np.int64))
+
+
+def test_overlapping_extents_of_one_box_are_refused() -> None:
+    columns = {"boxes": [], "box": [0, 0], "lo": [0, 5], "hi": [8, 10], "blob": [0, 0], "offset": [4096, 4104]}
+    with pytest.raises(Refused, match="overlap"):
+        unpacked(msgspec.structs.replace(_packed(**columns), digests=bytes(64)), (10,), 1, 256, np.array([9000]))
+
+
+def test_the_extents_of_a_built_table_are_disjoint() -> None:
+    box = Box((0, 1), (4, 2))
+    cells = [CellPlace(region, 0, 4096, region.numel, digest(region)) for region in (Region(box, 0, 8), Region(full_box((4, 4)), 0, 1))]
+    table = build((4, 4), 1, 256, cells)
+    assert table.boxes == (full_box((4, 4)), box)
+    assert not intersect(table.region(0), table.region(1))

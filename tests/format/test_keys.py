@@ -1,0 +1,112 @@
+"""Keys are made and taken apart in one place, and nothing that is not one of ours is taken for one."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format import keys
+from casckpt.format.names import BlobHash, ManifestId, TxId
+
+HASH = "0123456789abcdef" * 4
+times = st.datetimes(datetime(2000, 1, 1), datetime(9000, 1, 1), timezones=st.just(UTC))
+txids = st.builds(
+    keys.make_txid, times, st.binary(min_size=8, max_size=8), st.sampled_from(["a", "b/c"]), st.integers(0, keys.MAX_STEP)
+)
+HOSTILE = [
+    "", "/", ".", "..", "commits", "commits/", "commits/../x", "commits//x", "/commits/x", "commits/x\n",
+    f"objects/../{HASH}.safetensors", f"objects/{HASH}/{HASH}.safetensors",
+]  # fmt: skip
+
+
+@given(times, st.binary(min_size=8, max_size=8), st.integers(0, keys.MAX_STEP))
+def test_a_txid_says_when_what_and_which(time: datetime, entropy: bytes, step: int) -> None:
+    txid = keys.make_txid(time, entropy, "sft/lora", step)
+    assert keys.parse_txid(txid) == keys.TxName(time, keys.run_hash("sft/lora"), step)
+    assert entropy.hex() in txid
+    assert keys.check_txid(txid) == txid
+
+
+@given(st.lists(txids, min_size=1, max_size=5), times)
+def test_a_later_one_sorts_behind(others: list[TxId], time: datetime) -> None:
+    txid = keys.make_txid(keys.later_than(time, others), bytes(8), "x", 0)
+    assert all(txid > other for other in others)
+
+
+def test_times_are_utc() -> None:
+    here = datetime(2026, 1, 1, 2, tzinfo=timezone(timedelta(hours=2)))
+    assert keys.make_txid(here, bytes(8), "x", 0).startswith("20260101T000000000000Z-")
+    assert keys.later_than(here, []) == here
+
+
+@given(txids, st.integers(0, 999_999_999))
+def test_keys_come_back(txid: TxId, number: int) -> None:
+    assert keys.parse_log(keys.commit_key(txid, number)) == (txid, number)
+    assert keys.parse_log(keys.transaction_key(txid, number)) == (txid, number)
+    assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
+    assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
+    assert keys.parse_settings(keys.settings_key(number)) == number
+    assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH))) == keys.ObjectName(txid, HASH, "safetensors")
+    assert keys.parse_object(keys.manifest_key(txid, ManifestId(HASH))) == keys.ObjectName(txid, HASH, "manifest")
+    assert keys.blob_key(txid, BlobHash(HASH)).startswith(keys.uploader_folder(txid) + "/")
+
+
+@given(st.sampled_from(HOSTILE) | st.text(max_size=30))
+def test_other_names_are_no_keys(name: str) -> None:
+    for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
+        assert parse(name) is None or name.startswith("settings/")
+
+
+@given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
+def test_a_tail_makes_it_no_key(txid: TxId, tail: str) -> None:
+    assert keys.parse_log(keys.commit_key(txid) + tail) is None
+    assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
+    with pytest.raises(Refused):
+        keys.check_txid(txid + tail)
+
+
+def test_a_txid_without_a_date_is_refused() -> None:
+    txid = TxId("20261399T030405000000Z-00000000000000ab-00000000000000cd-7")
+    with pytest.raises(Refused, match="no date"):
+        keys.parse_txid(txid)
+
+
+@pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])
+def test_other_texts_are_no_hash(digits: str) -> None:
+    with pytest.raises(Refused):
+        keys.check_hash(digits)
+
+
+@pytest.mark.parametrize("run", ["a", "A-1/b.c_d", "x" * 200])
+def test_runs(run: str) -> None:
+    assert keys.check_run(run) == run
+
+
+@pytest.mark.parametrize("run", ["", "/a", ".a", "a b", "a\n", "é", "x" * 201, "a@b", "٣", None, 3, b"a"])
+def test_no_runs(run: str) -> None:
+    with pytest.raises(InvalidInput, match="not a usable name"):
+        keys.check_run(run)
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, True, 1.0, "1", None])
+def test_no_steps(step: int) -> None:
+    with pytest.raises(InvalidInput, match="not usable"):
+        keys.check_step(step)
+    assert keys.check_step(2**63 - 1) == 2**63 - 1
+
+
+@pytest.mark.parametrize("name", ["", "Best", "-x", ".x", "a/b", "x" * 101, "a\n", None])
+def test_no_tags(name: str) -> None:
+    with pytest.raises(InvalidInput, match="not a usable name"):
+        keys.check_tag(name)
+    assert keys.check_tag("best-2.0_x") == "best-2.0_x"
+
+
+def test_the_rest() -> None:
+    assert keys.mirrored_key(TxId("t")) == "mirrored/t"
+    assert keys.commit_key(TxId("t")) == "commits/t"
+    assert keys.transaction_key(TxId("t"), 3) == "transactions/t.3"

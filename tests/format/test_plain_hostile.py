@@ -1,0 +1,228 @@
+"""Bytes that nobody vouches for give a value or Refused, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casckpt.errors import Refused
+from casckpt.format import plain
+from tests.support.plain_examples import EXAMPLES, nested
+
+HOSTILE: list[Any] = [
+    [],
+    {},
+    {"a": 1},
+    [1, 2],
+    [None],
+    ["dict", 1],
+    ["dict", 1, 2, True, 3],
+    ["dict", ["list"], 1],
+    ["set", ["list"]],
+    ["set", 1, 1],
+    ["bytearray", 10**12],
+    ["complex", "1", "2"],
+    ["range", 0, 1, 0],
+    ["deque", 1, 2, 3],
+    ["deque", -1],
+    ["deque", 10**18 * 10],
+    ["defaultdict", "eval"],
+    ["defaultdict"],
+    ["SimpleNamespace", 1, 2],
+    ["slice", 1],
+    ["int", "x"],
+    ["int"],
+    ["str", b"\xff"],
+    ["path", "os.system", "x"],
+    ["path", "PosixPath"],
+    ["date", 0, 0, 0],
+    ["datetime", b"\x07\xe4\x01\x01\x00\x00\x00\x00\x00\x00"],
+    ["timedelta", 10**15, 0, 0],
+    ["timezone", ["timedelta", 5, 0, 0], None],
+    ["zoneinfo", "../../etc/passwd"],
+    ["zoneinfo", "/etc/passwd"],
+    ["zoneinfo", "America"],
+    ["zoneinfo", "No/Where"],
+    ["numpy.ndarray", "|O", ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", "O", ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", "<f8", ["tuple", 2**40], b""],
+    ["numpy.ndarray", "<f8", ["tuple", 2**40, 0, 2**40], b""],
+    ["numpy.ndarray", "<f8", ["tuple", -1], b""],
+    ["numpy.ndarray", "<f8", ["tuple", *[1] * 65], b"12345678"],
+    ["numpy.ndarray", "|S0", ["tuple", 2**40], b""],
+    ["numpy.ndarray", "|V0", ["tuple", 2**40], b""],
+    ["numpy.ndarray", "|S9999999999", ["tuple", 0], b""],
+    ["numpy.ndarray", "<M8[0s]", ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", "<M8[999999999as]", ["tuple", 0, 2**62], b""],
+    ["numpy.ndarray", ["tuple", "fields", 8, False, ["tuple", "a", "<i4", 6]], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", ["tuple", "fields", 2**40, False], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", ["tuple", "array", "<f8", 2**40], ["tuple", 1], b""],
+    ["numpy.ndarray", ["tuple", "array", "<i4", 2], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", ["tuple", "long", "<f16", 1], ["tuple", 0], b""],
+    ["numpy.ndarray", ["tuple", "long", "<f16; x", 63], ["tuple", 0], b""],
+    ["numpy.ndarray", "<U1", ["tuple", 1], b"\x00\x00\x11\x00"],
+    ["numpy.scalar", ["tuple", "fields", 4, False, ["tuple", "a", ">U1", 0]], b"\x00\x11\x00\x00"],
+    ["numpy.scalar", "<f8", b""],
+    ["numpy.Generator", ["dict", "bit_generator", "eval"], None],
+    ["numpy.Generator", ["dict"], None],
+    ["part"],
+    ["part", -1, 3],
+    ["part", True, 3],
+    ["part", "0", 3],
+    [["list"]],
+    ["unknown", ["dict", ["unknown", ["list"]], 1]],
+]
+
+
+@pytest.mark.parametrize("wire", HOSTILE, ids=lambda wire: str(wire)[:50])
+def test_hostile_trees_are_refused(wire: Any) -> None:
+    with pytest.raises(Refused):
+        plain.decode(msgspec.msgpack.encode(wire), load=lambda _: b"")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000 + b"\xc0",
+        (b"\x92\xa4list" * 100_000) + b"\xc0",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xa1\xff",
+        b"\xd6\xff\x00\x00\x00\x00",
+        b"\xd4\x05\x01",
+        b"\xc0\xc0",
+        msgspec.msgpack.encode(nested(3)),
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_hostile_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(Refused):
+        plain.decode(data)
+
+
+def wire_nested(levels: int) -> Any:
+    value: Any = 0
+    for _ in range(levels):
+        value = ["list", value]
+    return value
+
+
+def test_stored_depth_is_limited() -> None:
+    assert plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH))) == nested(plain.MAX_DEPTH)
+    with pytest.raises(Refused, match="levels deep"):
+        plain.decode(msgspec.msgpack.encode(wire_nested(plain.MAX_DEPTH + 1)))
+
+
+def changed_state(bits: str, field: str, value: Any, *, legacy: bool = False) -> Any:
+    kind = getattr(np.random, bits)
+    state = np.random.RandomState(kind(1)).get_state(legacy=False) if legacy else kind(1).state
+    inner = state if field in state else state["state"]
+    inner[field] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("bits", "field", "value"),
+    [
+        ("MT19937", "pos", 625),
+        ("MT19937", "pos", -1),
+        ("MT19937", "pos", True),
+        ("MT19937", "key", np.zeros(623, np.uint32)),
+        ("MT19937", "key", np.zeros(624, np.float64)),
+        ("MT19937", "bit_generator", "PCG64"),
+        ("Philox", "buffer_pos", -1),
+        ("Philox", "buffer_pos", 5),
+        ("Philox", "counter", [1, 2, 3, 4]),
+        ("PCG64", "state", 2**128),
+        ("PCG64", "has_uint32", 2),
+        ("SFC64", "uinteger", 2**32),
+        ("SFC64", "more", 1),
+    ],
+)
+def test_states_that_numpy_would_read_beyond_are_refused(bits: str, field: str, value: Any) -> None:
+    state = changed_state(bits, field, value)
+    wire = msgspec.msgpack.decode(plain.encode(state))
+    for tag, children in (("numpy.Generator", [wire, None]), ("numpy.BitGenerator", [wire, None])):
+        with pytest.raises(Refused):
+            plain.decode(msgspec.msgpack.encode([tag, *children]))
+    legacy = msgspec.msgpack.decode(plain.encode(changed_state(bits, field, value, legacy=True)))
+    with pytest.raises(Refused):
+        plain.decode(msgspec.msgpack.encode(["numpy.RandomState", legacy]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pool_size": 2**40},
+        {"entropy": -1},
+        {"entropy": "x"},
+        {"spawn_key": range(10**12)},
+        {"entropy": 2**5000},
+        {"x": 1},
+    ],
+    ids=str,
+)
+def test_seeds_that_would_take_long_are_refused(change: dict[str, Any]) -> None:
+    seed = {**np.random.SeedSequence(1).state, **change}
+    wire = [msgspec.msgpack.decode(plain.encode(item)) for item in (np.random.PCG64(1).state, seed)]
+    with pytest.raises(Refused):
+        plain.decode(msgspec.msgpack.encode(["numpy.Generator", *wire]))
+
+
+def decoded_or_refused(data: bytes) -> None:
+    try:
+        plain.decode(data, load=lambda number: bytes(number % 9))
+    except Refused as error:
+        assert str(error)  # noqa: PT017 - the point is that nothing else is raised
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=80))
+def test_random_bytes_give_a_value_or_refused(data: bytes) -> None:
+    decoded_or_refused(data)
+
+
+ENCODED = [plain.encode(value) for value in EXAMPLES] + [
+    plain.encode(kind(3)) for kind in (np.random.default_rng, np.random.RandomState, np.random.Philox)
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(ENCODED), st.data())
+def test_mutated_bytes_give_a_value_or_refused(data: bytes, draw: st.DataObject) -> None:
+    changed = bytearray(data)
+    for _ in range(draw.draw(st.integers(1, 3))):
+        at = draw.draw(st.integers(0, len(changed)))
+        removed = draw.draw(st.integers(0, 2))
+        changed[at : at + removed] = draw.draw(st.binary(max_size=3))
+    decoded_or_refused(bytes(changed))
+
+
+TAGS = [*sorted(plain._BY_TAG), "part", "unknown"]
+WORDS = ["<f8", "|S0", "|V3", "<M8[s]", ">U2", "fields", "array", "long", "bit_generator", "PCG64", "PosixPath", "list"]
+WIRE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.integers(-2, 20)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(WORDS)
+    | st.binary(max_size=16),
+    lambda inner: st.builds(lambda tag, rest: [tag, *rest], st.sampled_from(TAGS), st.lists(inner, max_size=4)),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(WIRE)
+def test_well_formed_nonsense_gives_a_value_or_refused(wire: Any) -> None:
+    decoded_or_refused(msgspec.msgpack.encode(wire))

@@ -1,0 +1,182 @@
+"""Records come back as they were; a torn one is Damaged, one that means nothing here is Refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import CasckptError, Damaged, Refused
+from casckpt.format import records
+from casckpt.format.digest import hex_digest
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import (
+    Began,
+    Committed,
+    DamageRecord,
+    FirstRecord,
+    Forgotten,
+    LogRecord,
+    Marker,
+    Process,
+    Purged,
+    Record,
+    Restored,
+    Revoked,
+    Settings,
+    SignOfLife,
+    TagRecord,
+    decode,
+    decode_marker,
+    encode,
+    encode_marker,
+)
+
+TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
+HASH = "0123456789abcdef" * 4
+COMMITTED = Committed(
+    txid=TXID,
+    run="sft",
+    step=7,
+    time=1,
+    manifest=ManifestId(HASH),
+    uploader=TXID,
+    created_at=1,
+    bytes_total=10,
+    metadata={"loss": 1.5},
+)
+EXAMPLES: list[Record] = [
+    Settings(created_at=1, min_age_seconds=2.5),
+    Began(txid=TXID, run="a/b", step=0, time=1, process=Process(host="h", boot_id="b", pid=1, pid_namespace="n", started=3)),
+    SignOfLife(txid=TXID, time=2),
+    COMMITTED,
+    Revoked(txid=TXID, time=1, reason="dead"),
+    Forgotten(txid=TXID, time=1),
+    Restored(txid=TXID, time=1),
+    Purged(txid=TXID, time=1),
+    TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
+    DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),
+]
+
+
+def forged(line: bytes) -> bytes:
+    """A line with its right checksum."""
+    return line + b"\n" + hex_digest(line).encode() + b"\n"
+
+
+@pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
+def test_a_record_comes_back(record: Record) -> None:
+    data = encode(record)
+    assert decode(data, type(record), "key") == record
+    assert data.count(b"\n") == 2
+    assert msgspec.json.decode(data.split(b"\n")[0])
+
+
+@pytest.mark.parametrize("record", EXAMPLES[3:8], ids=lambda record: type(record).__name__)
+def test_a_record_of_a_log_says_what_it_is(record: Record) -> None:
+    assert type(decode(encode(record), LogRecord, "key")) is type(record)
+
+
+@given(st.data())
+def test_any_change_is_damage(data: st.DataObject) -> None:
+    good = encode(COMMITTED)
+    raw = bytearray(good)
+    if data.draw(st.booleans()):
+        raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        del raw[data.draw(st.integers(0, len(raw) - 1)) :]
+    with pytest.raises(Damaged) as caught:
+        decode(bytes(raw), FirstRecord, "commits/x")
+    assert caught.value.key == "commits/x"
+
+
+@given(st.data())
+def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
+    line = bytearray(msgspec.json.encode(COMMITTED))
+    for _ in range(data.draw(st.integers(1, 4))):
+        line[data.draw(st.integers(0, len(line) - 1))] = data.draw(st.sampled_from([*b'"{}[]:,0-9eu\\\xff\n', data.draw(st.integers(0, 255))]))
+    try:
+        found = decode(forged(bytes(line)), FirstRecord, "key")
+    except (Damaged, Refused):
+        return
+    assert decode(encode(found), FirstRecord, "key") == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "../up"},
+        {"run": 3},
+        {"step": -1},
+        {"step": 2**63},
+        {"step": True},
+        {"manifest": HASH.upper()},
+        {"manifest": HASH + "0"},
+        {"uploader": "x/../y"},
+        {"txid": None},
+        {"type": "unheard-of"},
+        {"parent": "0"},
+        {"metadata": [1]},
+    ],
+    ids=str,
+)
+def test_what_could_become_a_key_is_checked(change: dict[str, Any]) -> None:
+    fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | change
+    with pytest.raises(Refused, match="later version"):
+        decode(forged(msgspec.json.encode(fields)), FirstRecord, "key")
+
+
+def test_unknown_fields_are_ignored() -> None:
+    fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | {"new": [1, 2]}
+    assert decode(forged(msgspec.json.encode(fields)), FirstRecord, "key") == COMMITTED
+
+
+def test_a_deep_nest_is_refused() -> None:
+    line = b'{"type":"committed","metadata":' + b'{"a":' * 100_000
+    with pytest.raises(Refused):
+        decode(forged(line), FirstRecord, "key")
+    with pytest.raises(Damaged):
+        decode_marker(b'{"x":' * 100_000)
+
+
+def test_a_bad_name_is_refused_at_birth() -> None:
+    with pytest.raises(CasckptError):
+        Forgotten(txid=TxId("../x"), time=1)
+
+
+def test_the_marker_comes_back() -> None:
+    marker = Marker(format=1, store_id="abc", created_at=5, cell_bytes=4096, blob_bytes=8192)
+    assert decode_marker(encode_marker(marker)) == marker
+    assert msgspec.json.decode(encode_marker(marker))["cell_bytes"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"format": 2}, "Upgrade casckpt"),
+        ({"features": ["encrypted"]}, "encrypted"),
+        ({"format": 0}, "limits"),
+        ({"cell_bytes": 0}, "limits"),
+        ({"cell_bytes": 4100}, "limits"),
+        ({"cell_bytes": 64 << 20}, "limits"),
+        ({"blob_bytes": (1 << 30) + 1}, "limits"),
+    ],
+    ids=str,
+)
+def test_a_marker_outside_the_limits_is_refused(change: dict[str, Any], error: str) -> None:
+    marker = msgspec.structs.replace(Marker(format=1, store_id="abc", created_at=5), **change)
+    with pytest.raises(Refused, match=error):
+        decode_marker(encode_marker(marker))
+
+
+@given(st.binary(max_size=60))
+def test_other_bytes_are_no_marker(data: bytes) -> None:
+    with pytest.raises((Damaged, Refused)):
+        decode_marker(data)
+
+
+def test_metadata_in_a_record_is_bounded() -> None:
+    assert records.MAX_METADATA_BYTES < records.MAX_RECORD_BYTES

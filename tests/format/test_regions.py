@@ -1,0 +1,194 @@
+"""Regions are the elements that numpy's slices say they are, whichever way they are taken apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.format.regions import (
+    MAX_DIMENSIONS,
+    Box,
+    Region,
+    Shape,
+    check_shape,
+    contains,
+    cut,
+    empty,
+    flat_boxes,
+    flat_index,
+    full_box,
+    gaps,
+    intersect,
+    is_contiguous,
+    normalise,
+    runs,
+    strides,
+    whole,
+)
+from tests.support.geometry import box_elements, boxes, elements, regions, shapes
+
+
+@st.composite
+def _one(draw: st.DrawFn) -> tuple[Shape, Region]:
+    shape = draw(shapes)
+    return shape, draw(regions(shape))
+
+
+@st.composite
+def _two(draw: st.DrawFn) -> tuple[Shape, Region, Region]:
+    shape = draw(shapes)
+    one = draw(regions(shape))
+    if draw(st.booleans()):  # two ranges of one box are a case of their own
+        lo = draw(st.integers(0, one.box.numel))
+        return shape, one, Region(one.box, lo, draw(st.integers(lo, one.box.numel)))
+    return shape, one, draw(regions(shape))
+
+
+@given(_one())
+def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
+    shape, region = case
+    pieces = list(flat_boxes(region))
+    assert box_elements([box for box, _ in pieces], shape) == elements(region, shape)
+    assert len(pieces) <= max(1, 2 * len(shape) - 1)
+    position = region.lo
+    for box, start in pieces:
+        assert start == position
+        assert box.numel > 0
+        position += box.numel
+
+
+@given(_one())
+def test_runs_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
+    shape, region = case
+    assert [i for lo, hi in runs(region, shape) for i in range(lo, hi)] == elements(region, shape)
+
+
+@given(_one())
+def test_runs_of_a_box_are_as_long_as_can_be(case: tuple[Shape, Region]) -> None:
+    shape, region = case
+    found = list(runs(Region(region.box, 0, region.box.numel), shape))
+    assert all(one[1] < other[0] for one, other in zip(found, found[1:], strict=False))
+
+
+@given(_one())
+def test_normalise_keeps_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
+    shape, region = case
+    normal = normalise(region, shape)
+    assert elements(normal, shape) == elements(region, shape)
+    assert normalise(normal, shape) == normal
+
+
+@given(_one())
+def test_a_region_that_is_one_run_is_named_by_it(case: tuple[Shape, Region]) -> None:
+    shape, region = case
+    every = elements(Region(region.box, 0, region.box.numel), shape)
+    together = every == list(range(every[0], every[-1] + 1)) if every else True
+    assert is_contiguous(region.box, shape) == together
+    if together and region.numel:
+        found = elements(region, shape)
+        assert normalise(region, shape) == Region(full_box(shape), found[0], found[-1] + 1)
+
+
+@given(_two())
+def test_intersect(case: tuple[Shape, Region, Region]) -> None:
+    shape, one, other = case
+    found = box_elements(intersect(one, other), shape)
+    assert sorted(found) == sorted(set(elements(one, shape)) & set(elements(other, shape)))
+
+
+@given(_two())
+def test_contains(case: tuple[Shape, Region, Region]) -> None:
+    shape, one, other = case
+    assert contains(one, other) == (set(elements(other, shape)) <= set(elements(one, shape)))
+
+
+@given(st.data())
+def test_boxes_subtract_and_intersect(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
+    mine, theirs = (set(box_elements([box], shape)) for box in (one, other))
+    rest = one.subtract(other)
+    assert sorted(box_elements(rest, shape)) == sorted(mine - theirs)
+    assert len(rest) <= max(1, 2 * len(shape))
+    common = one.intersect(other)
+    assert set(box_elements([common] if common else [], shape)) == mine & theirs
+    if mine:
+        assert one.inside(other) == (mine <= theirs)
+
+
+def test_a_box_relative_to_another() -> None:
+    assert Box((3, 4), (1, 2)).relative_to(Box((1, 4), (5, 5))) == Box((2, 0), (1, 2))
+
+
+@given(shapes, st.data())
+def test_strides_and_flat_index_are_those_of_numpy(shape: Shape, data: st.DataObject) -> None:
+    if 0 not in shape:
+        assert strides(shape) == tuple(n // 8 for n in np.zeros(shape).strides)
+        index = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+        assert flat_index(index, shape) == np.ravel_multi_index(index, shape) if shape else True
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 64))
+def test_cut(lo: int, length: int, cell: int) -> None:
+    pieces = cut(lo, lo + length, cell)
+    assert [i for a, b in pieces for i in range(a, b)] == list(range(lo, lo + length))
+    assert all(a < b and a // cell == (b - 1) // cell for a, b in pieces)
+    assert all(b % cell == 0 for _, b in pieces[:-1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(0, 40))
+def test_gaps(pairs: list[tuple[int, int]], end: int) -> None:
+    ranges = [(lo, lo + n) for lo, n in pairs]
+    holes, overlaps = gaps(ranges, end)
+    counts = np.zeros(64, dtype=int)
+    for lo, hi in ranges:
+        counts[lo:hi] += 1
+    missing = [i for i in range(end) if not counts[i]]
+    assert [i for lo, hi in holes for i in range(lo, hi) if i < end] == missing
+    assert {i for lo, hi in overlaps for i in range(lo, hi)} == {i for i in range(64) if counts[i] > 1}
+
+
+def test_whole_and_empty() -> None:
+    assert whole((2, 3)) == Region(Box((0, 0), (2, 3)), 0, 6)
+    assert whole(()).numel == 1
+    assert empty((2, 3)).numel == 0
+    assert not list(flat_boxes(empty((2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        (whole(()), "[scalar]"),
+        (whole((4, 5)), "[0:4]x[0:5]"),
+        (Region(Box((1, 2), (3, 3)), 2, 7), "[1:4]x[2:5] elements 2..7"),
+    ],
+)
+def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
+    assert str(region) == text
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"),
+    [((0,), (-1,)), ((-1,), (1,)), ((0, 0), (1,)), ((), (1,)), ((0,), (2**62 + 1,)), ((0,) * 65, (1,) * 65)],
+)
+def test_no_box_outside_the_limits_is_ever_made(offset: Shape, shape: Shape) -> None:
+    with pytest.raises(InvalidInput):
+        Box(offset, shape)
+
+
+@pytest.mark.parametrize(("lo", "hi"), [(-1, 2), (3, 2), (0, 7)])
+def test_no_range_outside_its_box_is_ever_made(lo: int, hi: int) -> None:
+    with pytest.raises(InvalidInput, match="does not lie in a box of 6 elements"):
+        Region(Box((0, 0), (2, 3)), lo, hi)
+
+
+def test_limits_of_a_shape() -> None:
+    assert check_shape((2**62,)) == (2**62,)
+    assert check_shape((2**62, 0)) == (2**62, 0)
+    assert check_shape((1,) * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS
+    for shape in ((2**31, 2**31, 2), (0, 2**63), (2**40, 0, 2**40)):  # extents beside a zero count too
+        with pytest.raises(InvalidInput):
+            check_shape(shape)
