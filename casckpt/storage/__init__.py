@@ -1,0 +1,68 @@
+"""Bytes by key: the `ObjectStore` contract (`casckpt.storage.base`) and the storages that keep it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from casckpt.errors import InvalidInput, Unsupported
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.local import LocalStore
+from casckpt.storage.memory import MemoryStore
+
+__all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
+
+Options = Mapping[str, Any]
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+
+
+def open_storage(url: str | os.PathLike[str], storage_options: Options | None = None) -> ObjectStore:
+    """The storage at a path, ``file:///path`` or ``memory://name``. Makes and reads nothing.
+
+    Relative paths are made absolute, and ``~`` is expanded. Raises `InvalidInput` for what is no such name,
+    `Unsupported` for other kinds of storage.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise InvalidInput(f"{text!r} does not name a store: give a path or a URL")
+    found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
+    scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
+    opener = _OPENERS.get(scheme)
+    if opener is None:
+        known = ", ".join(f"{name}://" for name in _OPENERS if name)
+        raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
+    return opener(rest, storage_options or {})
+
+
+def _open_path(rest: str, options: Options) -> ObjectStore:
+    _no_options(options)
+    return LocalStore(os.path.expanduser(rest))
+
+
+def _open_file_url(rest: str, options: Options) -> ObjectStore:
+    path = unquote(rest.removeprefix("localhost"))
+    if not path.startswith("/") or "\0" in path:
+        raise InvalidInput("a file:// URL needs an absolute path: file:///folder/store")
+    _no_options(options)
+    return LocalStore(path)
+
+
+def _open_memory(rest: str, options: Options) -> ObjectStore:
+    _no_options(options)
+    return MemoryStore(rest)
+
+
+def _no_options(options: Options) -> None:
+    if options:
+        raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {sorted(options)}")
+
+
+# One line for each kind; what a function gets is the URL after "scheme://".
+_OPENERS: dict[str, Callable[[str, Options], ObjectStore]] = {
+    "": _open_path,
+    "file": _open_file_url,
+    "memory": _open_memory,
+}

@@ -1,0 +1,126 @@
+"""Bytes by key: what a storage must promise. Everything above stands on these promises alone.
+
+Keys are slash-separated paths that `casckpt.format.keys` made or checked; a storage never sees another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of a listing: its key and its size in bytes."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the layers above may want to know about a storage, to plan well. Nothing here is about safety.
+
+    ``remote`` is True where a request costs a round trip. ``read_gap`` is the number of unwanted bytes worth reading
+    to merge two ranges; ``parallel`` the number of requests worth having in flight; ``exclusive`` tells whether the
+    storage refuses a second create of a key (None: not known, to be probed).
+    """
+
+    remote: bool
+    read_gap: int
+    parallel: int
+    exclusive: bool | None
+
+
+class Reader(Protocol):
+    """An object opened for ranged reads. Safe for use by several threads at once."""
+
+    @property
+    def size(self) -> int:
+        """Size of the object in bytes, as the storage reports it."""
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers``, one after the other, with the consecutive bytes that start at ``offset``.
+
+        Buffers are writable, contiguous and of format "B". Fills all or raises: `ShortObject` if the object ends
+        before, `casckpt.errors.StorageError` if the storage fails. A failed read leaves the buffers undefined.
+        """
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """A flat map from keys to immutable bytes.
+
+    - **Atomic**: an object is visible whole or not at all, whatever is killed at whatever instant.
+    - **Create-only**: `put` never replaces. Of several concurrent puts of one key exactly one succeeds, the others
+      raise `AlreadyExists`. (`replace` is for repair alone.)
+    - **Durable**: when `put` returns, the bytes survive a power failure. With ``settle=False`` their name may not,
+      until `settle` has returned for its folder.
+    - **Read after write, list after write**: what was put by anyone is seen by every later read and listing.
+    - **Safe to repeat**: after a `StorageError` every call may be made again. A put whose answer got lost may have
+      happened: the caller that must know reads the object back.
+    - Thread-safe. Instances pickle, and the copy opens what it needs anew.
+    """
+
+    @property
+    def url(self) -> str:
+        """How to name this storage to a person: never with credentials."""
+
+    @property
+    def traits(self) -> Traits:
+        """Hints for planning."""
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """Create the object. Raises `AlreadyExists`, `casckpt.errors.StorageError`, `casckpt.errors.Unsupported`."""
+
+    def settle(self, folder: str) -> None:
+        """Make the names durable that were put into ``folder`` ("objects/x", no slash at the end) unsettled."""
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """The whole object. Raises `casckpt.errors.NotFound`; an object of more than ``limit`` bytes is `Refused`."""
+
+    def open(self, key: str) -> AbstractContextManager[Reader]:
+        """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones)."""
+
+    def size(self, key: str) -> int | None:
+        """Size in bytes, None if there is no such object."""
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """All objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
+
+        Objects put or deleted while the listing runs may or may not be in it; all others are. What a crashed put
+        left behind is never in it.
+        """
+
+    def delete(self, key: str) -> None:
+        """Remove the object. No error if there is none."""
+
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        """Put, over whatever is there: only for `repair`, of bytes whose hash is in the key."""
+
+    def sweep(self, folder: str) -> int:
+        """Remove what crashed puts left in ``folder``, and the folder itself if it is empty; bytes freed.
+
+        Only for folders into which nobody puts any more.
+        """
+
+
+class AlreadyExists(Exception):
+    """A create-only put found the key taken. Caught by the layer above, which knows what it means."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class ShortObject(Exception):
+    """A ranged read went past the end of an object: it was truncated. Caught by the layer above."""
+
+    def __init__(self, key: str, size: int) -> None:
+        super().__init__(key, size)
+        self.key = key
+        self.size = size

@@ -1,0 +1,115 @@
+"""Memory for transfers: page-aligned buffers, which direct I/O needs, and a bounded pool of them."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from casckpt.errors import InvalidInput
+
+
+def address(view: memoryview) -> int:
+    """Where the bytes of a contiguous ``view`` lie in memory; 0 if it has none."""
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+
+
+def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
+    """``data`` as a flat view of format "B". Raises `InvalidInput` if it is not contiguous."""
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise InvalidInput("the data of an object must be contiguous: copy it into one buffer first")
+    return view.cast("B") if view.nbytes else memoryview(b"")  # cast refuses a shape that has a zero in it
+
+
+class AlignedBuffer:
+    """``nbytes`` bytes of zeroed memory that start at a page. Private to the process: a fork copies it."""
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise InvalidInput(f"a buffer of {nbytes} bytes cannot be made: give at least 1")
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages: only slower
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._view = memoryview(self._map)
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable, of format "B". Raises ValueError once closed."""
+        return self._view[:]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self._view.nbytes
+
+    def close(self) -> None:
+        """Give the memory back; where views or arrays of it are still about, when the last of them goes."""
+        self._view.release()
+        with suppress(BufferError):
+            self._map.close()
+
+    def __enter__(self) -> AlignedBuffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BufferPool:
+    """At most ``count`` buffers of ``nbytes`` bytes, made when first needed and used again.
+
+    Safe for use by several threads. Its buffers are not for a forked child.
+    """
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        if count < 1 or nbytes < 1:
+            raise InvalidInput(f"a pool of {count} buffers of {nbytes} bytes cannot be made: give at least 1 of each")
+        self.count = count
+        self.nbytes = nbytes
+        self._free: list[AlignedBuffer] = []
+        self._lent: dict[int, AlignedBuffer] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def acquire(self) -> AlignedBuffer:
+        """A buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` once the pool is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._lent) < self.count)
+            if self._closed:
+                raise InvalidInput("this pool of buffers is closed: make a new one")
+            buffer = self._free.pop() if self._free else AlignedBuffer(self.nbytes)
+            self._lent[id(buffer)] = buffer
+            return buffer
+
+    def release(self, buffer: AlignedBuffer) -> None:
+        """Take a buffer back. Raises `InvalidInput` if it is not out."""
+        with self._changed:
+            if self._lent.pop(id(buffer), None) is None:
+                raise InvalidInput("this buffer is not one that the pool has lent: release each once")
+            if self._closed:
+                buffer.close()
+            else:
+                self._free.append(buffer)
+            self._changed.notify()
+
+    @contextmanager
+    def borrow(self) -> Iterator[AlignedBuffer]:
+        """`acquire`, and `release` at the end."""
+        buffer = self.acquire()
+        try:
+            yield buffer
+        finally:
+            self.release(buffer)
+
+    def close(self) -> None:
+        """Give back the memory of the idle buffers now, of the others when they are released; wake who waits."""
+        with self._changed:
+            self._closed = True
+            while self._free:
+                self._free.pop().close()
+            self._changed.notify_all()

@@ -1,0 +1,338 @@
+"""A storage in a local folder: one read-only file for each object, named by its key.
+
+What a key names is written whole and made durable before it gets its name (`casckpt.storage.newfile`), so a process
+or a machine that dies at any instant leaves an object or none.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from casckpt.errors import CasckptError, NotFound, Refused, StorageError
+from casckpt.storage.base import AlreadyExists, Entry, ShortObject, Traits
+from casckpt.storage.buffers import plain_bytes
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.folders import Folders, refuse_symlink
+from casckpt.storage.names import split_key
+from casckpt.storage.newfile import FileMaker, is_temporary
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
+# Non-blocking, or opening a fifo that somebody left in the store would wait for ever.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space, for instance with `casckpt gc`, and try again",
+    errno.EDQUOT: "the disk quota is used up: free space, for instance with `casckpt gc`, and try again",
+    errno.EROFS: "the file system is read-only: mount it writable or use another store",
+    errno.EACCES: "permission denied: check who owns the folder and its files",
+    errno.EPERM: "not permitted: check who owns the folder and its attributes",
+    errno.EIO: "the disk reports an error: look at the kernel log, then run `casckpt verify`",
+    errno.ESTALE: "the network file system lost the file: check the mount and try again",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.ENFILE: "too many open files on this machine: close some and try again",
+    errno.ENOTDIR: "a part of the path is a file: give the path of a folder",
+    errno.ENAMETOOLONG: "the path is too long: use a store with a shorter path",
+}
+
+
+class LocalReader:
+    """One open file, read at any offset by any number of threads."""
+
+    def __init__(self, fd: int, size: int, key: str, path: Path, counts: IoCounts) -> None:
+        self._fd = fd
+        self._size = size
+        self._key = key
+        self._path = path
+        self._counts = counts
+
+    @property
+    def size(self) -> int:
+        """Size in bytes when the file was opened."""
+        return self._size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.base.Reader`."""
+        self._counts.add(requests=1, reads=1)
+        with _reporting("read", self._path):
+            count = _fill(self._fd, offset, buffers, self._key)
+        self._counts.add(bytes_read=count)
+
+    def read_all(self) -> bytes:
+        """The whole file, not counted as a request of its own."""
+        data = bytearray(self._size)
+        with _reporting("read", self._path):
+            _fill(self._fd, 0, [memoryview(data)], self._key)
+        return bytes(data)
+
+    def close(self) -> None:
+        """Close the file. Harmless when done twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> LocalReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class LocalStore:
+    """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
+
+    Every failure of the file system is a `StorageError` that names the path and says what to do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.counts = IoCounts()
+        self._files = FileMaker(self.counts)
+        self._folders = Folders(self.path, self.counts)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return LocalStore, (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.path)!r})"
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return str(self.path)
+
+    @property
+    def traits(self) -> Traits:
+        """A gap of 128 KiB takes about as long to read as another request."""
+        return Traits(remote=False, read_gap=128 << 10, parallel=8, exclusive=True)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `casckpt.storage.base.ObjectStore`.
+
+        Fastest for data of 1 MiB and more that starts at a page (`casckpt.storage.buffers.AlignedBuffer`).
+        """
+        folder, name = split_key(key)
+        view = plain_bytes(data)
+        self.counts.add(requests=1)
+
+        def create(fd: int) -> None:
+            taken = _exists(fd, name)  # saves writing in vain; what decides is the exclusive name
+            if not taken:
+                try:
+                    self._files.create(fd, name, view)
+                except FileExistsError:
+                    taken = True
+            if settle:  # also where it is taken: it may be ours, by a put that failed right before this
+                self._folders.settle(fd, folder)
+            if taken:
+                raise AlreadyExists(key)
+
+        self._in_folder(folder, key, create)
+        self.counts.add(puts=1)
+
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        folder, name = split_key(key)
+        view = plain_bytes(data)
+        self.counts.add(requests=1)
+
+        def create(fd: int) -> None:
+            self._files.replace(fd, name, view)
+            self._folders.settle(fd, folder)
+
+        self._in_folder(folder, key, create)
+        self.counts.add(puts=1)
+
+    def settle(self, folder: str) -> None:
+        """See `casckpt.storage.base.ObjectStore`. A folder that is not there has no names to settle."""
+        self.counts.add(requests=1)
+        with (
+            _reporting("make durable", self.path / folder),
+            suppress(FileNotFoundError),
+            self._folders.open(folder) as fd,
+        ):
+            self._folders.settle(fd, folder)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1, reads=1)
+        with self._open(key) as reader:
+            if reader.size > limit:
+                raise Refused(f"{self.path / key} has {reader.size} bytes where at most {limit} are allowed")
+            data = reader.read_all()
+        self.counts.add(bytes_read=len(data))
+        return data
+
+    def open(self, key: str) -> LocalReader:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        return self._open(key)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        folder, name = split_key(key)
+        path = self.path / key
+        with _reporting("look at", path):
+            try:
+                with self._folders.open(folder) as above:
+                    found = os.stat(name, dir_fd=above, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
+        refuse_symlink(found.st_mode, path)
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing comes to it."""
+        self.counts.add(requests=1)
+        start = prefix.rpartition("/")[0]
+        pending = [start]
+        while pending:
+            folder = pending.pop()
+            files, folders = _scan(self._folders, folder)
+            if folder == start:
+                files = [entry for entry in files if entry.key.startswith(prefix)]
+                folders = [key for key in folders if key.startswith(prefix)]
+            pending += folders
+            yield from files
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        folder, name = split_key(key)
+        with (
+            _reporting("delete", self.path / key),
+            suppress(FileNotFoundError),
+            self._folders.open(folder) as above,
+        ):
+            os.unlink(name, dir_fd=above)
+
+    def sweep(self, folder: str) -> int:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        freed = 0
+        with _reporting("sweep", self.path / folder):
+            with suppress(FileNotFoundError), self._folders.open(folder) as fd:
+                freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
+            self._folders.remove(folder)
+        return freed
+
+    def _open(self, key: str) -> LocalReader:
+        folder, name = split_key(key)
+        path = self.path / key
+        with _reporting("open", path):
+            try:
+                with self._folders.open(folder) as above:
+                    fd = _open_file(above, name, path)
+            except FileNotFoundError:
+                raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written") from None
+        return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts)
+
+    def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
+        """Call ``act`` with the folder open; again where somebody sweeps the folder meanwhile."""
+        path = self.path / key
+        with _reporting("write", path):
+            for _ in range(_ATTEMPTS):
+                with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
+                    return act(fd)
+        raise StorageError(f"cannot write {path}: its folder was removed again and again; see who does, and try again")
+
+
+@contextmanager
+def _reporting(verb: str, path: Path) -> Iterator[None]:
+    """Turn what the operating system says into a `StorageError` that says what to do."""
+    try:
+        yield
+    except CasckptError:
+        raise  # some of these are OSErrors too
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
+        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error
+
+
+def _fill(fd: int, offset: int, buffers: Sequence[memoryview], key: str) -> int:
+    """Fill all of ``buffers``, however short the reads are; bytes read. Raises `ShortObject`."""
+    pending = [buffer for buffer in buffers if buffer.nbytes]
+    total = 0
+    while pending:
+        count = os.preadv(fd, pending[:_MAX_BUFFERS], offset + total)
+        if count == 0:
+            raise ShortObject(key, os.fstat(fd).st_size)
+        total += count
+        pending = _rest(pending, count)
+    return total
+
+
+def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill of ``buffers`` after ``count`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= buffer.nbytes
+    return []
+
+
+def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:
+    """The objects in a folder, and the keys of the folders in it; nothing if it is not there."""
+    files: list[Entry] = []
+    deeper: list[str] = []
+    with (
+        _reporting("list", folders.root / folder),
+        suppress(FileNotFoundError),
+        folders.open(folder) as fd,
+        os.scandir(fd) as found,
+    ):
+        for item in found:
+            key = f"{folder}/{item.name}" if folder else item.name
+            if item.name.startswith("."):
+                continue
+            if item.is_dir(follow_symlinks=False):
+                deeper.append(key)
+            elif entry := _entry(item, key, folders.root / key):
+                files.append(entry)
+    return files, deeper
+
+
+def _entry(item: os.DirEntry[str], key: str, path: Path) -> Entry | None:
+    """An object of a listing; None for what is no regular file, or was deleted meanwhile."""
+    try:
+        status = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    refuse_symlink(status.st_mode, path)
+    return Entry(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
+
+
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _open_file(folder: int, name: str, path: Path) -> int:
+    try:
+        fd = os.open(name, _READ, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_symlink(stat.S_IFLNK, path)
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FileNotFoundError(errno.ENOENT, "no regular file")
+    return fd
+
+
+def _remove(folder: int, name: str) -> int:
+    """Remove a leftover; bytes freed."""
+    with suppress(FileNotFoundError):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        os.unlink(name, dir_fd=folder)
+        return status.st_size if status.st_nlink == 1 else 0
+    return 0

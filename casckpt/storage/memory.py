@@ -1,0 +1,149 @@
+"""A storage in the memory of this process: for tests, examples and notebooks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from casckpt.errors import NotFound, Refused
+from casckpt.storage.base import AlreadyExists, Entry, ShortObject, Traits
+from casckpt.storage.buffers import plain_bytes
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.names import split_folder, split_key
+
+_SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
+_LOCK = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a fork while another thread holds the lock would leave it shut in the child
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
+
+
+class MemoryReader:
+    """An object of a `MemoryStore`; it stays readable after a delete, as an open file does."""
+
+    def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
+        self._key = key
+        self._data = memoryview(data)
+        self._counts = counts
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self._data.nbytes
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.base.Reader`."""
+        wanted = sum(buffer.nbytes for buffer in buffers)
+        self._counts.add(requests=1, reads=1)
+        if offset + wanted > self.size:
+            raise ShortObject(self._key, self.size)
+        for buffer in buffers:
+            buffer[:] = self._data[offset : offset + buffer.nbytes]
+            offset += buffer.nbytes
+        self._counts.add(bytes_read=wanted)
+
+    def __enter__(self) -> MemoryReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held open."""
+
+
+class MemoryStore:
+    """`casckpt.storage.base.ObjectStore` in a dict: all stores of one name in this process share their objects.
+
+    Durable as long as the process. A pickled copy opened in another process is empty there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.counts = IoCounts()
+        with _LOCK:
+            self._objects = _SPACES.setdefault(name, {})
+
+    def __reduce__(self) -> tuple[type[MemoryStore], tuple[str]]:
+        return MemoryStore, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.name!r})"
+
+    @property
+    def url(self) -> str:
+        """``memory://name``."""
+        return f"memory://{self.name}"
+
+    @property
+    def traits(self) -> Traits:
+        """Merging ranges gains nothing here."""
+        return Traits(remote=False, read_gap=0, parallel=4, exclusive=True)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        kept = bytes(plain_bytes(data))
+        self.counts.add(requests=1)
+        with _LOCK:
+            if key in self._objects:
+                raise AlreadyExists(key)
+            self._objects[key] = kept
+        self.counts.add(puts=1, bytes_written=len(kept))
+
+    def settle(self, folder: str) -> None:
+        """Nothing to do: names are as durable as bytes."""
+        split_folder(folder)
+        self.counts.add(requests=1)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """See `casckpt.storage.base.ObjectStore`."""
+        data = self._find(key)
+        if len(data) > limit:
+            raise Refused(f"object {key} in {self.url} has {len(data)} bytes where at most {limit} are allowed")
+        self.counts.add(reads=1, bytes_read=len(data))
+        return data
+
+    def open(self, key: str) -> MemoryReader:
+        """See `casckpt.storage.base.ObjectStore`."""
+        return MemoryReader(key, self._find(key), self.counts)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        self.counts.add(requests=1)
+        data = self._objects.get(key)
+        return None if data is None else len(data)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        with _LOCK:
+            found = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
+        return iter(found)
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        self.counts.add(requests=1)
+        with _LOCK:
+            self._objects.pop(key, None)
+
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        kept = bytes(plain_bytes(data))
+        self.counts.add(requests=1, puts=1, bytes_written=len(kept))
+        with _LOCK:
+            self._objects[key] = kept
+
+    def sweep(self, folder: str) -> int:
+        """Nothing is ever left over here."""
+        split_folder(folder)
+        self.counts.add(requests=1)
+        return 0
+
+    def _find(self, key: str) -> bytes:
+        split_key(key)
+        self.counts.add(requests=1)
+        data = self._objects.get(key)
+        if data is None:
+            raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written")
+        return data

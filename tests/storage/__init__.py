@@ -1,0 +1,5 @@
+"""Tests of the storages."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.storage.contract")

@@ -1,0 +1,124 @@
+"""Buffers and their pool."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from casckpt.errors import InvalidInput
+from casckpt.storage.base import BLOCK
+from casckpt.storage.buffers import AlignedBuffer, BufferPool, address, plain_bytes
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, 3 << 20])
+def test_buffer_is_aligned_and_zeroed(nbytes: int) -> None:
+    with AlignedBuffer(nbytes) as buffer:
+        assert address(buffer.view) % BLOCK == 0
+        assert address(buffer.view[1:]) % BLOCK == (1 if nbytes > 1 else 0)
+        assert buffer.nbytes == buffer.view.nbytes == nbytes
+        assert bytes(buffer.view) == bytes(nbytes)
+        assert not buffer.view.readonly
+
+
+def test_buffer_closes_under_a_view() -> None:
+    buffer = AlignedBuffer(10)
+    array = np.frombuffer(buffer.view, np.uint8)
+    buffer.close()
+    assert array.sum() == 0
+    with pytest.raises(ValueError, match="released"):
+        _ = buffer.view
+
+
+def test_nonsense_sizes() -> None:
+    for make in (lambda: AlignedBuffer(0), lambda: BufferPool(0, 1), lambda: BufferPool(1, 0)):
+        with pytest.raises(InvalidInput, match="at least 1"):
+            make()
+
+
+def test_plain_bytes_keeps_the_memory() -> None:
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    view = plain_bytes(array.data)
+    assert (view.format, view.shape, address(view)) == ("B", (12,), array.ctypes.data)
+
+
+def test_pool_uses_its_buffers_again() -> None:
+    pool = BufferPool(2, 100)
+    with pool.borrow() as first, pool.borrow() as second:
+        assert first is not second
+    with pool.borrow() as again, pool.borrow() as more:
+        assert {id(again), id(more)} == {id(first), id(second)}
+
+
+def test_pool_is_bounded() -> None:
+    pool = BufferPool(3, 10)
+    lock = threading.Lock()
+    out: list[int] = []
+    most: list[int] = []
+
+    def work(number: int) -> None:
+        with pool.borrow() as buffer:
+            with lock:
+                out.append(number)
+                most.append(len(out))
+            buffer.view[:] = bytes([number % 256]) * 10
+            assert set(buffer.view) == {number % 256}
+            with lock:
+                out.remove(number)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(500)))
+    assert max(most) <= 3
+
+
+def test_pool_waits_until_one_is_released() -> None:
+    pool = BufferPool(1, 10)
+    buffer = pool.acquire()
+    order: list[str] = []
+
+    def wait() -> None:
+        with pool.borrow() as got:
+            order.append("acquired")
+            assert got is buffer
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    order.append("released")
+    pool.release(buffer)
+    thread.join()
+    assert order == ["released", "acquired"]
+
+
+def test_pool_takes_each_buffer_back_once() -> None:
+    pool = BufferPool(1, 10)
+    buffer = pool.acquire()
+    pool.release(buffer)
+    for wrong in (buffer, AlignedBuffer(10)):
+        with pytest.raises(InvalidInput, match="release each once"):
+            pool.release(wrong)
+
+
+def test_pool_closes_and_wakes_who_waits() -> None:
+    pool = BufferPool(2, 10)
+    buffer, idle = pool.acquire(), pool.acquire()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.acquire)
+        pool.close()
+        with pytest.raises(InvalidInput, match="closed"):
+            waiting.result()
+    assert buffer.view.nbytes == 10
+    for out in (buffer, idle):
+        pool.release(out)
+        with pytest.raises(ValueError, match="released"):
+            _ = out.view
+
+
+def test_pool_closes_its_idle_buffers() -> None:
+    pool = BufferPool(1, 10)
+    with pool.borrow() as buffer:
+        pass
+    pool.close()
+    with pytest.raises(ValueError, match="released"):
+        _ = buffer.view

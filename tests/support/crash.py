@@ -1,0 +1,90 @@
+"""Puts that are killed: at every system call one by one, or by whoever reads the lines that it writes.
+
+``python -m tests.support.crash steps FOLDER`` forks a child for each way to create a file, each size and each system
+call, which kills itself right before or right after that call. ``... endless FOLDER`` puts until it is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.local import LocalStore
+from casckpt.storage.newfile import Way
+
+KEY = "objects/x/a"
+SIZES = (5, (2 << 20) + 17)  # a buffered write, and a direct one with a tail
+CALLS = ("open", "close", "mkdir", "pwrite", "ftruncate", "fsync", "link", "unlink", "stat")
+
+
+def content(size: int, seed: int) -> bytes:
+    """What the killed put was writing."""
+    return np.random.default_rng(seed).bytes(size)
+
+
+def put(store: LocalStore, key: str, data: bytes) -> None:
+    """Put from an aligned buffer."""
+    with AlignedBuffer(len(data)) as buffer:
+        buffer.view[:] = data
+        store.put(key, buffer.view)
+
+
+def _kill_at(step: int) -> None:
+    steps = itertools.count(1)
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                if next(steps) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return wrapped
+
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+
+
+def _survives(folder: Path, way: Way, size: int, step: int) -> bool:
+    """Whether a put that is killed at ``step`` ended before it."""
+    data = content(size, step)
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    store = LocalStore(folder / f"{way.name}-{size}-{step}")
+    store._files.way = way
+    _kill_at(step)
+    put(store, KEY, data)
+    os._exit(0)
+
+
+def steps(folder: Path) -> None:
+    """Kill a put at each of its steps."""
+    for way, size in itertools.product(Way, SIZES):
+        for step in itertools.count(1):
+            if _survives(folder, way, size, step):
+                break
+
+
+def endless(folder: Path) -> None:
+    """Say the number of a put, then put it."""
+    store = LocalStore(folder)
+    for number in itertools.count():
+        data = content((3 << 20) + number, number)
+        print(number, flush=True)  # noqa: T201
+        put(store, f"objects/x/{number}", data)
+
+
+if __name__ == "__main__":
+    {"steps": steps, "endless": endless}[sys.argv[1]](Path(sys.argv[2]))
