@@ -1,0 +1,165 @@
+"""How a shard is cut into cells: along the cells of the parent checkpoint where it can be, else at fixed multiples.
+
+A cell is the unit of comparison. Cutting along the parent's cells is what makes a save share bytes with the one
+before, also when the topology changed in between. Pure; units are elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from casckpt.format.extents import ExtentTable
+from casckpt.format.names import CellDigest
+from casckpt.format.regions import Box, Region, Shape, cut, full_box, normalise
+
+UNKNOWN = -1
+_MAX_REST = 64  # boxes that may be left of a shard beside the parent's; beyond it, sharing is not worth the fragments
+_LONG_RUN = 4  # cells: a run of a non-contiguous shard that is this long is cut like a flat range of the whole tensor
+
+
+class Cut(NamedTuple):
+    """One cell to be: the elements [lo, hi) in the row-major order of its group's box.
+
+    ``blob``, ``offset``, ``digest``: where the parent has a cell of just these elements; ``blob`` is UNKNOWN if not.
+    """
+
+    lo: int
+    hi: int
+    blob: int = UNKNOWN
+    offset: int = 0
+    digest: CellDigest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cells that follow each other in the row-major order of ``box``, from ``lo`` to ``hi``.
+
+    ``part``: the box of the tensor whose local data, in row-major order, is what the cells are cut from; None for the
+    shard's data as it is. Element ``lo`` of the group is element 0 of that data.
+    """
+
+    box: Box
+    lo: int
+    hi: int
+    part: Box | None
+    cuts: Sequence[Cut]
+
+
+def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Group]:
+    """Cut one shard of a tensor of ``shape``.
+
+    ``cell``: elements of a cell. ``parent``: extents of the same key, dtype and shape in the parent checkpoint.
+    """
+    if not region.numel:
+        return []
+    if parent is not None and parent.cell != cell:
+        parent = None  # it comes from a store that cuts otherwise
+    if region.is_whole:
+        parts = _parts(region.box, shape, cell, parent)
+        if parts is not None:
+            return [_group(normalise(Region(part, 0, part.numel), shape), part, cell, parent) for part in parts]
+    return [_group(normalise(region, shape), None, cell, parent)]
+
+
+def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | None) -> Group:
+    cuts = _cuts_along(region, cell, parent) if parent is not None else _plain_cuts(region.lo, region.hi, cell)
+    return Group(region.box, region.lo, region.hi, part, cuts)
+
+
+def _plain_cuts(lo: int, hi: int, cell: int) -> list[Cut]:
+    return (
+        [Cut(lo, hi)]
+        if hi - lo <= cell and lo // cell == (hi - 1) // cell
+        else [Cut(a, b) for a, b in cut(lo, hi, cell)]
+    )
+
+
+def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
+    """Cuts of a region along the parent's cells that lie wholly inside it."""
+    cuts: list[Cut] = []
+    position = region.lo
+    for known in _known_cells(region, parent):
+        if position < known.lo:
+            cuts += _plain_cuts(position, known.lo, cell)
+        cuts.append(known)
+        position = known.hi
+    if position < region.hi:
+        cuts += _plain_cuts(position, region.hi, cell)
+    return cuts
+
+
+def _known_cells(region: Region, parent: ExtentTable) -> Iterator[Cut]:
+    """The parent's cells that lie wholly inside a region and count in the same box, in order."""
+    if region.box not in parent.boxes:
+        return
+    box = parent.boxes.index(region.box)
+    first, last = (int(i) for i in np.searchsorted(parent.box, [box, box + 1]))
+    begin = first + int(np.searchsorted(parent.hi[first:last], region.lo, side="right"))
+    end = first + int(np.searchsorted(parent.lo[first:last], region.hi, side="left"))
+    step, size = parent.cell, parent.itemsize
+    for row in range(begin, end):
+        lo, hi, blob, offset = (int(column[row]) for column in (parent.lo, parent.hi, parent.blob, parent.offset))
+        start, digest = lo, int(parent.first_cell[row])
+        while start < hi:
+            stop = min((start // step + 1) * step, hi)
+            if region.lo <= start and stop <= region.hi:
+                yield Cut(start, stop, blob, offset + (start - lo) * size, CellDigest(parent.digests[digest].tobytes()))
+            start, digest = stop, digest + 1
+
+
+def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
+    """The boxes that a shard is better cut into first; None if it is best left whole."""
+    inner = (
+        [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
+    )
+    if inner:
+        rest = _rest(box, inner)
+        return (
+            None if rest is None else inner + [run for part in rest for run in _long_runs(part, shape, cell) or [part]]
+        )
+    return _long_runs(box, shape, cell)
+
+
+def _filled_boxes(parent: ExtentTable) -> list[Box]:
+    """The boxes that the parent's extents fill, and that are disjoint for that; others may overlap each other."""
+    held = np.zeros(len(parent.boxes), dtype=np.int64)
+    np.add.at(held, parent.box, parent.hi - parent.lo)
+    return [box for box, count in zip(parent.boxes[1:], held[1:].tolist(), strict=True) if count == box.numel]
+
+
+def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
+    """What disjoint ``inner`` boxes leave of ``box``; None if that is too many pieces."""
+    if sum(other.numel for other in inner) == box.numel:
+        return []
+    rest = [box]
+    for other in inner:
+        rest = [piece for part in rest for piece in part.subtract(other)]
+        if len(rest) > _MAX_REST:
+            return None
+    return rest
+
+
+def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
+    """One box for each contiguous run of a box whose runs are long; None if it is contiguous or they are short."""
+    dim = len(shape)
+    while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    dim = max(dim - 1, 0)  # dimensions before this one make separate runs
+    if prod(box.shape[:dim]) == 1 or prod(box.shape[dim:]) < _LONG_RUN * cell:
+        return None
+    heads = np.ndindex(*box.shape[:dim])
+    return [
+        Box(
+            (*(base + i for base, i in zip(box.offset, head, strict=False)), *box.offset[dim:]),
+            (*(1 for _ in head), *box.shape[dim:]),
+        )
+        for head in heads
+    ]
+
+
+__all__ = ["UNKNOWN", "Cut", "Group", "full_box", "plan_cells"]

@@ -1,0 +1,91 @@
+"""What differs between two checkpoints, from their manifests alone. Pure; no tensor byte is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import Entry, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A tensor that both have, but not alike. ``what``: "dtype", "shape" or "bytes"; ``bytes``: how many changed."""
+
+    key: str
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Keys of tensors that only the new, only the old, or both have; of these, which changed.
+
+    Bytes are compared cell by cell, by digest. Where two saves cut a tensor into other cells (another topology, and
+    no bytes in common), all of it counts as changed.
+    """
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changes: tuple[Change, ...]
+    unchanged: tuple[str, ...]
+    bytes_added: int
+    bytes_removed: int
+    bytes_unchanged: int
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Keys of what both have, but not alike."""
+        return tuple(change.key for change in self.changes)
+
+    @property
+    def bytes_changed(self) -> int:
+        """Bytes of changed cells, of tensors that both have."""
+        return sum(change.bytes for change in self.changes)
+
+
+def difference(old: Manifest, new: Manifest) -> Difference:
+    """Compare two manifests."""
+    before, after = old.tensors, new.tensors
+    changes, unchanged = [], []
+    for key, entry in after.items():
+        if key in before:
+            change = _change(old, before[key], new, entry)
+            if change is None:
+                unchanged.append(key)
+            else:
+                changes.append(change)
+    added = tuple(key for key in after if key not in before)
+    removed = tuple(key for key in before if key not in after)
+    kept = sum(after[key].nbytes for key in unchanged) + sum(after[c.key].nbytes - c.bytes for c in changes)
+    return Difference(
+        added=added,
+        removed=removed,
+        changes=tuple(changes),
+        unchanged=tuple(unchanged),
+        bytes_added=sum(after[key].nbytes for key in added),
+        bytes_removed=sum(before[key].nbytes for key in removed),
+        bytes_unchanged=kept,
+    )
+
+
+def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change | None:
+    if before.shape != after.shape:
+        return Change(after.key, "shape", after.nbytes)
+    if before.dtype != after.dtype:
+        return Change(after.key, "dtype", after.nbytes)
+    one, other = old.extents(before), new.extents(after)
+    if _same_cells(one, other):
+        return None
+    known = {(cell.region, cell.digest) for row in range(len(one)) for cell in one.places(row)}
+    cells = (cell for row in range(len(other)) for cell in other.places(row))
+    nbytes = sum(cell.nbytes for cell in cells if (cell.region, cell.digest) not in known)
+    return Change(after.key, "bytes", nbytes) if nbytes else None
+
+
+def _same_cells(one: ExtentTable, other: ExtentTable) -> bool:
+    """The quick answer for tables that are cut alike."""
+    if len(one) != len(other) or one.boxes != other.boxes or one.cell != other.cell:
+        return False
+    same_cuts = (one.box == other.box).all() and (one.lo == other.lo).all() and (one.hi == other.hi).all()
+    return bool(same_cuts and (one.digests == other.digests).all())

@@ -1,0 +1,26 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from casckpt.errors import InvalidInput
+
+_UNITS: dict[str, int] = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))?\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found[3].lower()) if found else None
+    if found is None or unit is None:
+        raise InvalidInput(f"{text[:40]!r} is not a size: give a number and a unit, as 4096, 512KiB, 1MiB or 5GB")
+    fraction = found[2] or ""
+    scale = 10 ** len(fraction)
+    return int(found[1] + fraction) * unit // int(scale)

@@ -1,0 +1,146 @@
+"""Who writes what: of every region that several ranks hold, which of them writes which part. Pure.
+
+A region that one rank holds, that rank writes. What is the same on all of its holders (a replica) is shared out among
+them, balanced by the bytes that each has to write altogether, and split at the fixed multiples of the cell size, so
+that one huge replica does not land on one rank. Anything else that several ranks hold is written by the lowest of them.
+
+Ranks describe what they hold in columns of numbers, and the plan works on columns: 4,096 ranks of 1,000 tensors are
+four million rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.format.extents import Ints
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank holds, a row a region. All columns are of equal length.
+
+    ``name``, ``region``: hashes that are equal where stream and region are. ``lo``, ``hi``: the region's elements, in
+    the row-major order of its box. ``cell``: elements of a cell. ``itemsize``: bytes of an element. ``shared``: is it
+    the same on all holders?
+    """
+
+    name: npt.NDArray[np.uint64]
+    region: npt.NDArray[np.uint64]
+    lo: Ints
+    hi: Ints
+    cell: Ints
+    itemsize: Ints
+    shared: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.lo)
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What one rank writes of its rows: the elements [lo, hi) of each; lo == hi for none."""
+
+    lo: Ints
+    hi: Ints
+
+    @property
+    def elements(self) -> Ints:
+        """How many elements of each row."""
+        return self.hi - self.lo
+
+
+class _Rows:
+    """The rows of all ranks in one table, and how many elements of each are to be written."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.rank = np.repeat(np.arange(len(held)), [len(one) for one in held])
+        self.name = np.concatenate([one.name for one in held])
+        self.region = np.concatenate([one.region for one in held])
+        self.lo = np.concatenate([one.lo for one in held])
+        self.hi = np.concatenate([one.hi for one in held])
+        self.cell = np.concatenate([one.cell for one in held])
+        self.size = np.concatenate([one.itemsize for one in held])
+        self.shared = np.concatenate([one.shared for one in held])
+        self.nbytes = (self.hi - self.lo) * self.size
+        self.from_, self.to = self.lo.copy(), self.hi.copy()
+
+
+def plan_writers(held: Sequence[Held]) -> list[Duty]:
+    """One duty for each rank. Every element of every distinct region is in just one of them."""
+    rows = _Rows(held)
+    order = np.lexsort((rows.rank, rows.region, rows.name))
+    new = np.ones(len(order), dtype=bool)
+    same_name = rows.name[order][1:] == rows.name[order][:-1]
+    new[1:] = ~(same_name & (rows.region[order][1:] == rows.region[order][:-1]))
+    starts = np.flatnonzero(new)
+    counts = np.diff(np.append(starts, len(order)))
+    pooled = (counts > 1) & (np.logical_and.reduceat(rows.shared[order], starts) if len(starts) else True)
+    alone = ~pooled[np.cumsum(new) - 1]  # of each sorted row: is its region not shared out?
+
+    later = order[~new & alone]  # whole to the lowest rank, nothing to the others
+    rows.to[later] = rows.from_[later]
+    fixed = order[alone]
+    load = np.zeros(len(held))
+    np.add.at(load, rows.rank[fixed], ((rows.to - rows.from_) * rows.size)[fixed])
+    for members, pools in _by_holders(rows.rank[order], starts, counts, np.flatnonzero(pooled)):
+        _share_out(rows, order[starts[pools][:, None] + np.arange(len(members))], members, load)
+    return _by_rank(rows.from_, rows.to, held)
+
+
+def _by_holders(rank: Ints, starts: Ints, counts: Ints, pools: Ints) -> list[tuple[Ints, Ints]]:
+    """(ranks, pools that just these ranks hold), small sets first: they have fewer ways to balance."""
+    if not len(pools):
+        return []
+    weights = np.random.default_rng(0).integers(1, 2**62, size=int(rank.max()) + 1, dtype=np.uint64)
+    sums = np.add.reduceat(weights[rank], starts)  # a fingerprint of the set of holders
+    _, first, which = np.unique(sums[pools], return_index=True, return_inverse=True)
+    sets = []
+    for number, at in enumerate(first):
+        one = pools[at]
+        sets.append((rank[starts[one] : starts[one] + counts[one]], pools[which == number]))
+    return sorted(sets, key=lambda pair: (len(pair[0]), pair[0].tolist()))
+
+
+def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.float64]) -> None:
+    """Cut pools ([pool, member]), as one sequence of bytes, into one stretch for each member; adds to their loads."""
+    one = pools[:, 0]
+    ends = np.cumsum(rows.nbytes[one])
+    bounds = np.cumsum(_quotas(load[members], float(ends[-1])))
+    cuts = [rows.lo[one], *(_cut_points(rows, one, ends, bound) for bound in bounds[:-1]), rows.hi[one]]
+    for member, (begin, end) in enumerate(pairwise(cuts)):
+        stop = np.maximum(begin, end)
+        rows.from_[pools[:, member]] = begin
+        rows.to[pools[:, member]] = stop
+        load[members[member]] += float(((stop - begin) * rows.size[one]).sum())
+
+
+def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
+    """How many bytes each gets so that loads even out as far as ``total`` bytes can even them."""
+    level = np.sort(load)
+    heights = (total + np.cumsum(level)) / np.arange(1, len(level) + 1)
+    reached = np.append(heights[:-1] <= level[1:], True)
+    return np.asarray(np.maximum(heights[np.argmax(reached)] - load, 0.0))
+
+
+def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
+    """The element of each pool at which the sequence is cut at byte ``bound``: a multiple of the cell inside a pool."""
+    at = rows.lo[one].copy()
+    whole = ends <= bound
+    at[whole] = rows.hi[one][whole]
+    inside = int(np.searchsorted(ends, bound, side="right"))
+    if inside < len(one):
+        row = one[inside]
+        lo, hi, step = int(rows.lo[row]), int(rows.hi[row]), int(rows.cell[row])
+        elements = int(bound - (ends[inside] - rows.nbytes[row])) // int(rows.size[row])
+        at[inside] = min(max(round((lo + elements) / step) * step, lo), hi)
+    return at
+
+
+def _by_rank(lo: Ints, hi: Ints, held: Sequence[Held]) -> list[Duty]:
+    ends = np.cumsum([len(one) for one in held])[:-1]
+    return [Duty(a, b) for a, b in zip(np.split(lo, ends), np.split(hi, ends), strict=True)]

@@ -1,0 +1,40 @@
+"""torch's dtypes and the names under which they are stored."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from casckpt.errors import InvalidInput, Unsupported
+from casckpt.format import dtypes
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The stored name. Raises InvalidInput for what cannot be stored."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in dtypes.DTYPES:
+        raise InvalidInput(f"tensors of {dtype} cannot be stored")
+    return name
+
+
+@cache
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a stored name. Raises Unsupported if this torch lacks it."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise Unsupported(f"torch {torch.__version__} has no dtype {name}; load with a newer torch")
+    return found
+
+
+@cache
+def converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Can torch convert one dtype to the other, with no part of a number left out?"""
+    if source.is_complex and not target.is_complex:
+        return False
+    try:
+        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+    except NotImplementedError:
+        return False
+    return True

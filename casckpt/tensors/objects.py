@@ -1,0 +1,61 @@
+"""Leaves that are not tensors, to bytes and back: plain data, or a pickle where the user allows it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format import plain
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+
+_PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
+_UNPICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError)
+
+
+def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
+    """(bytes, pickled) of the leaf ``key``.
+
+    Plain data is never pickled. What is not plain is pickled if ``allow_pickle``, else InvalidInput names the place
+    inside the value. Long buffers, that of a pickle too, go to ``spill``.
+    """
+    if allow_pickle and not _is_plain(key, value):
+        try:
+            data = pickle.dumps(value, protocol=5)
+        except _PICKLE_ERRORS as error:
+            raise InvalidInput(f"{key}: it is neither plain data nor can it be pickled: {error}", key=key) from error
+        return plain.encode(data, spill=spill, where=key), True
+    return plain.encode(value, extensions=TORCH_EXTENSIONS, spill=spill, where=key), False
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Asked before anything is spilled: parts of a value that turns out not to be plain would be left over."""
+    try:
+        plain.encode(value, extensions=TORCH_EXTENSIONS, spill=lambda _: 0, where=key)
+    except InvalidInput:
+        return False
+    return True
+
+
+def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load: plain.Load | None = None) -> Any:
+    """The leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for bytes of no use."""
+    if pickled and not allow_pickle:
+        raise InvalidInput(
+            f"{key} is stored as a pickle, and loading one runs code from the store; "
+            "pass allow_pickle=True if you trust whoever wrote it",
+            key=key,
+        )
+    try:
+        value = plain.decode(data, extensions=TORCH_EXTENSIONS, load=load, strict=True)
+    except Refused as error:
+        raise Refused(f"key {key!r}: {error}", key=key) from error
+    return _unpickle(key, value) if pickled else value
+
+
+def _unpickle(key: str, data: Any) -> Any:
+    if type(data) is not bytes:
+        raise Refused(f"key {key!r}: its pickle is not made of bytes", key=key)
+    try:
+        return pickle.loads(data)  # noqa: S301 - the caller said that the store is trusted
+    except _UNPICKLE_ERRORS as error:
+        raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error

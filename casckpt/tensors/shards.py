@@ -1,0 +1,146 @@
+"""Leaves of a state as pieces: which regions of which global tensor this process holds, and where the data is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.regions import Region, Shape, whole
+from casckpt.tensors.dtensors import is_dtensor, local_boxes
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.memory import narrow
+from casckpt.tensors.values import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Leaf: TypeAlias = "torch.Tensor | Shard | Sequence[Shard]"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The local data of one region: a tensor of the box's shape, or flat if the region is a part of its box."""
+
+    region: Region
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What this process holds of one tensor. ``shape``: of the whole. ``pieces`` may be none.
+
+    ``replicated``: by construction the same on all of its holders, so that they may share the writing.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    pieces: Sequence[Piece]
+    replicated: bool = False
+
+
+def local_tensor(key: str, leaf: Any) -> LocalTensor:
+    """The pieces of a leaf. Raises InvalidInput, naming the key, for what has no bytes of its own."""
+    if is_dtensor(leaf):
+        return _from_dtensor(key, leaf)
+    if isinstance(leaf, torch.Tensor):
+        check_storable(key, leaf)
+        shape = tuple(leaf.shape)
+        return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], isinstance(leaf, torch.nn.Parameter))
+    shards = [leaf] if isinstance(leaf, Shard) else list(leaf)
+    return _from_shards(key, shards)
+
+
+def _from_dtensor(key: str, leaf: DTensor) -> LocalTensor:
+    local = leaf.to_local()
+    if local.numel():
+        check_storable(key, local)
+    pieces = [
+        Piece(Region(box, 0, box.numel), narrow(local, inner)) for box, inner in local_boxes(key, leaf) if box.numel
+    ]
+    return LocalTensor(key, leaf.dtype, tuple(leaf.shape), pieces, replicated=True)
+
+
+def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
+    shapes = {shard.global_shape for shard in shards}
+    dtypes = {shard.data.dtype for shard in shards}
+    if len(shapes) != 1 or len(dtypes) != 1:
+        raise InvalidInput(
+            f"{key!r}: the shards of one key differ in global shape ({sorted(shapes)}) or dtype "
+            f"({sorted(map(str, dtypes))}); they must describe one tensor",
+            key=key,
+        )
+    pieces = []
+    for shard in shards:
+        check_storable(key, shard.data)
+        pieces += _shard_pieces(shard)
+    return LocalTensor(key, shards[0].data.dtype, shards[0].global_shape, pieces)
+
+
+def _shard_pieces(shard: Shard) -> list[Piece]:
+    regions = shard.regions()
+    if len(regions) == 1 and regions[0].is_whole:
+        return [Piece(regions[0], shard.data.reshape(regions[0].box.shape))]
+    flat = shard.data.reshape(-1)
+    pieces, start = [], 0
+    for region in regions:
+        pieces.append(Piece(region, flat[start : start + region.numel]))
+        start += region.numel
+    return pieces
+
+
+def check_storable(key: str, data: torch.Tensor) -> None:
+    """Raise InvalidInput for a tensor whose bytes cannot be stored as they are, saying what to do."""
+    problem = _problem(data)
+    if problem:
+        raise InvalidInput(f"{key!r}: {problem}", key=key)
+
+
+def _problem(data: torch.Tensor) -> str | None:
+    if data.is_meta:
+        return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
+    if data.layout is not torch.strided or data.is_nested:
+        return (
+            f"a tensor of layout {data.layout} cannot be stored as it is; store its indices and values, or to_dense()"
+        )
+    if data.is_quantized:
+        return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
+    dtype_name(data.dtype)
+    on_host = data.device.type == "cpu" and data.numel()
+    if on_host and data.data_ptr() == 0:
+        return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
+    return None
+
+
+def check_in_place(key: str, leaf: Any) -> None:
+    """Raise InvalidInput for a flat `Shard` whose data only a copy could hold flat: a load would fill the copy."""
+    shards = [leaf] if isinstance(leaf, Shard) else leaf if isinstance(leaf, list) else []
+    for shard in shards:
+        if shard.flat is None:
+            continue
+        try:
+            shard.data.detach().view(-1)
+        except RuntimeError as error:
+            raise InvalidInput(
+                f"{key!r}: the data of a flat Shard has strides {list(shard.data.stride())} and cannot be loaded into; "
+                "give a contiguous one",
+                key=key,
+            ) from error
+
+
+def check_destination(key: str, data: torch.Tensor) -> None:
+    """Raise InvalidInput for a tensor that cannot be loaded into."""
+    check_storable(key, data)
+    reach = 1
+    for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
+        if stride < reach and data.numel():
+            raise InvalidInput(
+                f"{key!r}: an expanded tensor shares memory between its elements and cannot be loaded into; "
+                "give a contiguous one",
+                key=key,
+            )
+        reach += (extent - 1) * stride

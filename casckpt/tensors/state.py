@@ -1,0 +1,266 @@
+"""A nested state to flat leaves and a tree, and back.
+
+Mappings are always descended, lists and tuples only where a tensor (or a `PerRank`) stands below them; every other
+value is one leaf. A Counter or a defaultdict without tensors is one leaf too, so that it comes back as what it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from types import NoneType
+from typing import Any, TypeAlias
+
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format import plain, tree
+from casckpt.format.manifest import MAX_KEY_CHARACTERS
+from casckpt.format.tree import Container, Element, Leaf, Node, Path, join, show
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.values import PerRank, Shard
+
+IsTensorLike: TypeAlias = Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class LeafValue:
+    """One leaf of a state. ``value``: unwrapped from `PerRank`; ``per_rank``: it stood in one."""
+
+    key: str
+    path: Path
+    value: Any
+    is_tensor: bool
+    per_rank: bool
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """The leaves by flat key, in the order of the state, and the tree that puts them back."""
+
+    leaves: dict[str, LeafValue]
+    tree: Node
+
+
+def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
+    """The leaves and the tree of ``state``, a mapping (or a `PerRank` of one).
+
+    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and what ``is_tensor_like`` says. Nothing is
+    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
+    keys that cannot be stored and for two paths with one flat key.
+    """
+    _check_state(state)
+    flattener = _Flattener(_Rules(is_tensor_like))
+    node = flattener.node(state, (), False)
+    return FlatState(flattener.leaves, node)
+
+
+def inflate(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
+    """The nested value of a tree; see `casckpt.format.tree.rebuild`."""
+    return tree.rebuild(node, leaf, keep, TORCH_EXTENSIONS)
+
+
+def replace_leaves(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike | None = None) -> None:
+    """Put ``values`` (by flat key, of leaves or of whole containers) into ``state``, in place.
+
+    Dicts and lists are changed, tuples are replaced in what holds them, a value in a `PerRank` stays in one. Raises
+    InvalidInput, before anything changes, for a key that the state does not have or that stands in a mapping that
+    cannot be changed.
+    """
+    _check_state(state)
+    writer = _Writer(_Rules(is_tensor_like), values)
+    writer.replaced(state, ())
+    missing = [key for key in values if key not in writer.found]
+    if missing:
+        raise InvalidInput(f"the state has no key {missing[0]!r} to put a value in", keys=tuple(missing))
+    for write in writer.writes:
+        write()
+
+
+def _check_state(state: Any) -> None:
+    inner = state.value if isinstance(state, PerRank) else state
+    if not isinstance(inner, Mapping):
+        raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give a mapping")
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What is a tensor, and what is descended."""
+
+    is_tensor_like: IsTensorLike | None
+
+    def is_tensor(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor | Shard):
+            return True
+        if type(value) is list and value and all(isinstance(item, Shard) for item in value):
+            return True
+        return self.is_tensor_like is not None and self.is_tensor_like(value)
+
+    def holds_tensor(self, value: Any) -> bool:
+        """Is a value a tensor or a PerRank, or does one stand below it?"""
+        seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            if type(item) in _ATOMS or id(item) in seen:
+                continue
+            if isinstance(item, PerRank) or self.is_tensor(item):
+                return True
+            if isinstance(item, Mapping | list | tuple):
+                seen[id(item)] = item
+                waiting.extend(item.values() if isinstance(item, Mapping) else item)
+        return False
+
+    def kind(self, value: Any, path: Path) -> str | None:
+        """The kind of container to descend into; None for a leaf."""
+        if isinstance(value, Mapping):
+            return self._mapping_kind(value, path)
+        if not isinstance(value, list | tuple) or not self.holds_tensor(value):
+            return None
+        if type(value) not in (list, tuple):
+            raise InvalidInput(
+                f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; give a list, a tuple or a dict",
+                key=join(path),
+            )
+        return tree.LIST if isinstance(value, list) else tree.TUPLE
+
+    def _mapping_kind(self, value: Mapping[Any, Any], path: Path) -> str | None:
+        odd = [key for key in value if not _is_element(key)]
+        counts = type(value) is Counter or (type(value) is defaultdict and _factory(value) is not None)
+        if (odd or counts) and path and not self.holds_tensor(value):
+            return None
+        if odd:
+            raise InvalidInput(
+                f"state{show(path)}: the key {odd[0]!r:.80} is neither text nor an int of 64 bits, as the keys of "
+                "the state and of what holds tensors must be; rename it",
+                key=join(path),
+            )
+        if type(value) is defaultdict and _factory(value) is not None:
+            return tree.DEFAULT
+        return tree.ORDERED if isinstance(value, OrderedDict) else tree.DICT
+
+
+_ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
+
+
+def _is_element(key: Any) -> bool:
+    return type(key) is str or (type(key) is int and -(2**63) <= key < 2**63)
+
+
+def _factory(value: defaultdict[Any, Any]) -> bytes | None:
+    """An empty defaultdict with the same factory as plain data; None if the factory is not plain."""
+    try:
+        return plain.encode(defaultdict(value.default_factory))
+    except InvalidInput:
+        return None
+
+
+def _children(value: Any, kind: str) -> list[tuple[Element, Any]]:
+    return list(enumerate(value) if kind in (tree.LIST, tree.TUPLE) else value.items())
+
+
+class _Flattener:
+    """One call of `flatten`."""
+
+    def __init__(self, rules: _Rules) -> None:
+        self.rules = rules
+        self.leaves: dict[str, LeafValue] = {}
+        self.open: set[int] = set()
+
+    def node(self, value: Any, path: Path, per_rank: bool) -> Node:
+        """The node of a value; its leaves are added."""
+        if isinstance(value, PerRank):
+            return self.node(value.value, path, True)
+        is_tensor = self.rules.is_tensor(value)
+        kind = None if is_tensor else self.rules.kind(value, path)
+        key = _check_key(path) if path else ""
+        if kind is None:
+            self._add(LeafValue(key, path, value, is_tensor, per_rank))
+            return Leaf(tree.TENSOR if is_tensor else tree.OBJECT)
+        if id(value) in self.open or len(path) >= tree.MAX_DEPTH:
+            raise InvalidInput(
+                f"state{show(path[:8])}...: it contains itself or is nested more than {tree.MAX_DEPTH} levels deep",
+                key=key,
+            )
+        self.open.add(id(value))
+        children = []
+        for element, child in _children(value, kind):
+            children.append((element, self.node(child, (*path, element), per_rank)))
+        self.open.remove(id(value))
+        return Container(kind, tuple(children), _extra(value, kind, key))
+
+    def _add(self, leaf: LeafValue) -> None:
+        if not leaf.key:
+            raise InvalidInput("a leaf of the state has the empty text as its whole key; give it a name", key="")
+        other = self.leaves.setdefault(leaf.key, leaf)
+        if other is not leaf:
+            raise InvalidInput(
+                f"state{show(other.path)} and state{show(leaf.path)} have one flat key {leaf.key!r}; rename one",
+                key=leaf.key,
+            )
+
+
+_UNFIT = re.compile("[\0\ud800-\udfff]")
+
+
+def _check_key(path: Path) -> str:
+    key = join(path)
+    if len(key) > MAX_KEY_CHARACTERS:
+        raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
+    if _UNFIT.search(key):
+        raise InvalidInput(f"key {key!r:.200} has a NUL or a lone surrogate in it; rename it", key=key)
+    return key
+
+
+def _extra(value: Any, kind: str, key: str) -> bytes:
+    if kind == tree.DEFAULT:
+        return _factory(value) or b""
+    metadata = getattr(value, "_metadata", None) if kind == tree.ORDERED else None
+    if metadata is None:
+        return b""
+    return plain.encode(metadata, extensions=TORCH_EXTENSIONS, where=f"{key}._metadata" if key else "_metadata")
+
+
+class _Writer:
+    """One call of `replace_leaves`: collects the writes, so that all of them or none are made."""
+
+    def __init__(self, rules: _Rules, values: Mapping[str, Any]) -> None:
+        self.rules = rules
+        self.values = values
+        self.found: set[str] = set()
+        self.writes: list[Callable[[], None]] = []
+
+    def replaced(self, value: Any, path: Path) -> Any:
+        """What is to stand at ``path``: another value, or the same one with writes collected."""
+        if isinstance(value, PerRank):
+            inner = self.replaced(value.value, path)
+            return value if inner is value.value else PerRank(inner)
+        key = join(path)
+        if path and key in self.values:
+            self.found.add(key)
+            return self.values[key]
+        kind = None if self.rules.is_tensor(value) else self.rules.kind(value, path)
+        if kind is None:
+            return value
+        if len(path) >= tree.MAX_DEPTH:
+            raise InvalidInput(f"the state is nested more than {tree.MAX_DEPTH} levels deep", key=key)
+        children = []
+        for element, child in _children(value, kind):
+            children.append((element, child, self.replaced(child, (*path, element))))
+        changed = {element: new for element, child, new in children if new is not child}
+        if not changed or kind == tree.TUPLE:
+            return tuple(new for _, _, new in children) if changed else value
+        if not isinstance(value, MutableMapping | list):
+            raise InvalidInput(
+                f"state{show(path)}: a {type(value).__qualname__} cannot be changed; give a dict", key=key
+            )
+        self.writes.append(partial(_write, value, changed))
+        return value
+
+
+def _write(container: Any, changed: Mapping[Any, Any]) -> None:
+    for element, value in changed.items():
+        container[element] = value

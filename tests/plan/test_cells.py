@@ -1,0 +1,224 @@
+"""Cuts tile a shard exactly, and a cut that names a cell of the parent names just that cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.regions import Box, Region, Shape, full_box, normalise, whole
+from casckpt.plan.cells import UNKNOWN, Group, plan_cells
+from tests.support.geometry import (
+    cells_of,
+    columns,
+    digest,
+    elements,
+    flat,
+    full_shapes,
+    normal,
+    partitions,
+    regions,
+    rows,
+    table_of,
+)
+
+
+def _check_tiling(region: Region, shape: Shape, cell: int, groups: Sequence[Group]) -> None:
+    mine = elements(region, shape)
+    held: list[int] = []
+    for group in groups:
+        data = mine if group.part is None else elements(Region(group.part, 0, group.part.numel), shape)
+        position = group.lo
+        for cut in group.cuts:
+            assert cut.lo == position
+            position = cut.hi
+            assert 0 < cut.hi - cut.lo <= cell
+            assert cut.lo // cell == (cut.hi - 1) // cell
+            found = elements(Region(group.box, cut.lo, cut.hi), shape)
+            assert data[cut.lo - group.lo : cut.hi - group.lo] == found
+            held += found
+        assert position == group.hi
+        assert group.hi - group.lo == len(data)
+    assert sorted(held) == sorted(mine)
+
+
+def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
+    places = {(p.region, p.blob, p.offset): p.digest for row in range(len(parent)) for p in parent.places(row)}
+    for group in groups:
+        for cut in group.cuts:
+            if cut.blob != UNKNOWN:
+                assert places[Region(group.box, cut.lo, cut.hi), cut.blob, cut.offset] == cut.digest
+            else:
+                assert cut.digest is None
+
+
+@st.composite
+def parents(draw: st.DrawFn, shape: Shape, cell: int) -> ExtentTable:
+    """What a save from any topology left."""
+    cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
+    return table_of(shape, cell, cells, per_blob=draw(st.integers(1, 9)))
+
+
+@given(full_shapes, st.integers(1, 20), st.data())
+def test_cuts_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+    region = data.draw(regions(shape))
+    _check_tiling(region, shape, cell, plan_cells(region, shape, cell, None))
+
+
+@given(full_shapes, st.integers(1, 20), st.data())
+def test_cuts_along_any_parent_tile_the_region(shape: Shape, cell: int, data: st.DataObject) -> None:
+    region, parent = data.draw(regions(shape)), data.draw(parents(shape, cell))
+    groups = plan_cells(region, shape, cell, parent)
+    _check_tiling(region, shape, cell, groups)
+    _check_known(groups, parent)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 20))
+def test_a_whole_tensor_finds_every_cell_of_uneven_columns(height: int, widths: list[int], cell: int) -> None:
+    """Some of them so wide that each of their rows is cut like the whole tensor, and some not."""
+    shape = (height, sum(widths))
+    starts = [sum(widths[:i]) for i in range(len(widths))]
+    parts = [Box((0, start), (height, width)) for start, width in zip(starts, widths, strict=True)]
+    saves = Saves(shape, cell)
+    saves.save([Region(box, 0, box.numel) for box in parts])
+    assert saves.save([whole(shape)]) == 0
+
+
+@given(full_shapes, st.integers(1, 20), st.data())
+def test_the_same_shards_find_every_cell_again(shape: Shape, cell: int, data: st.DataObject) -> None:
+    parts = data.draw(partitions(shape))
+    table = table_of(shape, cell, [c for part in parts for c in cells_of(plan_cells(part, shape, cell, None))])
+    for part in parts:
+        again = plan_cells(part, shape, cell, table)
+        assert all(cut.blob != UNKNOWN for group in again for cut in group.cuts)
+
+
+class Saves:
+    """One tensor, saved again and again from other topologies. The bytes never change: ``written`` counts cells."""
+
+    def __init__(self, shape: Shape, cell: int) -> None:
+        self.shape, self.cell = shape, cell
+        self.table: ExtentTable | None = None
+        self.digests: dict[Region, bytes] = {}
+
+    def save(self, parts: Sequence[Region]) -> int:
+        """Elements of the cells that are not known."""
+        written, places = 0, []
+        for part in parts:
+            for group in plan_cells(part, self.shape, self.cell, self.table):
+                for cut in group.cuts:
+                    region = Region(group.box, cut.lo, cut.hi)
+                    if cut.blob == UNKNOWN:
+                        written += region.numel
+                    else:
+                        assert cut.digest == digest(region)
+                    places.append(CellPlace(region, 0, 4096, region.numel, digest(region)))
+        self.table = build(self.shape, 1, self.cell, places)
+        assert sum(p.region.numel for p in places) == whole(self.shape).numel
+        return written
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (60, 7), (1000,), (8, 4, 3)])
+@pytest.mark.parametrize("cell", [4, 16, 100, 10_000])
+def test_fewer_ranks_share_every_cell_of_more(shape: Shape, cell: int) -> None:
+    saves = Saves(shape, cell)
+    assert saves.save(rows(shape, 4)) == whole(shape).numel
+    assert [saves.save(rows(shape, ranks)) for ranks in (4, 2, 1, 4, 1, 2, 4)] == [0] * 7
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("cell", [4, 16, 100])
+def test_one_rank_shares_every_cell_of_uneven_ones(ranks: int, cell: int) -> None:
+    shape = (61, 7)
+    saves = Saves(shape, cell)
+    saves.save(rows(shape, ranks))
+    assert [saves.save(rows(shape, n)) for n in (1, ranks, 1)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("cell", [4, 16, 100])
+def test_more_ranks_share_what_no_new_boundary_cuts(cell: int) -> None:
+    shape = (60, 7)
+    saves = Saves(shape, cell)
+    saves.save([whole(shape)])
+    written = saves.save(rows(shape, 4))
+    assert written <= 3 * cell  # the cells that three boundaries cut, and no other
+    assert [saves.save(rows(shape, ranks)) for ranks in (1, 2, 4)] == [0, 0, 0]
+    assert saves.save(rows(shape, 3)) <= 2 * cell
+
+
+@pytest.mark.parametrize("cell", [4, 16, 100])
+def test_fewer_columns_share_every_cell_of_more(cell: int) -> None:
+    shape = (12, 64)
+    saves = Saves(shape, cell)
+    saves.save(columns(shape, 4))
+    assert [saves.save(columns(shape, ranks)) for ranks in (4, 2, 1, 1, 4)] == [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("cell", [4, 16, 100])
+def test_flat_shards_share_with_rows_and_with_the_whole(cell: int) -> None:
+    shape = (60, 7)
+    saves = Saves(shape, cell)
+    saves.save(flat(shape, [101, 217, 330, 420]))
+    assert saves.save([whole(shape)]) == 0
+    assert saves.save(flat(shape, [217, 420])) == 0
+    assert saves.save(rows(shape, 2)) <= cell
+    assert saves.save(flat(shape, [101, 217, 330, 420])) == 0
+
+
+def test_long_runs_of_columns_share_with_the_whole() -> None:
+    shape, cell = (6, 256), 8
+    saves = Saves(shape, cell)
+    saves.save([whole(shape)])
+    assert saves.save(columns(shape, 4)) == 0
+    assert saves.save([whole(shape)]) == 0
+
+
+def test_cells_stay_whole_over_many_topologies() -> None:
+    shape, cell = (96, 5), 16
+    saves = Saves(shape, cell)
+    for _ in range(4):
+        for ranks in (1, 2, 3, 4, 6, 8):
+            saves.save(rows(shape, ranks))
+    assert saves.table is not None
+    boundaries = {96 * 5 * i // n for n in (2, 3, 4, 6, 8) for i in range(1, n)}
+    assert saves.table.cells.sum() <= -(-96 * 5 // cell) + len(boundaries)
+
+
+def test_boxes_of_the_parent_that_overlap_each_other() -> None:
+    """As flat parts of overlapping boxes leave them, which as parts are disjoint."""
+    shape = (4, 4)
+    parts = [
+        Region(Box((0, 0), (4, 2)), 0, 4),
+        Region(Box((0, 0), (4, 3)), 6, 12),
+        Region(Box((0, 2), (2, 2)), 0, 4),
+        Region(Box((2, 3), (2, 1)), 0, 2),
+    ]
+    saves = Saves(shape, 100)
+    saves.save(parts)
+    saves.save([whole(shape)])
+    assert saves.table is not None
+    _check_tiling(whole(shape), shape, 100, plan_cells(whole(shape), shape, 100, saves.table))
+
+
+def test_a_parent_that_was_cut_otherwise_is_not_followed() -> None:
+    shape = (100,)
+    parent = table_of(shape, 20, cells_of(plan_cells(whole(shape), shape, 20, None)))
+    groups = plan_cells(whole(shape), shape, 10, parent)
+    _check_tiling(whole(shape), shape, 10, groups)
+    assert all(cut.blob == UNKNOWN for group in groups for cut in group.cuts)
+
+
+def test_small_and_empty() -> None:
+    assert plan_cells(whole((3, 0)), (3, 0), 16, None) == []
+    (group,) = plan_cells(whole(()), (), 16, None)
+    assert [(cut.lo, cut.hi) for cut in group.cuts] == [(0, 1)]
+
+
+@given(full_shapes, st.integers(1, 20), st.data())
+def test_cells_have_one_name(shape: Shape, cell: int, data: st.DataObject) -> None:
+    groups = plan_cells(data.draw(regions(shape)), shape, cell, None)
+    assert normal(cells_of(groups), shape) == set(cells_of(groups))
+    assert all(normalise(Region(g.box, g.lo, g.hi), shape).box == g.box for g in groups)

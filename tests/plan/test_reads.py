@@ -1,0 +1,175 @@
+"""What is planned to be read is just what is wanted, rounded to cells where it is verified, and no byte twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from casckpt.format.extents import ExtentTable
+from casckpt.format.regions import Box, Region, Shape, full_box, whole
+from casckpt.plan import reads
+from casckpt.plan.cells import plan_cells
+from casckpt.plan.reads import Unit, covers, plan_batches, plan_units
+from tests.support.geometry import cells_of, columns, elements, full_shapes, partitions, regions, rows, table_of
+
+ITEM = 2  # bytes of an element
+
+
+@st.composite
+def tables(draw: st.DrawFn, shape: Shape) -> ExtentTable:
+    """The extents of a whole tensor, saved from any topology."""
+    cell = draw(st.integers(1, 20))
+    cells = [one for region in draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
+    return table_of(shape, cell, cells, itemsize=ITEM, per_blob=draw(st.integers(1, 9)))
+
+
+def _all_elements(units: Sequence[Unit], shape: Shape) -> list[int]:
+    return [i for unit in units for i in elements(unit.region, shape)]
+
+
+@given(full_shapes, st.data())
+def test_verified_units_are_the_cells_that_hold_what_is_wanted(shape: Shape, data: st.DataObject) -> None:
+    table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
+    cells = {(p.region, p.blob, p.offset, p.nbytes): p.digest for row in range(len(table)) for p in table.places(row)}
+    units = list(plan_units(table, wanted, verify=True))
+    for unit in units:
+        assert cells[unit.region, unit.blob, unit.offset, unit.nbytes] == unit.digest
+    mine = set(elements(wanted, shape))
+    needed = {key for key in cells if mine & set(elements(key[0], shape))}
+    assert len(units) == len(needed)
+    assert {(unit.region, unit.blob, unit.offset, unit.nbytes) for unit in units} == needed
+
+
+@given(full_shapes, st.data())
+def test_unverified_units_are_what_is_wanted(shape: Shape, data: st.DataObject) -> None:
+    table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
+    with mock.patch.object(reads, "_SMALL_GAP", 0):  # else everything in a small tensor is near to everything
+        units = list(plan_units(table, wanted, verify=False))
+    assert sorted(_all_elements(units, shape)) == sorted(elements(wanted, shape))
+    _check_places(table, units)
+
+
+@given(full_shapes, st.data())
+def test_unverified_units_may_bridge_small_gaps(shape: Shape, data: st.DataObject) -> None:
+    table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
+    units = list(plan_units(table, wanted, verify=False))
+    held = _all_elements(units, shape)
+    assert len(held) == len(set(held))
+    assert set(held) >= set(elements(wanted, shape))
+    _check_places(table, units)
+
+
+def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
+    """Each unit lies inside one extent, at its place."""
+    for unit in units:
+        assert unit.digest is None
+        assert unit.nbytes == (unit.hi - unit.lo) * ITEM
+        found = [
+            row
+            for row in range(len(table))
+            if table.region(row).box == unit.box and table.lo[row] <= unit.lo and unit.hi <= table.hi[row]
+        ]
+        (row,) = found
+        assert unit.blob == table.blob[row]
+        assert unit.offset == table.offset[row] + (unit.lo - table.lo[row]) * ITEM
+
+
+def test_a_column_of_wide_rows_leaves_out_what_lies_between() -> None:
+    shape, cell = (10, 100_000), 1000
+    table = table_of(shape, cell, cells_of(plan_cells(whole(shape), shape, cell, None)), per_blob=10_000)
+    wanted = Region(Box((0, 500), (10, 10)), 0, 100)
+    assert len(list(plan_units(table, wanted, verify=True))) == 10
+    units = list(plan_units(table, wanted, verify=False))
+    assert [unit.nbytes for unit in units] == [10 * ITEM] * 10
+
+
+def test_many_short_runs_are_read_as_one() -> None:
+    shape = (100_000, 8)
+    table = table_of(shape, 1 << 20, cells_of(plan_cells(whole(shape), shape, 1 << 20, None)))
+    wanted = Region(Box((0, 2), (100_000, 3)), 0, 300_000)
+    (unit,) = plan_units(table, wanted, verify=False)
+    assert (unit.lo, unit.hi) == (2, 800_000 - 3)
+
+
+def test_nothing_wanted_is_nothing_read() -> None:
+    table = table_of((10,), 4, cells_of(plan_cells(whole((10,)), (10,), 4, None)))
+    assert not list(plan_units(table, Region(full_box((10,)), 3, 3), verify=True))
+    none = table_of((0,), 4, [])
+    assert not list(plan_units(none, whole((0,)), verify=True))
+
+
+@given(full_shapes, st.data())
+def test_covers(shape: Shape, data: st.DataObject) -> None:
+    cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, 8, None))]
+    kept = data.draw(st.lists(st.sampled_from(cells), unique=True)) if cells else []
+    wanted = data.draw(regions(shape))
+    held = {i for one in kept for i in elements(one, shape)}
+    assert covers(table_of(shape, 8, kept), wanted) == (set(elements(wanted, shape)) <= held)
+
+
+items = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(1, 60)), max_size=30)
+
+
+@given(items, st.integers(0, 40), st.integers(1, 200))
+def test_batches_hold_every_item_and_no_byte_twice(found: list[tuple[int, int, int]], gap: int, most: int) -> None:
+    batches = plan_batches([(*row, i) for i, row in enumerate(found)], gap=gap, most=most)
+    assert sorted(item for batch in batches for *_, item in batch.items) == list(range(len(found)))
+    taken: set[tuple[int, int]] = set()
+    for batch in batches:
+        mine = {(batch.blob, byte) for byte in range(batch.offset, batch.offset + batch.nbytes)}
+        assert not mine & taken
+        taken |= mine
+        _check_batch(found, batch.items, batch.blob, gap)
+        assert (batch.offset, batch.nbytes) == _extent(batch.items)
+        separate = all(a[0] + a[1] <= b[0] for a, b in zip(batch.items, batch.items[1:], strict=False))
+        assert len(batch.items) == 1 or batch.nbytes <= most or not separate
+
+
+def _extent(rows_: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    start = min(offset for offset, _, _ in rows_)
+    return start, max(offset + nbytes for offset, nbytes, _ in rows_) - start
+
+
+def _check_batch(
+    found: Sequence[tuple[int, int, int]], rows_: Sequence[tuple[int, int, int]], blob: int, gap: int
+) -> None:
+    end = rows_[0][0]
+    for offset, nbytes, item in rows_:
+        assert found[item] == (blob, offset, nbytes)
+        assert offset - end <= gap
+        end = max(end, offset + nbytes)
+
+
+@given(items)
+def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int]]) -> None:
+    batches = plan_batches([(*row, None) for row in found], gap=0, most=1 << 30)
+    wanted = {(blob, byte) for blob, offset, nbytes in found for byte in range(offset, offset + nbytes)}
+    assert sum(batch.nbytes for batch in batches) == len(wanted)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("saved", [1, 3, 4])
+@pytest.mark.parametrize("loaded", [1, 2, 5])
+def test_all_ranks_together_read_all_of_it(verify: bool, saved: int, loaded: int) -> None:
+    shape, cell = (60, 7), 16
+    table = table_of(shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))])
+    for split in (rows, columns):
+        held = [list(plan_units(table, part, verify=verify)) for part in split(shape, loaded)]
+        assert {i for units in held for i in _all_elements(units, shape)} == set(range(420))
+        if split is rows and verify:  # at most one cell more than what is wanted, at each end
+            assert sum(unit.hi - unit.lo for units in held for unit in units) <= 420 + 2 * cell * loaded
+
+
+@given(full_shapes, st.data())
+def test_one_element(shape: Shape, data: st.DataObject) -> None:
+    table, region = data.draw(tables(shape)), data.draw(regions(shape))
+    assume(region.numel)
+    one = Region(region.box, region.lo, region.lo + 1)
+    (unit,) = plan_units(table, one, verify=True)
+    assert elements(one, shape)[0] in elements(unit.region, shape)
+    (unit,) = plan_units(table, one, verify=False)
+    assert elements(one, shape) == elements(unit.region, shape)

@@ -1,0 +1,163 @@
+"""Retention: rules as a union per run, and what no policy ever takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import make_txid
+from casckpt.format.names import TxId
+from casckpt.plan.retention import Kept, Policy, parse_duration, plan_forget
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+DAY = 86_400_000_000
+
+
+def kept(number: int, step: int, run: str = "sft", day: int | None = None) -> Kept:
+    """Checkpoint ``number`` in order of transactions, created on ``day`` (its number unless given)."""
+    txid = make_txid(START + timedelta(days=number), number.to_bytes(8, "big"), run, step)
+    return Kept(txid, run, step, (number if day is None else day) * DAY)
+
+
+def steps(forgotten: list[Kept]) -> list[int]:
+    return [one.step for one in forgotten]
+
+
+TEN = [kept(i, i * 50) for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        ("15m", 900),
+        ("12h", 43200),
+        ("7d", 604800),
+        ("2w", 1209600),
+        ("0s", 0),
+        ("1.5h", 5400),
+        (" 7d ", 604800),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "d", "-7d", "7 d", "7D", "1e3s", "7d12h", "inf", "nans", "9" * 30 + "d", "\u0663d"]
+)
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="not a duration"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"keep_last": -1},
+        {"keep_last": 0},
+        {"keep_every": 0},
+        {"keep_every": -5},
+        {"keep_within_seconds": -1.0},
+        {"keep_within_seconds": float("nan")},
+        {"keep_within_seconds": float("inf")},
+    ],
+)
+def test_a_policy_of_nonsense_is_refused(rules: dict[str, float]) -> None:
+    with pytest.raises(InvalidInput, match=r"keep-"):
+        Policy(**rules)  # type: ignore[arg-type]
+
+
+def test_no_policy_forgets_nothing() -> None:
+    assert plan_forget([*TEN, kept(11, 50)], Policy(), 99 * DAY) == []
+
+
+def test_keep_last() -> None:
+    assert steps(plan_forget(TEN, Policy(keep_last=3), 0)) == [0, 50, 100, 150, 200, 250, 300]
+
+
+def test_keep_every() -> None:
+    assert steps(plan_forget(TEN, Policy(keep_every=100), 0)) == [50, 150, 250, 350]  # 450 is the newest
+
+
+def test_keep_within() -> None:
+    assert steps(plan_forget(TEN, Policy(keep_within_seconds=2 * 86400.0), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
+
+
+def test_rules_are_a_union() -> None:
+    policy = Policy(keep_last=2, keep_every=200, keep_within_seconds=3 * 86400.0)
+    assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
+
+
+def test_keep_last_0_beside_another_rule_adds_nothing() -> None:
+    assert plan_forget(TEN, Policy(keep_last=0, keep_every=100), 0) == plan_forget(TEN, Policy(keep_every=100), 0)
+
+
+def test_each_run_by_itself() -> None:
+    store = [kept(0, 0, "a"), kept(1, 1, "b"), kept(2, 2, "a"), kept(3, 3, "b")]
+    assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1]
+    assert steps(plan_forget(store, Policy(keep_last=1), 0, run="b")) == [1]
+    assert plan_forget(store, Policy(keep_last=1), 0, run="nobody") == []
+
+
+def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
+    rolled_back = [kept(0, 500), kept(1, 600), kept(2, 100)]
+    assert steps(plan_forget(rolled_back, Policy(keep_last=1), 0)) == [500, 600]
+
+
+def test_age_is_that_of_the_checkpoint_not_of_its_copy() -> None:
+    store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
+    assert steps(plan_forget(store, Policy(keep_within_seconds=86400.0), 9 * DAY)) == [8]
+
+
+def test_superseded_twins_go_with_every_policy_and_count_for_none() -> None:
+    store = [kept(0, 100), kept(1, 50), kept(2, 100), kept(3, 150)]
+    for policy in (Policy(keep_last=100), Policy(keep_every=50), Policy(keep_within_seconds=1e9)):
+        assert plan_forget(store, policy, 9 * DAY) == [store[0]]
+    assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
+
+
+def test_tagged_ones_stay_but_take_their_place_among_the_last() -> None:
+    tagged = {TEN[0].txid, TEN[9].txid}
+    assert steps(plan_forget(TEN, Policy(keep_last=2), 0, tagged=tagged)) == [50, 100, 150, 200, 250, 300, 350]
+
+
+STORES = st.lists(
+    st.builds(lambda step, run, day: (step, run, day), st.integers(0, 12), st.sampled_from("ab"), st.integers(0, 9)),
+    max_size=25,
+).map(lambda rows: [kept(i, step, run, day) for i, (step, run, day) in enumerate(rows)])
+POLICIES = st.builds(
+    Policy,
+    keep_last=st.none() | st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 5),
+    keep_within_seconds=st.none() | st.integers(0, 9).map(lambda days: days * 86400.0),
+)
+
+
+@given(STORES, POLICIES, st.data())
+def test_what_no_policy_takes(store: list[Kept], policy: Policy, data: st.DataObject) -> None:
+    tagged: set[TxId] = set(data.draw(st.lists(st.sampled_from([one.txid for one in store])))) if store else set()
+    forgotten = set(plan_forget(data.draw(st.permutations(store)), policy, 9 * DAY, tagged=tagged))
+    assert not {one.txid for one in forgotten} & tagged
+    for run in "ab":
+        of_run = [one for one in store if one.run == run]
+        assert not of_run or of_run[-1] not in forgotten
+
+
+@given(STORES, POLICIES)
+def test_a_second_pass_finds_nothing_more(store: list[Kept], policy: Policy) -> None:
+    forgotten = plan_forget(store, policy, 9 * DAY)
+    assert plan_forget([one for one in store if one not in forgotten], policy, 9 * DAY) == []
+
+
+@given(STORES, POLICIES, st.integers(1, 5))
+def test_one_more_rule_never_forgets_more(store: list[Kept], policy: Policy, every: int) -> None:
+    if policy.is_empty or policy.keep_every is not None:
+        return
+    forgotten = set(plan_forget(store, policy, 9 * DAY))
+    assert set(plan_forget(store, replace(policy, keep_every=every), 9 * DAY)) <= forgotten

@@ -1,0 +1,146 @@
+"""Known cells are found by key and by digest, in blobs that may be reused, and in no other."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.names import CellDigest
+from casckpt.format.regions import Region, Shape, full_box
+from casckpt.plan.cells import plan_cells
+from casckpt.plan.reuse import KnownCells, ManifestCells, cell_places, used_bytes
+from tests.support.geometry import cells_of, full_shapes, partitions, table_of
+from tests.support.manifests import CELL, flat_cells, manifest
+
+
+def d(text: str) -> CellDigest:
+    return CellDigest(hashlib.sha256(text.encode()).digest())
+
+
+def _two_cells(name: str, first: str, second: str, *, worn: bool = False) -> Manifest:
+    shape = (CELL + 10,)
+    cells = zip(flat_cells(shape, [CELL, CELL + 10]), (d(first), d(second)), strict=True)
+    return manifest({name: ("uint8", 1, shape, list(cells))}, worn=worn)
+
+
+def _known(*manifests: Manifest, has_parent: bool = True) -> KnownCells:
+    sources = [ManifestCells(manifest) for manifest in manifests]
+    parent = sources.pop(0) if has_parent else None
+    return KnownCells(parent, sources, lambda ref: ref.worn)
+
+
+def test_cells_are_found_by_digest_in_all_manifests() -> None:
+    manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
+    known = _known(*manifests)
+    assert known.any
+    assert known.find(d("a")) == (0, CELL)
+    assert known.find(d("b")) == (0, 2 * CELL)
+    assert known.find(d("d")) == (1, 2 * CELL)
+    assert known.find(d("e")) is None
+    assert known.blobs == [manifest.blob(0) for manifest in manifests]
+
+
+def test_nothing_is_known_of_nothing() -> None:
+    known = _known(has_parent=False)
+    assert not known.any
+    assert known.find(d("a")) is None
+    assert known.parent_table(("tensor", "w", 0, None), "uint8", (1,)) is None
+
+
+def test_only_the_parent_is_found_by_key() -> None:
+    parent, base = _two_cells("w", "a", "b"), _two_cells("x", "c", "d")
+    known, shape = _known(parent, base), (CELL + 10,)
+    found = known.parent_table(("tensor", "w", 0, None), "uint8", shape)
+    assert found is not None
+    assert found.digests.tobytes() == d("a") + d("b")
+    assert known.parent_table(("tensor", "x", 0, None), "uint8", shape) is None
+    assert known.parent_table(("tensor", "w", 0, None), "int8", shape) is None
+    assert known.parent_table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
+    assert known.parent_table(("part", "w", 0, None), "uint8", shape) is None
+    assert known.parent_table(("tensor", "w", 0, 1), "uint8", shape) is None
+    without = _known(parent, base, has_parent=False)
+    assert without.parent_table(("tensor", "w", 0, None), "uint8", shape) is None
+    assert without.find(d("a")) == (0, CELL)
+
+
+def test_a_worn_blob_is_not_reused_but_another_copy_is() -> None:
+    known = _known(_two_cells("w", "a", "b", worn=True), _two_cells("x", "b", "c"))
+    assert not known.usable(0)
+    assert known.usable(1)
+    assert known.find(d("a")) is None
+    assert known.find(d("b")) == (1, CELL)
+
+
+def test_a_blob_that_turns_out_to_be_gone() -> None:
+    known = _known(_two_cells("w", "a", "b"), _two_cells("x", "b", "c"))
+    assert known.find(d("b")) == (0, 2 * CELL)
+    known.exclude(0)
+    assert known.find(d("b")) == (1, CELL)
+    assert known.find(d("a")) is None
+    known.exclude(1)
+    assert not known.any
+
+
+def test_digests_with_one_beginning_are_told_apart() -> None:
+    shape = (3 * CELL,)
+    digests = [CellDigest(bytes(8) + bytes([i]) * 24) for i in (1, 2, 3)]
+    one = manifest({"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL, 3 * CELL]), digests, strict=True)))})
+    known = _known(one)
+    assert [known.find(digest) for digest in digests] == [(0, CELL), (0, 2 * CELL), (0, 3 * CELL)]
+    assert known.find(CellDigest(bytes(32))) is None
+    assert known.find(CellDigest(b"\xff" * 32)) is None
+
+
+@given(full_shapes, st.integers(1, 20), st.data())
+def test_cell_places(shape: Shape, cell: int, data: st.DataObject) -> None:
+    cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
+    table = table_of(shape, cell, cells)
+    blobs, offsets = cell_places(table)
+    places = [place for row in range(len(table)) for place in table.places(row)]
+    assert blobs.tolist() == [place.blob for place in places]
+    assert offsets.tolist() == [place.offset for place in places]
+    assert table.digests.tobytes() == b"".join(place.digest for place in places)
+
+
+ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 40)), max_size=12)
+
+
+def _table(rows: list[tuple[int, int, int]]) -> ExtentTable:
+    shape, start, cells = (1000,), 0, []
+    for blob, offset, nbytes in rows:
+        cells.append(CellPlace(Region(full_box(shape), start, start + nbytes), blob, offset, nbytes, d("x")))
+        start += nbytes
+    return build(shape, 1, 1 << 20, cells)
+
+
+@given(st.lists(ranges, max_size=3))
+def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]]) -> None:
+    used = used_bytes([_table(rows) for rows in tables], 3)
+    bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
+    assert used.tolist() == [sum(blob == number for blob, _ in bytes_) for number in range(3)]
+
+
+def test_used_bytes_of_nothing() -> None:
+    assert used_bytes([], 2).tolist() == [0, 0]
+    assert np.array_equal(used_bytes([], 0), [])
+
+
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_excluded_is_asked_of_every_blob(has_parent: bool) -> None:
+    asked: list[BlobRef] = []
+
+    def excluded(ref: BlobRef) -> bool:
+        asked.append(ref)
+        return True
+
+    manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
+    sources = [ManifestCells(manifest) for manifest in manifests]
+    known = KnownCells(sources[0], sources[1:], excluded) if has_parent else KnownCells(None, sources, excluded)
+    assert asked == [manifest.blob(0) for manifest in manifests]
+    assert not known.any

@@ -1,0 +1,26 @@
+"""dtypes are named as torch names them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from casckpt.errors import InvalidInput, Unsupported
+from casckpt.format.dtypes import DTYPES
+from casckpt.tensors.dtypes import dtype_name, torch_dtype
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_names_come_back(name: str) -> None:
+    assert dtype_name(torch_dtype(name)) == name
+
+
+def test_what_cannot_be_stored() -> None:
+    with pytest.raises(InvalidInput, match=r"torch\.qint8"):
+        dtype_name(torch.qint8)
+
+
+@pytest.mark.parametrize("name", ["float3", "Tensor", "nn", "__doc__"])
+def test_what_this_torch_lacks(name: str) -> None:
+    with pytest.raises(Unsupported, match="newer torch"):
+        torch_dtype(name)

@@ -1,0 +1,166 @@
+"""Bytes go out of any tensor and into any tensor as they are, however it lies in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.format.regions import Box, Region, Shape, full_box
+from casckpt.tensors.memory import BufferMemory, Destination, TensorMemory, as_bits, copy_bytes, narrow, tensor_bytes
+from tests.support.geometry import elements, full_shapes, regions
+from tests.support.tensors import COMPLEX, LAYOUTS, NAMES, bytes_of, conjugated, dtype_of, raw, same
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+def out(memory: TensorMemory | BufferMemory, lo: int, hi: int) -> bytes:
+    if lo == hi:
+        return b""  # cells are never empty
+    buffer = bytearray((hi - lo) * memory.itemsize)
+    memory.copy_out(lo, hi, memoryview(buffer))
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_out_of_every_dtype_and_layout(name: str, layout: str) -> None:
+    tensor = LAYOUTS[layout](name, 1)
+    memory, want = TensorMemory(tensor), bytes_of(tensor)
+    count, size = tensor.numel(), tensor.element_size()
+    assert memory.itemsize == size
+    for lo, hi in ((0, count), (count // 3, count // 2), (count // 2, count)):
+        if lo < hi:
+            assert out(memory, lo, hi) == want[lo * size : hi * size]
+            view = memory.view(lo, hi)
+            assert (view is not None) == tensor.is_contiguous()
+            assert view is None or bytes(view) == want[lo * size : hi * size]
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_bytes_out_of_conjugated_and_negated_views(name: str) -> None:
+    for tensor in conjugated(name).values():
+        memory = TensorMemory(tensor)
+        assert out(memory, 0, tensor.numel()) == bytes_of(tensor)
+        assert out(memory, 2, 7) == bytes_of(tensor)[2 * memory.itemsize : 7 * memory.itemsize]
+
+
+@given(full_shapes, st.data())
+def test_any_range_of_any_permutation(shape: Shape, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    tensor = raw("int32", shape).permute(order)
+    lo = data.draw(st.integers(0, tensor.numel()))
+    hi = data.draw(st.integers(lo, tensor.numel()))
+    assert out(TensorMemory(tensor), lo, hi) == bytes_of(tensor)[4 * lo : 4 * hi]
+
+
+def test_a_parameter_and_a_tensor_with_a_graph() -> None:
+    parameter = torch.nn.Parameter(torch.randn(3, 4))
+    for tensor in (parameter, parameter.t(), parameter * 2, (parameter * 2).t()):
+        assert out(TensorMemory(tensor), 0, 12) == bytes_of(tensor)
+
+
+def test_the_view_is_the_memory_itself() -> None:
+    tensor = torch.zeros(10, dtype=torch.int16)
+    view = tensor_bytes(tensor)
+    assert view is not None
+    view[2:4] = b"\x05\x00"
+    assert tensor.tolist() == [0, 5, *[0] * 8]
+    assert tensor_bytes(tensor[::2]) is None
+    empty = tensor_bytes(torch.zeros(0, 3))
+    assert empty is not None
+    assert empty.nbytes == 0
+
+
+def test_a_buffer() -> None:
+    memory = BufferMemory(memoryview(np.arange(10, dtype=np.uint16)))
+    assert bytes(memory.view(2, 6)) == b"\x01\x00\x02\x00"
+    assert out(memory, 2, 6) == b"\x01\x00\x02\x00"
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 14) - 1, 1 << 14, 1 << 16])
+def test_copy_bytes(size: int) -> None:
+    source, target = np.random.default_rng(size).bytes(size), bytearray(size)
+    copy_bytes(memoryview(target), memoryview(source))
+    assert target == source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_keep_everything(name: str) -> None:
+    tensor = raw(name, (3, 4)).t()
+    assert bytes_of(as_bits(tensor)) == bytes_of(tensor)
+
+
+def test_narrow() -> None:
+    tensor = torch.arange(60).view(3, 4, 5)
+    assert torch.equal(narrow(tensor, Box((1, 0, 2), (2, 4, 3))), tensor[1:3, :, 2:5])
+
+
+def _filled(destination: Destination, source: bytes, shape: Shape, size: int, parts: list[Region]) -> None:
+    """Give a destination the elements of ``parts`` of a tensor with these bytes."""
+    for part in parts:
+        if not part.numel:
+            continue  # cells are never empty
+        data = b"".join(source[i * size : (i + 1) * size] for i in elements(part, shape))
+        destination.copy_in(part, memoryview(bytearray(data)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "transposed", "scalar"])
+def test_bytes_into_every_dtype_and_layout(name: str, layout: str) -> None:
+    target, source = LAYOUTS[layout](name, 1), LAYOUTS[layout](name, 2)
+    shape = tuple(target.shape)
+    region = Region(full_box(shape), 0, target.numel())
+    destination = Destination(region, target, dtype_of(name))
+    half = target.numel() // 2
+    parts = [Region(region.box, 0, half), Region(region.box, half, target.numel())]
+    _filled(destination, bytes_of(source), shape, target.element_size(), parts)
+    assert same(target, source)
+    assert (destination.view(0, target.numel()) is not None) == target.is_contiguous()
+
+
+@given(full_shapes, st.data())
+def test_any_region_from_any_region(shape: Shape, data: st.DataObject) -> None:
+    """Elements that the destination wants are taken, and no others are touched."""
+    wanted, part = data.draw(regions(shape)), data.draw(regions(shape))
+    source = np.arange(1, int(np.prod(shape)) + 1, dtype=np.int32)
+    held = torch.zeros(wanted.numel, dtype=torch.int32)
+    target = held.view(wanted.box.shape) if wanted.is_whole else held
+    _filled(Destination(wanted, target, torch.int32), source.tobytes(), shape, 4, [part])
+    inside = set(elements(part, shape))
+    assert held.tolist() == [i + 1 if i in inside else 0 for i in elements(wanted, shape)]
+
+
+@given(full_shapes, st.data())
+def test_a_permuted_destination(shape: Shape, data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    stored = tuple(shape[dim] for dim in order)
+    target = torch.zeros(shape, dtype=torch.int32).permute(order)
+    source = np.arange(target.numel(), dtype=np.int32)
+    whole = Region(full_box(stored), 0, target.numel())
+    cut = data.draw(st.integers(0, target.numel()))
+    parts = [Region(whole.box, 0, cut), Region(whole.box, cut, target.numel())]
+    _filled(Destination(whole, target, torch.int32), source.tobytes(), stored, 4, parts)
+    assert target.reshape(-1).tolist() == source.tolist()
+
+
+def test_a_destination_with_a_conjugate_bit() -> None:
+    source = torch.randn(3, 4, dtype=torch.complex64)
+    for target in (torch.zeros(3, 4, dtype=torch.complex64).conj(), torch.zeros(4, 3, dtype=torch.complex64).t().conj()):
+        region = Region(full_box((3, 4)), 0, 12)
+        destination = Destination(region, target, torch.complex64)
+        assert destination.view(0, 12) is None
+        _filled(destination, bytes_of(source), (3, 4), 8, [region])
+        assert same(target, source)
+
+
+def test_another_dtype_converts() -> None:
+    region = Region(full_box((5,)), 0, 5)
+    target = torch.zeros(5, dtype=torch.float64)
+    destination = Destination(region, target, torch.bfloat16)
+    source = torch.tensor([1.5, -2.0, 0.0, 3.25, 100.0], dtype=torch.bfloat16)
+    assert destination.view(0, 5) is None
+    _filled(destination, bytes_of(source), (5,), 2, [region])
+    assert target.tolist() == source.tolist()

@@ -1,0 +1,83 @@
+"""Objects are plain data; a pickle is written and read only where the user says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format import plain
+from casckpt.tensors.objects import decode_object, encode_object
+
+
+class Thing:
+    """Can be pickled, is not plain."""
+
+    def __init__(self, size: int) -> None:
+        self.data = b"x" * size
+
+
+class Parts:
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def spill(self, view: memoryview) -> int:
+        self.parts.append(bytes(view))
+        return len(self.parts) - 1
+
+    def load(self, number: int) -> bytes:
+        return self.parts[number]
+
+
+def test_plain_data_is_not_pickled_even_where_it_may() -> None:
+    parts = Parts()
+    value = {"dtype": torch.bfloat16, "long": b"x" * 5000}
+    for allow_pickle in (False, True):
+        data, pickled = encode_object("a", value, allow_pickle, parts.spill)
+        assert not pickled
+        assert decode_object("a", data, pickled, False, parts.load) == value
+    assert len(parts.parts) == 2
+
+
+def test_what_is_not_plain_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidInput, match=r"train\.state\['thing'\]\[0\]: a value of type .*Thing") as caught:
+        encode_object("train.state", {"thing": [Thing(1)]}, False)
+    assert caught.value.key == "train.state"
+
+
+def test_a_pickle_needs_leave_on_both_ways() -> None:
+    parts = Parts()
+    data, pickled = encode_object("a", [b"y" * 5000, Thing(6000)], True, parts.spill)
+    assert pickled
+    assert len(parts.parts) == 1  # the pickle; nothing of the attempt to store it as plain data
+    assert len(data) < 100
+    with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
+        decode_object("a", data, pickled, False, parts.load)
+    first, thing = decode_object("a", data, pickled, True, parts.load)
+    assert (first, thing.data) == (b"y" * 5000, b"x" * 6000)
+
+
+def test_what_cannot_be_pickled_either_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="neither plain data nor can it be pickled") as caught:
+        encode_object("hook", lambda: 0, True)
+    assert caught.value.key == "hook"
+
+
+@pytest.mark.parametrize("payload", [1, b"", b"\x80\x05cno.such.module\nx\n.", b"\x80\x05", b"garbage"])
+def test_a_pickle_of_no_use_is_refused(payload: Any) -> None:
+    with pytest.raises(Refused, match="key 'a'"):
+        decode_object("a", plain.encode(payload), True, True)
+
+
+def test_bytes_of_no_use_are_refused_by_key() -> None:
+    with pytest.raises(Refused, match="key 'a'") as caught:
+        decode_object("a", b"\xc1", False, False)
+    assert caught.value.key == "a"
+
+
+def test_data_of_a_later_version_is_refused() -> None:
+    data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
+    with pytest.raises(Refused, match="'later' is not known"):
+        decode_object("a", data, False, False)

@@ -1,0 +1,95 @@
+"""A Shard refuses numbers that do not fit each other; its regions are what its data holds."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.regions import Box, Region, whole
+from casckpt.tensors.values import PerRank, Shard
+
+
+def test_the_whole_tensor() -> None:
+    assert Shard(torch.zeros(3, 4), global_shape=(3, 4)).regions() == [whole((3, 4))]
+    assert Shard(torch.zeros(()), global_shape=()).regions() == [whole(())]
+    assert Shard(torch.zeros(3), global_shape=torch.Size([3]), shape=[3]).regions() == [whole((3,))]
+
+
+def test_a_box() -> None:
+    wanted = [Region(Box((2, 1), (3, 4)), 0, 12)]
+    assert Shard(torch.zeros(3, 4), global_shape=(8, 8), offset=(2, 1)).regions() == wanted
+    assert Shard(torch.zeros(3, 4), (8, 8), [2, 1], [3, 4]).regions() == wanted
+
+
+def test_flat_ranges_of_the_whole_and_of_a_box() -> None:
+    box = Box((0, 0), (8, 8))
+    assert Shard(torch.zeros(5), global_shape=(8, 8), flat=(3, 8)).regions() == [Region(box, 3, 8)]
+    several = Shard(torch.zeros(2, 3), global_shape=(8, 8), flat=[(60, 64), (1, 1), (0, 2)])
+    assert several.regions() == [Region(box, 60, 64), Region(box, 0, 2)]
+    local = Shard(torch.zeros(2), global_shape=(8, 8), offset=(4, 4), shape=(2, 2), flat=(1, 3))
+    assert local.regions() == [Region(Box((4, 4), (2, 2)), 1, 3)]
+    numpy_range: Any = (np.int64(1), np.int64(3))
+    assert Shard(torch.zeros(2), (4,), flat=numpy_range).regions() == [Region(Box((0,), (4,)), 1, 3)]
+    assert Shard(torch.zeros(2), (4,), flat=[[1, 3]]).regions() == [Region(Box((0,), (4,)), 1, 3)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"flat": (5, 5)}, {"flat": []}, {"offset": (8, 0), "shape": (0, 8)}],
+    ids=str,
+)
+def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
+    data = torch.zeros(options.get("shape", (0,)))
+    assert Shard(data, global_shape=(8, 8), **options).regions() == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((3,), {"global_shape": (4,)}, r"data of shape \[3\] does not fill a box of shape \[4\]"),
+        ((4,), {"global_shape": (2, 2)}, "does not fill"),
+        ((2, 2), {"global_shape": (3, 3), "offset": (2, 0)}, "does not lie in a tensor"),
+        ((2,), {"global_shape": (3, 3), "offset": (0,)}, "does not lie in a tensor"),
+        ((2,), {"global_shape": (3,), "offset": (-1,)}, "offset"),
+        ((2,), {"global_shape": (3,), "shape": (2,)}, "needs an offset"),
+        ((2,), {"global_shape": (3,), "offset": (0,), "flat": (0, 2)}, "needs the shape of the box"),
+        ((2,), {"global_shape": (-3,)}, "negative extent"),
+        ((2,), {"global_shape": ("a",)}, "global_shape of a Shard is a sequence of ints"),
+        ((2,), {"global_shape": 2}, "global_shape of a Shard is a sequence of ints"),
+        ((3,), {"global_shape": (8,), "flat": (0, 4)}, "flat ranges of 4 elements in all do not fit data of 3"),
+        ((3,), {"global_shape": (8,), "flat": [(0, 2), (4, 6)]}, "flat ranges of 4 elements in all"),
+        ((4,), {"global_shape": (8,), "flat": [(0, 3), (2, 3)]}, "overlap: one ends at 3, the next starts at 2"),
+        ((4,), {"global_shape": (8,), "flat": (6, 10)}, r"flat range \[6, 10\) does not lie in a box of 8"),
+        ((4,), {"global_shape": (8,), "flat": (4, 0)}, "does not lie"),
+        ((4,), {"global_shape": (8,), "flat": 4}, r"is \(lo, hi\) or a list of them"),
+        ((4,), {"global_shape": (8,), "flat": (1, 2, 3)}, r"is \(lo, hi\) or a list of them"),
+        ((4,), {"global_shape": (8,), "flat": [(1, 2, 3)]}, r"is \(lo, hi\) or a list of them"),
+        ((4,), {"global_shape": (8,), "flat": (0.0, 4.0)}, "flat of a Shard is a sequence of ints"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(shape: tuple[int, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        Shard(torch.zeros(shape), **options)
+
+
+def test_data_is_a_tensor() -> None:
+    data: Any = [1, 2]
+    with pytest.raises(InvalidInput, match="not a list"):
+        Shard(data, global_shape=(2,))
+
+
+def test_repr_says_what_is_held() -> None:
+    assert repr(Shard(torch.zeros(2), (8,), flat=(1, 3))) == "Shard([0:8] elements 1..3 of [8], torch.float32)"
+    assert repr(Shard(torch.zeros(0), (8,), flat=(1, 1))) == "Shard(nothing of [8], torch.float32)"
+    assert repr(PerRank([1])) == "PerRank([1])"
+
+
+def test_both_survive_pickling() -> None:
+    shard = pickle.loads(pickle.dumps(Shard(torch.arange(2), (8,), flat=(1, 3))))
+    assert shard.regions() == [Region(Box((0,), (8,)), 1, 3)]
+    assert pickle.loads(pickle.dumps(PerRank(3))) == PerRank(3)
