@@ -1,0 +1,1 @@
+"""Content addresses over a storage, without torch: commits, manifests, blobs, tags, gc, verify, repair."""

@@ -1,0 +1,121 @@
+"""Blobs as objects of a store, and the marks on damaged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.format.keys import blob_key, damaged_key, parse_damaged
+from casckpt.format.manifest import BlobRef
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import DamageRecord
+from casckpt.repository.reading import Read, each, read_records
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists, Entry
+
+PREFIX = "damaged/"
+DAMAGED, REPAIRED = "damaged", "repaired"
+MAX_WHY_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The last word on a blob that was once marked. ``number``: of its record; ``why`` it was made."""
+
+    uploader: TxId
+    blob: BlobHash
+    number: int
+    state: str
+    why: str
+
+
+def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview | bytes) -> None:
+    """Write a blob under ``uploader``; one that is there already is ours. Its name is durable after ``settle``.
+
+    Raises `StorageError`, also if there is one of another size (a put that went wrong on the server).
+    """
+    key, size = blob_key(uploader, blob_hash), memoryview(data).nbytes
+    try:
+        repo.storage.put(key, data, settle=False)
+    except AlreadyExists:
+        found = repo.storage.size(key)
+        if found != size:
+            message = f"{key} is there with {found} bytes instead of {size}; save again"
+            raise StorageError(message, key=key, blob=blob_hash) from None
+
+
+def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
+    """Those of ``refs`` that are missing or of another size: one small request for each. Raises `StorageError`."""
+    wanted = list(dict.fromkeys(refs))
+    sizes = each(repo.storage, lambda ref: repo.storage.size(blob_key(ref.uploader, ref.hash)), wanted)
+    return [ref for ref, size in zip(wanted, sizes, strict=True) if size != ref.size]
+
+
+def marks(repo: Repository) -> list[Mark]:
+    """The highest mark of every blob that ever had one; what cannot be read says "damaged". Raises `StorageError`."""
+    newest: dict[tuple[TxId, BlobHash], tuple[int, Entry]] = {}
+    for entry in repo.storage.list(PREFIX):
+        name = parse_damaged(entry.key)
+        if name is not None and name[2] >= newest.get(name[:2], (-1, entry))[0]:
+            newest[name[:2]] = (name[2], entry)
+    entries = [entry for _, entry in newest.values()]
+    found = read_records(repo, PREFIX, entries, lambda _: DamageRecord)
+    return [_mark(blob, number, found[entry.key]) for blob, (number, entry) in newest.items()]
+
+
+def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
+    """(uploader, blob) of the blobs that are marked as damaged, and not as repaired since. Raises `StorageError`."""
+    return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
+
+
+def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
+    """Say that a blob is damaged, unless that was said: later saves do not reuse it. Raises `StorageError`.
+
+    ``why``: for people; its first 500 characters are kept.
+    """
+    _mark_as(repo, uploader, blob, DAMAGED, why)
+
+
+def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
+    """Say that a marked blob is whole again. Nothing is done if it is not marked. Raises `StorageError`."""
+    _mark_as(repo, uploader, blob, REPAIRED, why)
+
+
+def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: str) -> None:
+    while True:
+        number, present = _present(repo, uploader, blob)
+        if present == state:
+            return
+        record = DamageRecord(
+            uploader=uploader,
+            blob=blob,
+            state=state,
+            time=repo.clock(),
+            why=why[:MAX_WHY_CHARACTERS],
+            unique=repo.entropy(8).hex(),
+        )
+        try:
+            repo.put_record(damaged_key(uploader, blob, number + 1), record)
+        except Conflict:
+            continue  # somebody else had a word just now: it is read, and ours is the next one if it still matters
+        return
+
+
+def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str]:
+    """(number, state) of the last mark on one blob."""
+    entries = repo.storage.list(f"{PREFIX}{uploader}/{blob}/")
+    names = {entry: name for entry in entries if (name := parse_damaged(entry.key))}
+    if not names:
+        return -1, REPAIRED
+    newest = max(names, key=lambda entry: names[entry][2])
+    found = read_records(repo, newest.key, [newest], lambda _: DamageRecord)[newest.key]
+    mark = _mark((uploader, blob), names[newest][2], found)
+    return mark.number, mark.state
+
+
+def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> Mark:
+    if isinstance(record, CasckptError):
+        return Mark(*name, number, DAMAGED, f"its mark cannot be read: {record}")
+    fits = (record.uploader, record.blob) == name and record.state == REPAIRED
+    return Mark(*name, number, REPAIRED if fits else DAMAGED, record.why)

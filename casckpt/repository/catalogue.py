@@ -1,0 +1,275 @@
+"""The catalogue: a local SQLite file of what immutable objects of a store say. Rebuildable, never the truth.
+
+Every row carries a digest of its key and content, so that a row that the disk, or a network file system without
+proper locks, mixed up is read from the store again. Any error of SQLite turns the catalogue off for this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from casckpt.format.digest import cell_digest
+from casckpt.format.extents import unpack
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.repository.forking import PerProcess
+
+SCHEMA = 1
+"""Stands in user_version. A file with another one is dropped and rebuilt."""
+BUSY_SECONDS = 10.0
+
+_TABLES: dict[str, dict[str, type]] = {
+    "records": {"key": str, "data": bytes, "digest": bytes},
+    "manifests": {
+        "key": str,
+        "tensors": int,
+        "bytes": int,
+        "hashes": bytes,
+        "sizes": bytes,
+        "uploaders": str,
+        "uploader_index": bytes,
+        "digest": bytes,
+    },
+    "notes": {"key": str, "data": bytes, "digest": bytes},
+}
+_INSERT = {
+    "records": "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
+    "manifests": "INSERT OR REPLACE INTO manifests VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "notes": "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)",
+}
+_MANIFEST = "SELECT tensors, bytes, hashes, sizes, uploaders, uploader_index, digest FROM manifests WHERE key = ?"
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ManifestSummary:
+    """What a manifest names, as the packed columns it is stored with (see `casckpt.format.manifest`).
+
+    ``tensors``: number of keys. ``nbytes``: of all its entries, as held in memory.
+    """
+
+    uploader: TxId
+    manifest: ManifestId
+    tensors: int
+    nbytes: int
+    hashes: bytes
+    sizes: bytes
+    uploaders: tuple[TxId, ...]
+    index: bytes
+
+    def blobs(self) -> list[tuple[TxId, BlobHash, int]]:
+        """(uploader, hash, size of the file in bytes) of every blob, in order."""
+        digests = self.hashes.hex()
+        hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
+        uploaders = (self.uploaders[number] for number in unpack(self.index).tolist())
+        return list(zip(uploaders, hashes, unpack(self.sizes).tolist(), strict=True))
+
+
+@dataclass
+class _Memory:
+    """What takes over when the file cannot be used."""
+
+    records: dict[str, bytes] = field(default_factory=dict)
+    manifests: dict[str, ManifestSummary] = field(default_factory=dict)
+    notes: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass
+class _Handle:
+    """What belongs to one process."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    connection: sqlite3.Connection | None = None
+
+
+class Catalogue:
+    """See the module. Safe for several threads and processes, and in forked children; nothing here raises."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = PerProcess(_Handle)
+        self._memory = _Memory()
+        self._off = False
+        weakref.finalize(self, _close, self._handle)
+
+    @property
+    def is_off(self) -> bool:
+        """Has an error turned the file off for this process?"""
+        return self._off
+
+    def records(self, prefix: str) -> dict[str, bytes]:
+        """The bytes of all records that are known under ``prefix`` ("commits/"), by key."""
+        end = prefix + chr(0x10FFFF)
+
+        def select(connection: sqlite3.Connection) -> dict[str, bytes]:
+            sql = "SELECT key, data, digest FROM records WHERE key >= ? AND key < ?"
+            rows = connection.execute(sql, (prefix, end)).fetchall()
+            return {key: data for key, data, digest in rows if digest == _digest(key, data)}
+
+        return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if k.startswith(prefix)})
+
+    def add_records(self, records: Mapping[str, bytes]) -> None:
+        """Keep the bytes of records of the store, by key."""
+        rows = [(key, data, _digest(key, data)) for key, data in records.items()]
+        self._insert("records", rows, lambda: self._memory.records.update(records))
+
+    def manifest(self, uploader: TxId, manifest: ManifestId) -> ManifestSummary | None:
+        """What is known of a manifest."""
+        key = _manifest_name(uploader, manifest)
+
+        def select(connection: sqlite3.Connection) -> ManifestSummary | None:
+            row = connection.execute(_MANIFEST, (key,)).fetchone()
+            if row is None or row[-1] != _digest(key, *row[:-1]):
+                return None
+            tensors, nbytes, hashes, sizes, uploaders, index, _ = row
+            names = tuple(TxId(name) for name in uploaders.split())
+            return ManifestSummary(uploader, manifest, tensors, nbytes, hashes, sizes, names, index)
+
+        return self._do(select, lambda: self._memory.manifests.get(key))
+
+    def add_manifest(self, summary: ManifestSummary) -> None:
+        """Keep what a manifest names."""
+        key, one = _manifest_name(summary.uploader, summary.manifest), summary
+        row = (one.tensors, one.nbytes, one.hashes, one.sizes, " ".join(one.uploaders), one.index)
+        rows = [(key, *row, _digest(key, *row))]
+        self._insert("manifests", rows, lambda: self._memory.manifests.update({key: summary}))
+
+    def note(self, name: str) -> bytes | None:
+        """A note of this host (the paused state of a gc); None if there is none."""
+
+        def select(connection: sqlite3.Connection) -> bytes | None:
+            row = connection.execute("SELECT data, digest FROM notes WHERE key = ?", (name,)).fetchone()
+            return row[0] if row is not None and row[1] == _digest(name, row[0]) else None
+
+        return self._do(select, lambda: self._memory.notes.get(name))
+
+    def set_note(self, name: str, data: bytes | None) -> None:
+        """Keep a note; None removes it."""
+        if data is not None:
+            kept = data
+            self._insert("notes", [(name, data, _digest(name, data))], lambda: self._memory.notes.update({name: kept}))
+            return
+
+        def remove(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM notes WHERE key = ?", (name,))
+
+        self._do(remove, lambda: self._memory.notes.pop(name, None))
+
+    def reindex(self) -> None:
+        """Forget everything, and try the file again if it was turned off."""
+        with self._handle.get().lock:
+            self._off, self._memory = False, _Memory()
+            try:
+                self._do_or_raise(lambda connection: _rebuild(connection, anyway=True))
+            except (sqlite3.Error, OSError):
+                self.close()
+                self._remove_files()
+
+    def close(self) -> None:
+        """Close the file in this process; the next use opens it again."""
+        _close(self._handle)
+
+    def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
+        """``action`` with the file, ``otherwise`` where the file cannot be used."""
+        with self._handle.get().lock:
+            if not self._off:
+                try:
+                    return self._do_or_raise(action)
+                except (sqlite3.Error, OSError) as error:
+                    self._turn_off(error)
+            return otherwise()
+
+    def _do_or_raise(self, action: Callable[[sqlite3.Connection], T]) -> T:
+        handle = self._handle.get()
+        if handle.connection is None:
+            handle.connection = _open(self.path)
+        return action(handle.connection)
+
+    def _insert(self, table: str, rows: Sequence[tuple[object, ...]], otherwise: Callable[[], None]) -> None:
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            with connection:  # commits, or rolls back on an error
+                connection.executemany(_INSERT[table], rows)
+
+        self._do(insert, otherwise)
+
+    def _turn_off(self, error: Exception) -> None:
+        self.close()
+        self._off = True
+        logger.warning(
+            "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
+            "`casckpt reindex` makes a new one",
+            self.path,
+            error,
+        )
+
+    def _remove_files(self) -> None:
+        for suffix in ("-wal", "-shm", ""):  # the log first: an old one must not be replayed into a new file
+            try:
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            except OSError as error:
+                self._turn_off(error)
+                return
+
+
+def _close(handles: PerProcess[_Handle]) -> None:
+    handle = handles.get()
+    with handle.lock, suppress(sqlite3.Error):
+        connection, handle.connection = handle.connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _manifest_name(uploader: TxId, manifest: ManifestId) -> str:
+    return f"{uploader}/{manifest}"
+
+
+def _digest(*values: object) -> bytes:
+    """Of a row: its key and its columns."""
+    parts = [value if isinstance(value, bytes) else str(value).encode() for value in values]
+    lengths = ",".join(str(len(part)) for part in parts).encode()
+    return cell_digest(b"\0".join((lengths, *parts)))
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if _version(connection) != SCHEMA:
+            with suppress(sqlite3.OperationalError):  # another process may be doing this just now
+                connection.execute("PRAGMA journal_mode = WAL")
+            _rebuild(connection)
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _rebuild(connection: sqlite3.Connection, *, anyway: bool = False) -> None:
+    """Drop all tables and make ours, unless another process has done so since."""
+    import sqlite_utils  # takes 50 ms, and is not needed where the tables are there
+
+    connection.execute("BEGIN IMMEDIATE")
+    with connection:
+        if _version(connection) == SCHEMA and not anyway:
+            return
+        database = sqlite_utils.Database(connection, execute_plugins=False)
+        for name in database.table_names():
+            database.table(name).drop()
+        for name, columns in _TABLES.items():
+            database.table(name).create(columns, pk="key")
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")

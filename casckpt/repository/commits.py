@@ -1,0 +1,312 @@
+"""Commits: the numbered log of each transaction in commits/, folded; and the only ways to add to it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
+from casckpt.format import records
+from casckpt.format.keys import commit_key, parse_log
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import Committed, FirstRecord, Forgotten, Purged, Restored
+from casckpt.repository.reading import Read, read_records
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Entry
+
+PREFIX = "commits/"
+LaterRecord: TypeAlias = Forgotten | Restored | Purged
+LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
+
+_STATES: dict[type, str] = {
+    Committed: "committed",
+    records.Revoked: "revoked",
+    Forgotten: "forgotten",
+    Restored: "restored",
+    Purged: "purged",
+}
+_AFTER = {"forgotten": ("committed", "restored"), "restored": ("forgotten",), "purged": ("forgotten",)}
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One transaction's log in commits/, folded.
+
+    ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest one of the log.
+    ``changed_at``: time of the last record, in microseconds since the epoch.
+    """
+
+    txid: TxId
+    first: FirstRecord
+    last: str
+    number: int
+    changed_at: int
+
+    @property
+    def live(self) -> bool:
+        """Committed and not purged."""
+        return self.last not in ("revoked", "purged")
+
+    @property
+    def visible(self) -> bool:
+        """Live and not forgotten."""
+        return self.last in ("committed", "restored")
+
+    @property
+    def committed(self) -> Committed:
+        """The first record. Raises `Revoked` for a transaction that was revoked."""
+        if isinstance(self.first, Committed):
+            return self.first
+        raise Revoked(f"transaction {self.txid} was revoked ({self.first.reason}): there is no checkpoint of it")
+
+    @property
+    def id(self) -> ManifestId:
+        """The checkpoint's id."""
+        return self.committed.manifest
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.committed.run
+
+    @property
+    def step(self) -> int:
+        """Step of the run."""
+        return self.committed.step
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step} ({self.id[:12]})" if isinstance(self.first, Committed) else self.txid
+
+
+@dataclass(frozen=True)
+class CommitList:
+    """A snapshot made by one LIST of commits/.
+
+    ``commits``: committed ones and revoked ones. ``damaged``: transactions of which the first or the last record
+    cannot be read, and why. Of those, one whose first record can be read stands in ``commits`` too, in the last state
+    that can be read. gc deletes nothing while there are any.
+    """
+
+    commits: Mapping[TxId, Commit]
+    damaged: Mapping[TxId, CasckptError]
+
+    def live(self) -> list[Commit]:
+        """Live ones, oldest first."""
+        return [commit for commit in self._sorted if commit.live]
+
+    def visible(self) -> list[Commit]:
+        """Visible ones, oldest first."""
+        return [commit for commit in self._sorted if commit.visible]
+
+    def current(self) -> list[Commit]:
+        """Visible ones that answer to their run and step, oldest first: of twins the one begun last."""
+        return list(self._current)
+
+    def superseded(self) -> list[Commit]:
+        """Visible ones of which a later twin (same run and step) is visible, oldest first."""
+        answers = {commit.txid for commit in self._current}
+        return [commit for commit in self.visible() if commit.txid not in answers]
+
+    def newest_live(self, run: str) -> Commit | None:
+        """The live one of ``run`` that began last, forgotten or not; never one whose state is in doubt."""
+        known = (commit for commit in reversed(self._sorted) if commit.txid not in self.damaged)
+        return next((commit for commit in known if commit.live and commit.run == run), None)
+
+    def runs(self) -> list[str]:
+        """Names of the runs that have a visible checkpoint, sorted."""
+        return sorted({commit.run for commit in self._current})
+
+    @cached_property
+    def _sorted(self) -> list[Commit]:
+        return [self.commits[txid] for txid in sorted(self.commits)]
+
+    @cached_property
+    def _current(self) -> list[Commit]:
+        latest = {(commit.run, commit.step): commit.txid for commit in self.visible()}
+        return [commit for commit in self.visible() if latest[commit.run, commit.step] == commit.txid]
+
+
+def list_commits(repo: Repository) -> CommitList:
+    """All transactions that ended: one LIST, and a read of each record that the catalogue lacks.
+
+    Raises `NotFound` where there is no store, `StorageError`.
+    """
+    entries = {entry.key: entry for entry in repo.storage.list(PREFIX) if parse_log(entry.key)}
+    firsts = {commit_key(_name(key)[0]) for key in entries}
+    for key in firsts - entries.keys():  # put while the listing ran, or gone
+        entries[key] = Entry(key, -1)
+    logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
+    for key, record in read_records(repo, PREFIX, entries.values(), _kind).items():
+        txid, number = _name(key)
+        logs[txid][number] = _checked(record, txid, key)
+    commits = {txid: found for txid, log in logs.items() if (found := _folded(txid, log))}
+    return CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
+
+
+def list_names(repo: Repository) -> set[TxId]:
+    """Ids of all transactions that ended: one LIST, no reads. Raises `StorageError`."""
+    return {name[0] for entry in repo.storage.list(PREFIX) if (name := parse_log(entry.key))}
+
+
+def refresh(repo: Repository, commit: Commit) -> Commit:
+    """The commit as its log is now: reads the records behind the one that ``commit`` knows.
+
+    Raises `Damaged` or `Refused` if the last one cannot be read, `StorageError`.
+    """
+    log: dict[int, Read] = {0: commit.first}
+    number = commit.number
+    while True:
+        key = commit_key(commit.txid, number + 1)
+        try:
+            log[number + 1] = _checked(repo.get_record(key, LaterRecord), commit.txid, key)
+        except (Damaged, Refused) as error:
+            log[number + 1] = error
+        except NotFound:
+            break
+        number += 1
+    if number == commit.number:
+        return commit
+    doubt = _doubt(log)
+    if doubt is not None:
+        raise doubt
+    return _folded(commit.txid, log) or commit
+
+
+def commit(repo: Repository, record: Committed) -> None:
+    """Make a checkpoint visible: create commits/<txid>. Its own record, put before, is success.
+
+    Raises `Revoked` if the transaction was revoked, `Conflict` if something else has its name, `StorageError` if the
+    storage does not say: then the commit may still happen, until `casckpt.repository.transactions.revoke` wins.
+    """
+    key = commit_key(record.txid)
+    try:
+        repo.put_record(key, record)
+    except Conflict:
+        found = repo.get_record(key, FirstRecord)
+        if isinstance(found, records.Revoked):
+            message = (
+                f"the save of {record.run}@{record.step} was given up on before it ended ({found.reason}): "
+                "a gc took it for dead, or it was aborted. Nothing of it is visible; save again"
+            )
+            raise Revoked(message, key=key) from None
+        raise
+
+
+def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
+    """Add a record of ``kind`` to the log, and return the commit as it is then; as it is, if it is in that state.
+
+    Of several that append at once exactly one wins. Raises `Conflict` if the log does not allow it, or if somebody
+    else was first with another record; `StorageError`.
+    """
+    wanted = _STATES[kind]
+    if _holds(commit, wanted):
+        commit = refresh(repo, commit)
+        if _holds(commit, wanted):
+            return commit
+    _check_allowed(commit, wanted)
+    record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
+    try:
+        repo.put_record(commit_key(commit.txid, number), record)
+    except Conflict:
+        now = refresh(repo, commit)
+        if _holds(now, wanted):
+            return now
+        message = f"{commit} was {now.last} by somebody else just now, so it was not {wanted}; look again"
+        raise Conflict(message, checkpoints=(commit.id,)) from None
+    return replace(commit, last=wanted, number=number, changed_at=record.time)
+
+
+def forget(repo: Repository, commit: Commit) -> Commit:
+    """Make a checkpoint invisible, until it is restored or purged. A forgotten one is returned as it is.
+
+    Raises `Conflict` if it was purged, `StorageError`.
+    """
+    return append(repo, commit, Forgotten)
+
+
+def restore(repo: Repository, commit: Commit) -> Commit:
+    """Make a forgotten checkpoint visible again. A visible one is returned as it is.
+
+    Raises `Conflict` if it was purged, or if another checkpoint of its run and step is visible; `StorageError`.
+    """
+    found = list_commits(repo)
+    commit = found.commits.get(commit.txid, commit)
+    if commit.last == "forgotten":
+        place = (commit.run, commit.step)
+        twin = next((other for other in found.current() if (other.run, other.step) == place), None)
+        if twin is not None:
+            message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
+            raise Conflict(message, checkpoints=(commit.id, twin.id))
+    return append(repo, commit, Restored)
+
+
+def purge(repo: Repository, commit: Commit) -> Commit:
+    """End a forgotten checkpoint: from now on gc may delete its bytes. A purged one is returned as it is.
+
+    Raises `Conflict` if it is not forgotten, `StorageError`.
+    """
+    return append(repo, commit, Purged)
+
+
+def purge_unreadable(repo: Repository, txid: TxId) -> None:
+    """End a transaction of which no first record can be read, so that gc works again.
+
+    Raises `Conflict` if somebody else adds to its log at this instant, `StorageError`.
+    """
+    logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX))
+    number = max((log[1] for log in logs if log and log[0] == txid), default=0)
+    repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
+
+
+def _name(key: str) -> tuple[TxId, int]:
+    name = parse_log(key)
+    if name is None:
+        raise Refused(f"not a key of the store: {key[:200]!r}")
+    return name
+
+
+def _kind(key: str) -> Any:
+    return LaterRecord if _name(key)[1] else FirstRecord
+
+
+def _checked(record: Read, txid: TxId, key: str) -> Read:
+    """The record, if it belongs under its key."""
+    if isinstance(record, CasckptError) or record.txid == txid:
+        return record
+    return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
+
+
+def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
+    """What the readable records of a log say; None without the first."""
+    first = log[0]
+    if isinstance(first, CasckptError):
+        return None
+    if isinstance(first, records.Revoked):
+        return Commit(txid, first, "revoked", max(log), first.time)
+    readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
+    last = next((record for record in readable if isinstance(record, Purged)), readable[-1])
+    return Commit(txid, first, _STATES[type(last)], max(log), last.time)
+
+
+def _doubt(log: Mapping[int, Read]) -> CasckptError | None:
+    """Why the state of a transaction is not known for sure; None if it is. What was purged is so for ever."""
+    if any(isinstance(record, Purged) for record in log.values()):
+        return None
+    return next((log[number] for number in (0, max(log)) if isinstance(log[number], CasckptError)), None)
+
+
+def _holds(commit: Commit, wanted: str) -> bool:
+    return commit.last == wanted or (wanted == "restored" and commit.last == "committed")
+
+
+def _check_allowed(commit: Commit, wanted: str) -> None:
+    if commit.last in _AFTER[wanted]:
+        return
+    if commit.last == "purged":
+        raise Conflict(f"{commit} was purged: it is gone for good", checkpoints=(commit.id,))
+    if commit.last == "revoked":
+        raise Conflict(f"transaction {commit.txid} was revoked: there is no checkpoint to change")
+    raise Conflict(f"{commit} is {commit.last}, so it cannot be {wanted}; forget it first", checkpoints=(commit.id,))

@@ -1,0 +1,34 @@
+"""What is forgotten because somebody names it, not because a policy says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from casckpt.errors import Conflict
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.refs import resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import tags, tags_of
+
+
+def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
+    """The checkpoints that ``refs`` name (ranges among them), each once, as they are now. Writes nothing.
+
+    ``tagged``: those with a tag too; without it they are a `Conflict`, and nobody need be surprised. Raises as
+    `resolve_many`; `Damaged` or `Refused` if a tag cannot be read.
+    """
+    listed = list_commits(repo)
+    chosen: dict[str, Commit] = {}
+    for ref in refs:
+        found = resolve_many(repo, [ref], listed) if isinstance(ref, str) else [listed.commits.get(ref.txid, ref)]
+        chosen.update({commit.txid: commit for commit in found})
+    named = tags(repo)
+    protected = [(commit, names) for commit in chosen.values() if (names := tags_of(named, commit.txid))]
+    if protected and not tagged:
+        shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
+        raise Conflict(
+            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or say --tagged "
+            "(tagged=True)",
+            checkpoints=tuple(commit.id for commit, _ in protected),
+        )
+    return list(chosen.values())

@@ -1,0 +1,300 @@
+"""gc: forget what a policy does not keep, purge what was forgotten, delete what nothing needs. Safe at any time.
+
+Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is held, and no clock decides about
+safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests/model walks all their interleavings.
+
+1. purge what was forgotten long enough ago
+2. list objects
+3. list commits: candidates for deletion are the objects that no live commit names
+4. then list open transactions
+5. wait until each of them is closed, revoking the dead ones
+6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3
+7. delete the rest
+
+A gc that runs out of time keeps what it has for the next one, which goes on at 5.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from casckpt.errors import Conflict, InvalidInput, Unsupported
+from casckpt.format.keys import parse_log, parse_object, uploader_folder
+from casckpt.format.names import TxId
+from casckpt.plan.retention import Policy
+from casckpt.repository import paused as paused_state
+from casckpt.repository.commits import Commit, list_names
+from casckpt.repository.marking import (
+    BLOB,
+    Candidates,
+    Objects,
+    Unreadable,
+    candidates,
+    commits_without_doubt,
+    list_objects,
+    spare_roots,
+)
+from casckpt.repository.parallel import in_parallel
+from casckpt.repository.paused import Paused
+from casckpt.repository.repository import Repository
+from casckpt.repository.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.repository.transactions import PREFIX as TRANSACTIONS
+from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
+from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
+
+__all__ = ["GcPlan", "GcResult", "Waiting", "collect", "execute", "plan_gc", "preview"]
+
+WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
+ATTEMPTS = 5
+
+Progress = Callable[[int], None]
+Tell = Callable[[Sequence[Waiting]], None]
+
+
+@dataclass(frozen=True)
+class GcResult:
+    """What a gc did; with ``dry_run`` what it would do. Bytes and counts of blobs do not count manifests.
+
+    ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on. ``foreign``:
+    keys under objects/ that no casckpt made, which are left alone.
+    """
+
+    forgotten: tuple[Commit, ...] = ()
+    purged: tuple[Commit, ...] = ()
+    deleted_blobs: int = 0
+    deleted_bytes: int = 0
+    deleted_manifests: int = 0
+    kept_blobs: int = 0
+    kept_bytes: int = 0
+    waiting: tuple[Waiting, ...] = ()
+    revoked: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    dry_run: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; times in ISO 8601."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        for name in ("forgotten", "purged"):
+            plain[name] = [{"id": c.id, "run": c.run, "step": c.step} for c in plain[name]]
+        return (
+            plain
+            | {name: list(plain[name]) for name in ("revoked", "foreign")}
+            | {"waiting": [waiting.to_json() for waiting in self.waiting]}
+        )
+
+
+@dataclass
+class _Tally:
+    """What a gc did so far. ``objects``: the last listing."""
+
+    deleted: dict[str, int] = field(default_factory=dict)
+    objects: Objects = field(default_factory=lambda: Objects({}))
+    still: list[OpenTransaction] = field(default_factory=list)
+    revoked: list[TxId] = field(default_factory=list)
+
+    def result(self, **rest: Any) -> GcResult:
+        deleted, kept = _blob_sizes(self.deleted), _blob_sizes(self.objects.sizes, but=self.deleted)
+        return GcResult(
+            deleted_blobs=len(deleted),
+            deleted_bytes=sum(deleted),
+            deleted_manifests=len(self.deleted) - len(deleted),
+            kept_blobs=len(kept),
+            kept_bytes=sum(kept),
+            revoked=tuple(self.revoked),
+            foreign=self.objects.foreign,
+            **rest,
+        )
+
+
+def plan_gc(
+    repo: Repository, policy: Policy | None = None, *, run: str | None = None, min_age: float | None = None
+) -> GcPlan:
+    """What a gc would forget and purge now. Writes nothing.
+
+    ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
+    the forgetting to the purge (None: the store's setting, else 0 for a folder; 24 h for a remote storage, and 15
+    minutes for ephemeral checkpoints there).
+
+    Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
+    that gc cannot work on, `StorageError`.
+    """
+    if min_age is not None and not min_age >= 0:
+        raise InvalidInput(f"a minimum age of {min_age} seconds makes no sense: give 0 or more")
+    _check_storage(repo)
+    ages = min_age_of(repo, min_age)
+    return plan_retiring(repo, commits_without_doubt(repo), policy or Policy(), ages, run)
+
+
+def preview(repo: Repository, plan: GcPlan) -> GcResult:
+    """What `execute` would do with ``plan``. Writes nothing.
+
+    Objects count as deleted as if the purges had happened, and as if no open transaction came to commit. Raises as
+    `execute` does.
+    """
+    objects = list_objects(repo)
+    commits = commits_without_doubt(repo)
+    found = _candidates(repo, objects, {commit.txid for commit in plan.purge})
+    opened = open_transactions(repo, commits.commits) if found.sizes else []
+    tally = _Tally(found.sizes, objects)
+    return tally.result(
+        forgotten=plan.forget, purged=plan.purge, waiting=(*plan.waiting, *map(waiting_for, opened)), dry_run=True
+    )
+
+
+def execute(
+    repo: Repository,
+    plan: GcPlan,
+    *,
+    wait: float = WAIT,
+    revoke_after: float | None = None,
+    progress: Progress = lambda count: None,
+    tell: Tell = lambda waiting: None,
+    sleep: Sleep = time.sleep,
+) -> GcResult:
+    """Carry out ``plan``, and delete what nothing needs.
+
+    ``wait``: seconds to wait, in all, for transactions in the way; then the rest is left to the next gc, which goes on
+    from there. ``revoke_after``: seconds without a new sign of life after which a transaction is revoked (None: the
+    store's setting, else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
+    what is waited for.
+
+    Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted.
+    Raises `Conflict` if other gcs come in between again and again; `Unsupported`, `StorageError`.
+    """
+    if not wait >= 0:
+        raise InvalidInput(f"a wait of {wait} seconds makes no sense: give 0 or more")
+    _check_storage(repo)
+    if revoke_after is None:
+        known = repo.settings.revoke_after_seconds
+        revoke_after = REVOKE_AFTER if known is None else known
+    forgotten, purged = retire(repo, plan)
+    gc = _Collection(repo, Patience(wait, revoke_after, sleep), progress, tell)
+    gc.run()
+    _tidy(repo, gc.tally.deleted)
+    waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
+    return gc.tally.result(forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
+
+
+def collect(repo: Repository, policy: Policy | None = None, *, dry_run: bool = False, **options: Any) -> GcResult:
+    """`plan_gc`, then `preview` or `execute`, with the options of both."""
+    planning = {name: options.pop(name) for name in ("run", "min_age") if name in options}
+    plan = plan_gc(repo, policy, **planning)
+    return preview(repo, plan) if dry_run else execute(repo, plan, **options)
+
+
+@dataclass
+class _Collection:
+    """Steps 2 to 7 of one gc."""
+
+    repo: Repository
+    patience: Patience
+    progress: Progress
+    tell: Tell
+    tally: _Tally = field(default_factory=_Tally)
+
+    def run(self) -> None:
+        """Finish what an earlier gc left, then go through all steps."""
+        paused = paused_state.take_up(self.repo, commits_without_doubt(self.repo))
+        if paused is not None and not self._finish_paused(paused):
+            self.tally.objects = list_objects(self.repo)
+            return
+        for _ in range(ATTEMPTS):
+            try:
+                self._pass()
+            except Unreadable:
+                continue
+            return
+        raise Conflict("other gcs purged what this one was looking at, again and again; let one of them run alone")
+
+    def _finish_paused(self, paused: Paused) -> bool:
+        """From step 5 on. False if it has to wait yet."""
+        try:
+            finished = self._finish(paused)
+        except Unreadable:
+            finished = True  # another gc was faster
+        if finished:
+            paused_state.drop(self.repo)
+        return finished
+
+    def _pass(self) -> None:
+        """Steps 2 to 7. Raises `Unreadable` to be started again."""
+        self.tally.objects = list_objects(self.repo)
+        commits = commits_without_doubt(self.repo)
+        found = candidates(self.repo, self.tally.objects, commits)
+        waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
+        if found.sizes:
+            paused = Paused(found, waits)
+            if not self._finish(paused):
+                paused_state.keep(self.repo, paused)
+        else:  # nothing to wait for; the dead are seen to all the same
+            look = Patience(0, self.patience.revoke_after, self.patience.sleep)
+            self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
+
+    def _finish(self, paused: Paused) -> bool:
+        """Steps 5 to 7. False if the time was not enough."""
+        waited = wait_until_closed(self.repo, paused.waits, self.patience, self._tell)
+        self.tally.revoked += waited.revoked
+        self.tally.still = waited.still
+        if waited.still:
+            return False
+        spare_roots(self.repo, paused.candidates, commits_without_doubt(self.repo))
+        _delete(self.repo, paused.candidates.sizes, self.progress)
+        self.tally.deleted |= paused.candidates.sizes
+        return True
+
+    def _tell(self, still: Sequence[OpenTransaction]) -> None:
+        self.tell([waiting_for(one) for one in still])
+
+
+def _candidates(repo: Repository, objects: Objects, as_purged: set[TxId]) -> Candidates:
+    for _ in range(ATTEMPTS):
+        try:
+            return candidates(repo, objects, commits_without_doubt(repo), as_purged=as_purged)
+        except Unreadable:
+            continue
+    raise Conflict("another gc purges checkpoints right now; try again when it is done")
+
+
+def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
+    """Blobs first: as long as a purged checkpoint's manifest is there, another gc need not start again.
+
+    Whatever the order, and wherever it ends, nothing that lives is hurt, and a later gc finds the rest.
+    """
+    keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
+    blobs = sum(key.endswith(BLOB) for key in keys)
+    for part in (keys[:blobs], keys[blobs:]):
+        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
+            progress(1)
+
+
+def _tidy(repo: Repository, deleted: Iterable[str]) -> None:
+    """Remove the files of closed transactions, and what crashed puts left in folders that nobody uploads to any more.
+
+    Those are the folders of closed transactions, and those of objects that were just deleted: whoever uploaded these
+    had begun before they were listed, and has been waited for.
+    """
+    closed = list_names(repo)
+    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS))
+    uploaders = {name[0] for name in names if name is not None and name[0] in closed}
+    uploaders |= {name.uploader for key in deleted if (name := parse_object(key)) is not None}
+    for uploader in sorted(uploaders):
+        repo.storage.sweep(uploader_folder(uploader))
+    remove_closed(repo, closed)
+
+
+def _blob_sizes(sizes: dict[str, int], but: Iterable[str] = ()) -> list[int]:
+    left_out = frozenset(but)
+    return [size for key, size in sizes.items() if key.endswith(BLOB) and key not in left_out]
+
+
+def _check_storage(repo: Repository) -> None:
+    refuses = repo.storage.traits.exclusive
+    known = repo.settings.exclusive_create if refuses is None else refuses
+    if known is False and not repo.single_writer:
+        raise Unsupported(
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both win the race for one "
+            "name: make sure that nobody saves, and say so with single_writer"
+        )

@@ -1,0 +1,126 @@
+"""Manifests as objects of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format import manifest as format_manifest
+from casckpt.format.keys import manifest_key
+from casckpt.format.manifest import MAX_MANIFEST_BYTES, Body, Manifest, Places
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.repository.catalogue import ManifestSummary
+from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.reading import each
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists
+
+
+def put(repo: Repository, uploader: TxId, body: Body, places: Places) -> ManifestId:
+    """Write a manifest, durably, under ``uploader``; one that is there already is ours. Its id.
+
+    Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
+    """
+    found, data = format_manifest.encode(body, places)
+    key = manifest_key(uploader, found)
+    manifest = Manifest(found, body, places)  # refuses what nobody could read
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(f"the manifest of {body.run}@{body.step} is larger than {MAX_MANIFEST_BYTES} bytes")
+    try:
+        repo.storage.put(key, data)
+    except AlreadyExists:
+        if repo.storage.size(key) != len(data):
+            raise StorageError(f"{key} is there with another size; save again", key=key) from None
+    repo.manifests.add(uploader, manifest, len(data))
+    return found
+
+
+def get(repo: Repository, commit: Commit) -> Manifest:
+    """The manifest of a checkpoint, verified; from memory if it was used just now.
+
+    Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Conflict` if the checkpoint
+    was purged since ``commit`` was read; `StorageError`.
+    """
+    try:
+        return _read(repo, commit)
+    except Damaged:
+        if commit.live and not refresh(repo, commit).live:
+            message = f"checkpoint {commit} was purged just now; choose another one (`casckpt list`)"
+            raise Conflict(message, checkpoints=(commit.id,)) from None
+        raise
+
+
+def _read(repo: Repository, commit: Commit) -> Manifest:
+    uploader, found = commit.committed.uploader, commit.id
+    held = repo.manifests.get(uploader, found)
+    if held is not None:
+        return held
+    key = manifest_key(uploader, found)
+    try:
+        data = repo.storage.get(key, limit=MAX_MANIFEST_BYTES)
+        manifest = format_manifest.decode(data, found)
+    except (NotFound, Damaged) as error:
+        why = "is gone" if isinstance(error, NotFound) else "is damaged"
+        message = (
+            f"the manifest of checkpoint {commit.run}@{commit.step} ({found}) {why}: {key}. "
+            "Put it back with `casckpt repair`, or give the checkpoint up with `casckpt forget`"
+        )
+        raise Damaged(message, key=key, checkpoints=(found,)) from error
+    except Refused as error:
+        raise Refused(f"checkpoint {commit.run}@{commit.step}: {error}", key=key, checkpoints=(found,)) from error
+    repo.manifests.add(uploader, manifest, len(data))
+    return manifest
+
+
+def summary(repo: Repository, commit: Commit) -> ManifestSummary:
+    """What a manifest names: from the catalogue, or from the store. Raises what `get` raises, never `Conflict`."""
+    known = repo.catalogue.manifest(commit.committed.uploader, commit.id)
+    if known is None:
+        known = _summary(commit.committed.uploader, _read(repo, commit))
+        repo.catalogue.add_manifest(known)
+    return known
+
+
+def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
+    """(uploader, hash, size in bytes) of every blob of a checkpoint. Raises `Damaged`, `Refused`, `StorageError`."""
+    return summary(repo, commit).blobs()
+
+
+def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    """Bring the manifests that the catalogue lacks into it, several at once; the commits whose manifest can be read.
+
+    Raises `StorageError`.
+    """
+
+    def is_known(commit: Commit) -> bool:
+        try:
+            summary(repo, commit)
+        except (Damaged, Refused):
+            return False
+        return True
+
+    wanted = list(commits)
+    return [commit for commit, known in zip(wanted, each(repo.storage, is_known, wanted), strict=True) if known]
+
+
+def reindex(repo: Repository) -> int:
+    """Make the catalogue anew from the store; how many live checkpoints it holds then. Raises `StorageError`.
+
+    Checkpoints whose manifest cannot be read are left out: gc and verify tell of them.
+    """
+    repo.catalogue.reindex()
+    return len(learn(repo, list_commits(repo).live()))
+
+
+def _summary(uploader: TxId, manifest: Manifest) -> ManifestSummary:
+    places, blobs = manifest.places(), manifest.body.blobs
+    return ManifestSummary(
+        uploader=uploader,
+        manifest=manifest.id,
+        tensors=len(manifest.tensors),
+        nbytes=sum(entry.nbytes for entry in manifest.body.entries),
+        hashes=blobs.hashes,
+        sizes=blobs.sizes,
+        uploaders=tuple(TxId(name) for name in places.uploaders),
+        index=places.index,
+    )

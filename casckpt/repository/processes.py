@@ -1,0 +1,85 @@
+"""Which process runs a transaction, and the proof that one on this host is dead.
+
+Everything is read from /proc. Where there is none, nothing can be proved, and nothing is.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from casckpt.format.records import Process
+
+PROC = Path("/proc")
+_MAX_PID = 1 << 22  # of Linux
+_STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted behind the name
+
+
+def this_process() -> Process:
+    """Identity of this process; fields that the system does not tell are empty."""
+    stat = _stat(os.getpid())
+    return Process(
+        host=socket.gethostname(),
+        boot_id=_boot_id(),
+        pid=os.getpid(),
+        pid_namespace=_pid_namespace(),
+        started=int(stat[_STARTED]) if stat else 0,
+    )
+
+
+def is_dead(process: Process) -> bool:
+    """Is it proved that ``process`` ran on this host, under this boot and in this pid namespace, and is no more?
+
+    False wherever there is doubt.
+    """
+    place = (process.boot_id, process.pid_namespace)
+    if not all(place) or place != (_boot_id(), _pid_namespace()):
+        return False
+    if process.started <= 0 or not 0 < process.pid <= _MAX_PID:
+        return False
+    stat = _stat(process.pid)
+    if stat is None:
+        return not _exists(process.pid)  # /proc may hide processes of other users
+    if int(stat[_STARTED]) != process.started:
+        return True  # the number was given to another process
+    return stat[_STATE] in "ZX" and int(stat[_THREADS]) <= 1  # a leader that ended shows Z while its threads run
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third on; the second, the name, may hold anything, a ")" too."""
+    try:
+        text = (PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields if len(fields) > _STARTED else None
+
+
+def _boot_id() -> str:
+    try:
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    """Of pids, and of clocks: start times of processes are counted in the reader's."""
+    try:
+        pids = os.readlink(PROC / "self/ns/pid")
+    except OSError:
+        return ""
+    try:
+        return f"{pids} {os.readlink(PROC / 'self/ns/time')}"
+    except OSError:
+        return pids  # Linux before 5.6

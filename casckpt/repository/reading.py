@@ -1,0 +1,66 @@
+"""Immutable records, read from the store once ever per host; and many small requests, several in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
+
+from casckpt.errors import CasckptError, Damaged, NotFound, Refused
+from casckpt.format import records
+from casckpt.format.records import MAX_RECORD_BYTES
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Entry, ObjectStore
+
+Read: TypeAlias = Any | CasckptError
+"""A record, or why there is none."""
+
+MAX_THREADS = 16
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def each(storage: ObjectStore, function: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """``function`` of every item, in order; by several threads where a request costs a round trip."""
+    items = list(items)
+    threads = min(storage.traits.parallel, MAX_THREADS, len(items)) if storage.traits.remote else 1
+    if threads <= 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads, thread_name_prefix="casckpt-read") as pool:
+        return list(pool.map(function, items))
+
+
+def read_records(
+    repo: Repository, prefix: str, entries: Iterable[Entry], kind_of: Callable[[str], Any]
+) -> dict[str, Read]:
+    """The record, or the error, of each listed key under ``prefix`` ("commits/"). Raises `StorageError`.
+
+    What the catalogue holds is not read again, unless its size is not the one that was listed: then the store was put
+    back from a copy, and went another way since.
+    """
+    entries = list(entries)
+    known = repo.catalogue.records(prefix)
+    hits = {entry.key: known[entry.key] for entry in entries if len(known.get(entry.key, b"")) == entry.size > 0}
+    misses = [entry.key for entry in entries if entry.key not in hits]
+    fresh = dict(zip(misses, each(repo.storage, lambda key: _fetch(repo, key), misses), strict=True))
+    found = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
+    new = {k: v for k, v in fresh.items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
+    if new:
+        repo.catalogue.add_records(new)
+    return found
+
+
+def _fetch(repo: Repository, key: str) -> bytes | CasckptError:
+    try:
+        return repo.storage.get(key, limit=MAX_RECORD_BYTES)
+    except (NotFound, Damaged, Refused) as error:
+        return error
+
+
+def _decoded(data: bytes | CasckptError, kind: Any, key: str) -> Read:
+    if isinstance(data, CasckptError):
+        return data
+    try:
+        return records.decode(data, kind, key)
+    except (Damaged, Refused) as error:
+        return error

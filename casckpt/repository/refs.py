@@ -1,0 +1,174 @@
+"""References: how a person names a checkpoint, and which commit that is.
+
+::
+
+    <id>            a manifest id, or a unique prefix of at least 6 hex digits; forgotten checkpoints too
+    RUN@STEP        of visible twins the one begun last
+    RUN@latest      the newest transaction of the run, so that a run rolled back resumes from where it is now
+    latest          the newest of all runs
+    tag:NAME        what the tag names
+    RUN@501..       where several are taken: all steps from 501 on
+    RUN@100..500    and all from 100 to 500, both included
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from casckpt.errors import InvalidInput, NotFound
+from casckpt.format.keys import MAX_STEP, check_run
+from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import get_tag, no_tag
+
+MIN_PREFIX = 6
+LATEST, TAG = "latest", "tag:"
+GRAMMAR = (
+    "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
+    "(and RUN@100..500 or RUN@501.. where several are taken)"
+)
+
+_ID = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},64}}")
+_STEP = re.compile(r"[0-9]{1,19}")
+_RANGE = re.compile(r"([0-9]{1,19})\.\.([0-9]{1,19})?")
+_SHOWN = 5
+
+
+def resolve(repo: Repository, ref: str, commits: CommitList | None = None) -> Commit:
+    """The commit that ``ref`` names. ``commits``: a listing to look in, None for a new one.
+
+    Raises `InvalidInput` for what is no reference or is ambiguous, `NotFound` that says what there is instead,
+    `StorageError`.
+    """
+    found = list_commits(repo) if commits is None else commits
+    run, at, where = ref.rpartition("@")
+    if ref.startswith(TAG):
+        return _tagged(repo, found, ref.removeprefix(TAG))
+    if at:
+        return _of_run(repo, found, check_run(run), where)
+    if ref == LATEST:
+        return _newest(repo, found)
+    if _ID.fullmatch(ref.lower()):
+        return _by_id(repo, found, ref.lower())
+    raise InvalidInput(f"{ref!r} does not name a checkpoint: {GRAMMAR}")
+
+
+def resolve_many(repo: Repository, refs: Iterable[str], commits: CommitList | None = None) -> list[Commit]:
+    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`."""
+    found = list_commits(repo) if commits is None else commits
+    named: dict[str, Commit] = {}
+    for ref in refs:
+        for commit in _range(repo, found, ref) or [resolve(repo, ref, found)]:
+            named.setdefault(commit.txid, commit)
+    return list(named.values())
+
+
+def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:
+    """The commits of a range of steps, none where ``ref`` is no range."""
+    run, _, where = ref.rpartition("@")
+    parts = _RANGE.fullmatch(where)
+    if not parts:
+        return []
+    check_run(run)
+    low, high = int(parts[1]), int(parts[2]) if parts[2] else MAX_STEP
+    if low > high:
+        raise InvalidInput(f"{ref!r} names no step: {low} is greater than {high}")
+    commits = _commits_of_run(repo, found, run)
+    within = [commit for commit in commits if low <= commit.step <= high]
+    if not within:
+        raise _no_step(repo, found, commits, f"step in {where}")
+    return sorted(within, key=lambda commit: commit.step)
+
+
+def _of_run(repo: Repository, found: CommitList, run: str, where: str) -> Commit:
+    if where != LATEST and not _STEP.fullmatch(where):
+        more = "a range is taken where several are" if _RANGE.fullmatch(where) else GRAMMAR
+        raise InvalidInput(f"'{run}@{where}' does not name one checkpoint: {more}")
+    if where == LATEST:
+        return _commits_of_run(repo, found, run)[-1]
+    return _at_step(repo, found, run, int(where))
+
+
+def _at_step(repo: Repository, found: CommitList, run: str, step: int) -> Commit:
+    hits = [commit for commit in found.live() if (commit.run, commit.step) == (run, step)]
+    visible = [commit for commit in hits if commit.visible]
+    if visible:
+        return visible[-1]
+    if hits:
+        message = f"{run}@{step} in {repo.storage.url} was forgotten; its id is {hits[-1].id}"
+        raise NotFound(f"{message}; `casckpt restore STORE {hits[-1].id[:16]}` makes it visible again")
+    raise _no_step(repo, found, _commits_of_run(repo, found, run), f"step {step}")
+
+
+def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commit]:
+    """The visible commits of a run, oldest first; NotFound if there is none."""
+    commits = [commit for commit in found.current() if commit.run == run]
+    if commits:
+        return commits
+    runs = found.runs()
+    near = difflib.get_close_matches(run, runs, _SHOWN)
+    if near:
+        there = f"did you mean {_listed(near)}?"
+    else:
+        there = f"there are {_listed(runs)}" if runs else "there is no visible checkpoint at all"
+    raise NotFound(f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(found)}")
+
+
+def _no_step(repo: Repository, found: CommitList, commits: Sequence[Commit], what: str) -> NotFound:
+    newest = commits[-1]
+    steps = sorted(commit.step for commit in commits)
+    there = f"the newest is {newest.run}@{newest.step}, steps go from {steps[0]} to {steps[-1]}"
+    return NotFound(f"run {newest.run!r} in {repo.storage.url} has no {what}; {there}{_doubt(found)}")
+
+
+def _newest(repo: Repository, found: CommitList) -> Commit:
+    commits = found.current()
+    if not commits:
+        raise NotFound(f"there is no visible checkpoint in {repo.storage.url}; save one first{_doubt(found)}")
+    return commits[-1]
+
+
+def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
+    """Visible before forgotten, then the one begun last."""
+    hits = [commit for commit in found.live() if commit.id.startswith(prefix)]
+    ids = sorted({commit.id for commit in hits})
+    if len(ids) > 1:
+        names = _listed([f"{id[:16]} ({_name_of(hits, id)})" for id in ids])
+        raise InvalidInput(f"{prefix!r} is the beginning of {len(ids)} ids: {names}; give more digits")
+    if hits:
+        return max(hits, key=lambda commit: (commit.visible, commit.txid))
+    purged = [c for c in found.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
+    if purged:
+        raise NotFound(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
+    raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(found)}")
+
+
+def _name_of(hits: Sequence[Commit], id: str) -> str:
+    commit = next(commit for commit in hits if commit.id == id)
+    return f"{commit.run}@{commit.step}"
+
+
+def _tagged(repo: Repository, found: CommitList, name: str) -> Commit:
+    tag = get_tag(repo, name)
+    if tag is None:
+        raise no_tag(repo, name)
+    commit = found.commits.get(tag.txid)
+    if commit is None:
+        raise NotFound(f"tag {name!r} names {tag.manifest[:12]}, which is not in {repo.storage.url}{_doubt(found)}")
+    if not commit.visible:
+        what = f"{commit}, which was {commit.last}"
+        more = f"; `casckpt restore STORE {commit.id}` makes it visible again" if commit.live else "; move the tag"
+        raise NotFound(f"tag {name!r} names {what}{more}")
+    return commit
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+def _doubt(found: CommitList) -> str:
+    count = len(found.damaged)
+    return f" ({count} commit records cannot be read: see `casckpt verify`)" if count else ""

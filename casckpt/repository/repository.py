@@ -1,0 +1,194 @@
+"""An open store without tensors: its marker, its settings, its records, and what all other modules here are handed."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import platformdirs
+
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format import keys, records
+from casckpt.format.names import TxId
+from casckpt.format.records import Marker, Record, Settings
+from casckpt.repository.catalogue import Catalogue
+from casckpt.repository.manifest_cache import ManifestCache
+from casckpt.storage.base import AlreadyExists, ObjectStore
+
+Clock: TypeAlias = Callable[[], int]
+"""Microseconds since the epoch, UTC."""
+Entropy: TypeAlias = Callable[[int], bytes]
+"""That many random bytes."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder of the cache
+
+
+def microseconds() -> int:
+    """The time of this host, in microseconds since the epoch, UTC."""
+    return time.time_ns() // 1000
+
+
+@dataclass
+class Repository:
+    """An open store without tensors. Opening never creates: the marker is read at first use.
+
+    ``cache_dir``: None for the user's cache folder. ``single_writer``: the caller's word that nobody else writes,
+    for storages that do not refuse a second create. Thread-safe, usable in forked children; pickles.
+    """
+
+    storage: ObjectStore
+    cache_dir: Path | None = None
+    clock: Clock = microseconds
+    entropy: Entropy = os.urandom
+    single_writer: bool = False
+    manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
+    _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
+    _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"manifests": None, "_catalogue": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"manifests": ManifestCache()})
+
+    @property
+    def marker(self) -> Marker:
+        """What casckpt.json says, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
+        if self._marker is None:
+            self._marker = self._read_marker()
+        return self._marker
+
+    def _read_marker(self) -> Marker:
+        try:
+            data = self.storage.get(keys.MARKER, limit=records.MAX_RECORD_BYTES)
+        except NotFound as error:
+            message = f"there is no store at {self.storage.url}: the first save or `casckpt init` makes one"
+            raise NotFound(message, key=keys.MARKER) from error
+        marker = records.decode_marker(data)
+        if not _STORE_ID.fullmatch(marker.store_id):
+            raise Refused(f"casckpt.json at {self.storage.url} holds an unusable store id", key=keys.MARKER)
+        return marker
+
+    def exists(self) -> bool:
+        """Is there a store? Raises `StorageError`."""
+        return self._marker is not None or self.storage.size(keys.MARKER) is not None
+
+    def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
+        """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
+
+        An existing store keeps its own sizes. Raises `InvalidInput`, `StorageError`, and what `marker` raises.
+        """
+        store_id = uuid.UUID(bytes=self.entropy(16), version=4).hex
+        marker = Marker(
+            format=records.FORMAT_VERSION,
+            store_id=store_id,
+            created_at=self.clock(),
+            cell_bytes=cell_bytes,
+            blob_bytes=blob_bytes,
+        )
+        data = records.encode_marker(marker)
+        records.decode_marker(data)  # sizes outside the limits are refused before anything is written
+        made = self._put_once(keys.MARKER, data)
+        self._marker = marker if made else self._read_marker()
+        return made
+
+    @property
+    def settings(self) -> Settings:
+        """The highest generation of settings/, unset fields where there is none. Read anew each time."""
+        return self._newest_settings()[1]
+
+    def change_settings(self, **fields: Any) -> Settings:
+        """Write the next generation, with ``fields`` over the present ones. Raises `InvalidInput`, `StorageError`."""
+        unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
+        if unknown:
+            raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt init --help`")
+        while True:
+            number, old = self._newest_settings()
+            new = Settings(**_fields_of(old) | fields | {"created_at": self.clock()})
+            try:
+                records.decode(records.encode(new), Settings, "settings")
+            except Refused as error:
+                raise InvalidInput(f"settings {fields} are not usable: {error}") from error
+            try:
+                self.put_record(keys.settings_key(number + 1), new)
+            except Conflict:
+                continue  # somebody else changed other fields just now: theirs are read, ours put over them
+            return new
+
+    def _newest_settings(self) -> tuple[int, Settings]:
+        numbers = (keys.parse_settings(entry.key) for entry in self.storage.list("settings/"))
+        newest = max((number for number in numbers if number is not None), default=-1)
+        if newest < 0:
+            return -1, Settings(created_at=self.marker.created_at)
+        return newest, self.get_record(keys.settings_key(newest), Settings)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """The local database of what this store's immutable objects say."""
+        if self._catalogue is None:
+            folder = self.cache_dir or platformdirs.user_cache_path("casckpt")
+            self._catalogue = Catalogue(folder / self.marker.store_id / "catalogue.sqlite")
+        return self._catalogue
+
+    def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
+        """A new transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.
+
+        Raises `InvalidInput` for a bad run or step.
+        """
+        keys.check_run(run)
+        keys.check_step(step)
+        latest = max(after, default=None)  # ids sort by time
+        try:
+            begun = keys.later_than(_EPOCH + timedelta(microseconds=self.clock()), [latest] if latest else [])
+        except OverflowError as error:
+            raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
+        return keys.make_txid(begun, self.entropy(8), run, step)
+
+    def put_record(self, key: str, record: Record) -> None:
+        """Create ``key``. A record there with just these bytes is ours: the answer to an earlier put got lost.
+
+        Raises `Conflict` if it holds another record, `InvalidInput` if this one is too large, `StorageError`.
+        """
+        data = records.encode(record)
+        if len(data) > records.MAX_RECORD_BYTES:
+            raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)
+        if not self._put_once(key, data):
+            raise Conflict(f"{key} exists already: somebody else was first", key=key)
+
+    def _put_once(self, key: str, data: bytes) -> bool:
+        """Does ``key`` hold ``data``, now that it was put? False: it holds something else."""
+        try:
+            self.storage.put(key, data)
+        except AlreadyExists:
+            return self._read_back(key) == data
+        except StorageError:
+            found = self._read_back(key)
+            if found is None:
+                raise
+            return found == data
+        return True
+
+    def _read_back(self, key: str) -> bytes | None:
+        try:
+            return self.storage.get(key, limit=records.MAX_RECORD_BYTES)
+        except CasckptError:
+            return None
+
+    def get_record(self, key: str, kind: Any) -> Any:
+        """The record under ``key``: a ``kind`` (a struct of `casckpt.format.records`, or a union of them).
+
+        Raises `NotFound`, `Damaged`, `Refused`, `StorageError`.
+        """
+        return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
+
+
+def _fields_of(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__struct_fields__}

@@ -1,0 +1,171 @@
+"""What a gc takes out of sight: checkpoints that a policy forgets, and forgotten ones that are purged (step 1).
+
+A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
+as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from casckpt.errors import Conflict
+from casckpt.format.keys import parse_txid
+from casckpt.format.names import TxId
+from casckpt.format.records import Settings
+from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
+from casckpt.repository.reading import each
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import tags, tags_of
+from casckpt.repository.transactions import OpenTransaction
+
+REMOTE_AGE, REMOTE_EPHEMERAL_AGE = 24 * 3600.0, 15 * 60.0  # seconds
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a gc leaves for later, and why.
+
+    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it), or
+    "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
+    """
+
+    reason: str
+    run: str | None
+    step: int | None
+    id: str | None = None
+    txid: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    tags: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, without what is not known; times in ISO 8601."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain["tags"] = list(self.tags) or None
+        for name in ("since", "until"):
+            plain[name] = plain[name] and plain[name].isoformat()
+        return {name: value for name, value in plain.items() if value is not None}
+
+
+def waiting_for(one: OpenTransaction) -> Waiting:
+    """A transaction in the way, for people."""
+    began = one.began
+    if began is None:
+        return Waiting("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
+    since = _EPOCH + timedelta(microseconds=began.time)
+    process = began.process
+    return Waiting("transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since)
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten for long enough, or about to be.
+
+    ``waiting``: forgotten checkpoints that stay yet. All are oldest first.
+    """
+
+    forget: tuple[Commit, ...]
+    purge: tuple[Commit, ...]
+    waiting: tuple[Waiting, ...] = ()
+
+
+@dataclass(frozen=True)
+class MinAge:
+    """Seconds from the forget record until a checkpoint may be purged."""
+
+    usual: float
+    ephemeral: float
+
+    def of(self, commit: Commit) -> int:
+        """In microseconds."""
+        return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
+
+
+def min_age_of(repo: Repository, wanted: float | None) -> MinAge:
+    """``wanted`` seconds, else what the settings say, else the default of the kind of storage."""
+    if wanted is not None:
+        return MinAge(wanted, wanted)
+    settings: Settings = repo.settings
+    remote = repo.storage.traits.remote
+    usual = settings.min_age_seconds
+    ephemeral = settings.min_age_ephemeral_seconds
+    return MinAge(
+        (REMOTE_AGE if remote else 0.0) if usual is None else usual,
+        (REMOTE_EPHEMERAL_AGE if remote else 0.0) if ephemeral is None else ephemeral,
+    )
+
+
+def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
+    """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
+    named = tags(repo)
+    tagged = {tag.txid for tag in named.values()}
+    now = repo.clock()
+    visible = {commit.txid: commit for commit in commits.visible()}
+    kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
+    forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
+    purges, waiting = [], []
+    forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
+    for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
+        until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
+        if commit.txid in tagged:
+            waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
+        elif until > now:
+            waiting.append(_waits(commit, "young", until=_EPOCH + timedelta(microseconds=until)))
+        else:
+            purges.append(commit)
+    return GcPlan(tuple(forgets), tuple(purges), tuple(waiting))
+
+
+def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
+    return Waiting(reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags)
+
+
+def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
+    """Forget and purge what ``plan`` says: the commits that were forgotten, and those that were purged.
+
+    What somebody else changed or tagged since is left alone. Raises `StorageError`.
+    """
+    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+    tagged = _tagged(repo)  # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
+    forgotten = [commit for commit in forgotten if commit.txid not in tagged]
+    now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
+    due = [now[commit.txid] for commit in plan.purge]
+    purged = _each_unless_changed(repo, purge, [c for c in due if not c.visible and _may_purge(c, tagged)])
+    return forgotten, purged
+
+
+def _may_purge(commit: Commit, tagged: Container[TxId]) -> bool:
+    # A store with a mirror will also want mirrored/<txid> here: nothing is purged that is not safe there.
+    return commit.txid not in tagged
+
+
+def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    wanted = list(commits)
+    tagged = _tagged(repo) if wanted else set()
+    return [commit for commit in wanted if commit.txid not in tagged]
+
+
+def _tagged(repo: Repository) -> set[TxId]:
+    return {tag.txid for tag in tags(repo).values()}
+
+
+def _each_unless_changed(
+    repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit]
+) -> list[Commit]:
+    """``action`` on each; those are left out whose log somebody else went on with."""
+
+    def attempt(commit: Commit) -> Commit | None:
+        try:
+            return action(repo, commit)
+        except Conflict:
+            return None
+
+    return [done for done in each(repo.storage, attempt, commits) if done is not None]

@@ -1,0 +1,114 @@
+"""How a checkpoint that lost a blob is committed again, its live cells in new blobs, and the old one forgotten.
+
+It is an ordinary save, by the same protocol: the transaction begins, then commits are listed, and what is reused is
+what a live checkpoint of that listing names. Its id sorts right behind that of the old one, so that what is the latest
+of a run stays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+from casckpt.errors import Conflict
+from casckpt.format.blob import DATA_OFFSET, encode_header, order
+from casckpt.format.digest import hex_digest
+from casckpt.format.extents import CellPlace, build
+from casckpt.format.keys import make_txid, parse_txid, transaction_key, uploader_folder
+from casckpt.format.manifest import BlobRef, Body, Entry, Manifest, packed_blobs, packed_entry
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Began, Committed
+from casckpt.repository import blobs, commits, manifests
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.salvage import Cells, Salvaged, live_cells, salvage
+from casckpt.repository.tags import set_tag, tags, tags_of
+from casckpt.repository.transactions import Transaction, this_process
+
+Moved = dict[tuple[int, int], int]
+"""New offset of each cell, by (number of the blob, old offset)."""
+
+
+def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Commit | None:
+    """Commit a twin of ``commit`` that needs none of ``lost``, and forget ``commit``; None if cells are missing.
+
+    Raises `Conflict` if ``commit`` is not what its run and step name any more, `StorageError`.
+    """
+    transaction = _begin_behind(repo, commit)
+    try:
+        if commit.txid not in {current.txid for current in list_commits(repo).current()}:
+            raise Conflict(f"{commit} is not visible any more, or a later twin is: there is nothing to repair")
+        new = _save(repo, transaction.txid, commit, lost, cells)
+        if new is None:
+            transaction.abort("cells of a damaged blob cannot be had again")
+            return None
+        commits.commit(repo, new)
+    except BaseException as error:
+        transaction.abort(f"repair failed: {error}")
+        raise
+    transaction.close()
+    made = Commit(new.txid, new, "committed", 0, new.time)
+    for name in tags_of(tags(repo), commit.txid):
+        set_tag(repo, name, made)
+    commits.forget(repo, commit)
+    return made
+
+
+def _begin_behind(repo: Repository, commit: Commit) -> Transaction:
+    begun = parse_txid(commit.txid).time + timedelta(microseconds=1)
+    txid = make_txid(begun, repo.entropy(8), commit.run, commit.step)
+    began = Began(txid=txid, run=commit.run, step=commit.step, time=repo.clock(), process=this_process())
+    repo.put_record(transaction_key(txid), began)
+    return Transaction(repo, began)
+
+
+def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Committed | None:
+    """Upload the new blobs and the manifest; the record to commit."""
+    manifest = manifests.get(repo, commit)
+    names = {(ref.uploader, ref.hash): ref for ref in lost}
+    refs = list(manifest.blobs)
+    wanted = {i: names[r.uploader, r.hash] for i, r in enumerate(refs) if (r.uploader, r.hash) in names}
+    of_blob = live_cells(manifest, wanted)
+    moved: Moved = {}
+    for index, ref in wanted.items():
+        found = salvage(repo, ref, of_blob[ref], cells)
+        if found.missing:
+            return None
+        refs[index] = _upload(repo, txid, index, found, moved)
+    repo.storage.settle(uploader_folder(txid))
+    stored, places = packed_blobs(refs)
+    entries = [_moved_entry(manifest, entry, moved) for entry in manifest.body.entries]
+    fields = {name: getattr(manifest.body, name) for name in Body.__struct_fields__}
+    id = manifests.put(repo, txid, Body(**fields | {"blobs": stored, "entries": entries}), places)
+    record = {name: getattr(commit.committed, name) for name in Committed.__struct_fields__}
+    return Committed(**record | {"txid": txid, "uploader": txid, "manifest": id, "time": repo.clock()})
+
+
+def _upload(repo: Repository, txid: TxId, index: int, found: Salvaged, moved: Moved) -> BlobRef:
+    """A new blob of the live cells of a damaged one. Their places go into ``moved``."""
+    unique = {cell.offset: cell for cell in found.cells}  # of several the longest, which comes last
+    ordered = sorted(unique.values(), key=lambda cell: (order(cell.dtype), cell.offset))
+    parts, end = [encode_header([(cell.dtype, cell.nbytes) for cell in ordered])], DATA_OFFSET
+    for cell in ordered:
+        moved[index, cell.offset] = end
+        parts.append(bytes(found.data[cell.offset : cell.offset + cell.nbytes]))
+        end += cell.nbytes
+    data = b"".join(parts)
+    name = BlobHash(hex_digest(data))
+    blobs.put(repo, txid, name, data)
+    return BlobRef(name, len(data), txid)
+
+
+def _moved_entry(manifest: Manifest, entry: Entry, moved: Moved) -> Entry:
+    table = manifest.extents(entry)
+    places = [place for index in range(len(table)) for place in table.places(index)]
+    if not any((place.blob, place.offset) in moved for place in places):
+        return entry
+    new = [_moved_place(place, moved) for place in places]
+    made = build(table.shape, table.itemsize, table.cell, new)
+    return packed_entry(entry.kind, entry.key, entry.dtype, made, index=entry.index, rank=entry.rank)
+
+
+def _moved_place(place: CellPlace, moved: Moved) -> CellPlace:
+    offset = moved.get((place.blob, place.offset), place.offset)
+    return CellPlace(place.region, place.blob, offset, place.nbytes, place.digest, place.unhashed)

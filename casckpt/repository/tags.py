@@ -1,0 +1,156 @@
+"""Tags: movable names for commits, as numbered generations; one that names nothing deletes the tag."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from casckpt.errors import CasckptError, Conflict, NotFound, Refused
+from casckpt.format.keys import check_tag, parse_tag, tag_key
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import TagRecord
+from casckpt.repository.commits import Commit, refresh, restore
+from casckpt.repository.reading import Read, read_records
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Entry
+
+PREFIX = "tags/"
+
+
+@dataclass(frozen=True)
+class Tag:
+    """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it names."""
+
+    name: str
+    generation: int
+    txid: TxId
+    manifest: ManifestId
+
+
+@dataclass(frozen=True)
+class TagList:
+    """All tags, and the names whose newest record cannot be read, and why."""
+
+    tags: Mapping[str, Tag]
+    damaged: Mapping[str, CasckptError]
+
+
+def list_tags(repo: Repository) -> TagList:
+    """A snapshot made by one LIST, for listings: a damaged record spoils its own tag alone. Raises `StorageError`."""
+    return _read(repo, PREFIX, repo.storage.list(PREFIX))
+
+
+def tags(repo: Repository) -> dict[str, Tag]:
+    """All tags by name, sorted.
+
+    Raises `Damaged` or `Refused` if one cannot be read, for it protects a checkpoint from gc and policies, and nobody
+    knows which; `StorageError`.
+    """
+    found = list_tags(repo)
+    for error in found.damaged.values():
+        raise error
+    return dict(found.tags)
+
+
+def get_tag(repo: Repository, name: str) -> Tag | None:
+    """One tag, None if there is none. Raises `InvalidInput` for a bad name, `Damaged`, `Refused`, `StorageError`."""
+    folder = f"{PREFIX}{check_tag(name)}/"
+    found = _read(repo, folder, repo.storage.list(folder))
+    for error in found.damaged.values():
+        raise error
+    return found.tags.get(name)
+
+
+def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
+    """Let ``name`` name ``commit``. A forgotten checkpoint is restored by that.
+
+    Raises `InvalidInput` for a bad name; `Conflict` if the checkpoint was purged, if it is forgotten and cannot be
+    restored, or if somebody else moved the tag at this instant; `StorageError`.
+    """
+    check_tag(name)
+    if not commit.live:
+        raise Conflict(f"{commit} was {commit.last}: it cannot be tagged", checkpoints=(commit.committed.manifest,))
+    if commit.last == "forgotten":
+        commit = restore(repo, commit)
+    number, before = _newest(repo, name)
+    tag = _write(repo, name, number + 1, commit.txid, commit.id)
+    # a gc lists tags before it purges: either it saw this one, or its purge is seen here
+    now = refresh(repo, commit)
+    if now.last == "purged":
+        _write(repo, name, tag.generation + 1, before.txid if before else None, before.manifest if before else None)
+        raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
+    if now.last == "forgotten":
+        restore(repo, now)
+    return tag
+
+
+def delete_tag(repo: Repository, name: str) -> None:
+    """Delete a tag. Raises `NotFound` if there is none, `Conflict` if somebody else moved it at this instant."""
+    check_tag(name)
+    number, _ = _newest(repo, name)
+    if get_tag(repo, name) is None:
+        raise no_tag(repo, name)
+    _write(repo, name, number + 1, None, None)
+
+
+def tags_of(found: Mapping[str, Tag], txid: TxId) -> list[str]:
+    """Names of the tags on a commit, sorted."""
+    return sorted(name for name, tag in found.items() if tag.txid == txid)
+
+
+def no_tag(repo: Repository, name: str) -> NotFound:
+    """The error that says which tags there are instead."""
+    names = sorted(list_tags(repo).tags)
+    near = difflib.get_close_matches(name, names, 5) or names[:5]
+    there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` makes one"
+    return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
+
+
+def _read(repo: Repository, prefix: str, entries: Iterable[Entry]) -> TagList:
+    newest = _newest_entries(entries)
+    found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord)
+    tags: dict[str, Tag] = {}
+    damaged: dict[str, CasckptError] = {}
+    for name in sorted(newest):
+        number, entry = newest[name]
+        record = _checked(found[entry.key], name, entry.key)
+        if isinstance(record, CasckptError):
+            damaged[name] = record
+        elif record.txid is not None and record.manifest is not None:
+            tags[name] = Tag(name, number, record.txid, record.manifest)
+    return TagList(tags, damaged)
+
+
+def _newest_entries(entries: Iterable[Entry]) -> dict[str, tuple[int, Entry]]:
+    newest: dict[str, tuple[int, Entry]] = {}
+    for entry in entries:
+        key = parse_tag(entry.key)
+        if key is not None and key[1] >= newest.get(key[0], (-1, entry))[0]:
+            newest[key[0]] = (key[1], entry)
+    return newest
+
+
+def _newest(repo: Repository, name: str) -> tuple[int, Tag | None]:
+    """(number of the highest generation, -1 for none; what it says, None where it says nothing or is damaged)."""
+    folder = f"{PREFIX}{name}/"
+    entries = list(repo.storage.list(folder))
+    number = _newest_entries(entries).get(name, (-1, None))[0]
+    return number, _read(repo, folder, entries).tags.get(name)
+
+
+def _write(repo: Repository, name: str, number: int, txid: TxId | None, manifest: ManifestId | None) -> Tag:
+    record = TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex(), txid=txid, manifest=manifest)
+    try:
+        repo.put_record(tag_key(name, number), record)
+    except Conflict as error:
+        message = f"tag {name!r} was moved by somebody else at this instant; look at it, and try again"
+        raise Conflict(message, key=error.key) from error
+    return Tag(name, number, cast("TxId", txid), cast("ManifestId", manifest))
+
+
+def _checked(record: Read, name: str, key: str) -> Read:
+    if isinstance(record, CasckptError) or record.name == name:
+        return record
+    return Refused(f"{key} is not usable: it holds a record of tag {record.name[:100]!r}", key=key)

@@ -1,0 +1,204 @@
+"""Transactions: saves in progress, their signs of life, and how one that is dead is given up on.
+
+A transaction is begun before its save lists commits or uploads anything, and its files go only after a record stands
+in commits/: what a gc relies on (see "Commit and gc protocol" in docs/format.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format import records
+from casckpt.format.keys import commit_key, parse_log, transaction_key
+from casckpt.format.names import TxId
+from casckpt.format.records import Began, FirstRecord, SignOfLife
+from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.repository import Repository
+
+__all__ = [
+    "OpenTransaction",
+    "Transaction",
+    "begin",
+    "is_dead",
+    "open_transactions",
+    "remove_closed",
+    "revoke",
+    "this_process",
+]
+
+PREFIX = "transactions/"
+SIGN_OF_LIFE_SECONDS = 120.0
+STOP_SECONDS = 30.0
+MAX_REASON_CHARACTERS = 500
+
+logger = logging.getLogger(__name__)
+
+
+class _Pulse:
+    """Signs of life from a thread of this process: a fork does not copy it, so a child never beats for its parent."""
+
+    def __init__(self, repo: Repository, txid: TxId, seconds: float) -> None:
+        self.signs = 0
+        self._repo = repo
+        self._txid = txid
+        self._seconds = seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after the sign that it may be giving; one that hangs is left behind."""
+        self._end.set()
+        self._thread.join(STOP_SECONDS)
+
+    def let_go(self) -> None:
+        """End the thread without waiting for it."""
+        self._end.set()
+
+    def _run(self) -> None:
+        while not self._end.wait(self._seconds):
+            self._beat()
+
+    def _beat(self) -> None:
+        self.signs += 1  # a number is never tried twice: the put of one that failed may have happened
+        try:
+            record = SignOfLife(txid=self._txid, time=self._repo.clock())
+            self._repo.put_record(transaction_key(self._txid, self.signs), record)
+        except CasckptError as error:
+            logger.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
+
+
+class Transaction:
+    """A save in progress of this process, which gives signs of life until it ends, or until nobody refers to it.
+
+    ``began``: the record under transactions/<txid>.
+    """
+
+    def __init__(self, repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> None:
+        self.began = began
+        self._repo = repo
+        self._pulse = _Pulse(repo, began.txid, seconds)
+        weakref.finalize(self, self._pulse.let_go)
+
+    @property
+    def txid(self) -> TxId:
+        """Its id, under which it uploads too."""
+        return self.began.txid
+
+    def close(self) -> None:
+        """End it, after its record stands in commits/: its files are removed, or left to gc where the storage fails.
+
+        Raises `Conflict` if there is no such record: without its file, a gc would not wait for this save.
+        """
+        key = commit_key(self.txid)
+        try:
+            has_ended = self._repo.storage.size(key) is not None
+        except StorageError as error:  # the save is done, this is tidying up
+            logger.info("files of transaction %s are left to gc: %s", self.txid, error)
+            self._pulse.stop()
+            return
+        if not has_ended:
+            raise Conflict(f"transaction {self.txid} is still open: commit or abort it first", key=key)
+        self._pulse.stop()
+        self._remove_files()
+
+    def abort(self, reason: str) -> bool:
+        """Give it up: create its `revoked` record. True if it is revoked now, by this call or by a gc.
+
+        False if it was committed after all (the answer got lost), or if the storage does not say: then a later gc
+        ends it. Never raises an error of the storage: it is called while another one is on its way.
+        """
+        self._pulse.stop()
+        try:
+            revoke(self._repo, self.txid, reason)
+            found = self._repo.get_record(commit_key(self.txid), FirstRecord)
+        except CasckptError as error:
+            logger.warning("transaction %s was not revoked, a later gc will do that: %s", self.txid, error)
+            return False
+        self._remove_files()
+        return isinstance(found, records.Revoked)
+
+    def _remove_files(self) -> None:
+        numbers = (*range(1, self._pulse.signs + 1), 0)
+        try:
+            for number in numbers:
+                self._repo.storage.delete(transaction_key(self.txid, number))
+        except CasckptError as error:  # as where writers may not delete
+            logger.info("files of transaction %s are left to gc: %s", self.txid, error)
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """A transaction without a record in commits/. ``signs``: the highest number of a sign of life, 0 for none.
+
+    ``began`` is None where its file cannot be read.
+    """
+
+    txid: TxId
+    began: Began | None
+    signs: int
+
+
+def begin(
+    repo: Repository, run: str, step: int, *, after: Iterable[TxId] = (), seconds: float = SIGN_OF_LIFE_SECONDS
+) -> Transaction:
+    """Begin a save: before it lists commits, and before it uploads anything.
+
+    ``after``: ids that the new one sorts behind. ``seconds``: between signs of life. Raises `InvalidInput`,
+    `StorageError`, `Unsupported`.
+    """
+    txid = repo.new_txid(run, step, after)
+    began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
+    repo.put_record(transaction_key(txid), began)
+    return Transaction(repo, began, seconds=seconds)
+
+
+def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
+    """Those under transactions/ that are not ``closed`` (that have no record in commits/), oldest first.
+
+    One that ended after ``closed`` was listed may be among them: who waits lists commits/ again. Raises `StorageError`.
+    """
+    signs: dict[TxId, int] = {}
+    for entry in repo.storage.list(PREFIX):
+        name = parse_log(entry.key)
+        if name is not None and name[0] not in closed:
+            signs[name[0]] = max(signs.get(name[0], 0), name[1])
+    return [OpenTransaction(txid, _began(repo, txid), signs[txid]) for txid in sorted(signs)]
+
+
+def _began(repo: Repository, txid: TxId) -> Began | None:
+    try:
+        found: Began = repo.get_record(transaction_key(txid), Began)
+    except (NotFound, Damaged, Refused):
+        return None
+    return found if found.txid == txid else None
+
+
+def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
+    """Give up on a transaction: create commits/<txid> as `revoked`. False if a record stood there first.
+
+    Safe at any time: at worst a live save fails, and is made again. Raises `StorageError`.
+    """
+    record = records.Revoked(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
+    try:
+        repo.put_record(commit_key(txid), record)
+    except Conflict:
+        return False
+    return True
+
+
+def remove_closed(repo: Repository, closed: Container[TxId]) -> int:
+    """Remove the files of transactions that are ``closed`` (that have a record in commits/); how many files.
+
+    Raises `StorageError`.
+    """
+    names = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX))
+    done = [key for key, name in names if name is not None and name[0] in closed]
+    for key in done:
+        repo.storage.delete(key)
+    return len(done)

@@ -1,0 +1,368 @@
+"""The catalogue: whatever happens to its file, the answers stay right and nothing is raised."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import pytest
+
+from casckpt.format.extents import pack
+from casckpt.format.names import TxId
+from casckpt.repository import catalogue as module
+from casckpt.repository import manifests
+from casckpt.repository.catalogue import SCHEMA, Catalogue, ManifestSummary
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import blob_hash, commit_bare, manifest_id, memory, repository, save
+
+UPLOADER = TxId(f"20240101T000000000000Z-{'1' * 16}-{'2' * 16}-3")
+OTHER = TxId(f"20240102T000000000000Z-{'1' * 16}-{'2' * 16}-4")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "catalogue.sqlite"
+
+
+def summary(text: str = "m", blobs: int = 3) -> ManifestSummary:
+    return ManifestSummary(
+        uploader=UPLOADER,
+        manifest=manifest_id(text),
+        tensors=4,
+        nbytes=1 << 40,
+        hashes=b"".join(bytes.fromhex(blob_hash(f"{text}{i}")) for i in range(blobs)),
+        sizes=pack(list(range(blobs))),
+        uploaders=(UPLOADER, OTHER),
+        index=pack([i % 2 for i in range(blobs)]),
+    )
+
+
+def fill(catalogue: Catalogue) -> None:
+    catalogue.add_records({"commits/a": b"one", "commits/b": b"two", "tags/x/0": b"three"})
+    catalogue.add_manifest(summary())
+    catalogue.set_note("gc", b"\0paused")
+
+
+def check_filled(catalogue: Catalogue) -> None:
+    assert catalogue.records("commits/") == {"commits/a": b"one", "commits/b": b"two"}
+    assert catalogue.records("tags/x/") == {"tags/x/0": b"three"}
+    assert catalogue.manifest(UPLOADER, manifest_id("m")) == summary()
+    assert catalogue.manifest(OTHER, manifest_id("m")) is None
+    assert catalogue.note("gc") == b"\0paused"
+    assert catalogue.note("other") is None
+
+
+def check_empty(catalogue: Catalogue) -> None:
+    assert catalogue.records("") == {}
+    assert catalogue.manifest(UPLOADER, manifest_id("m")) is None
+    assert catalogue.note("gc") is None
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def sql(path: Path, *statements: str) -> list[tuple[object, ...]]:
+    """What the last statement answers."""
+    with closing(sqlite3.connect(path)) as connection:
+        rows: list[tuple[object, ...]] = []
+        for statement in statements:
+            rows = connection.execute(statement).fetchall()
+        connection.commit()
+    return rows
+
+
+def test_what_was_added_is_there_for_the_next_process(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Catalogue(path)
+    check_empty(first)
+    fill(first)
+    check_filled(first)
+    check_filled(Catalogue(path))  # beside it
+    first.close()
+    check_filled(Catalogue(path))
+    check_filled(first)  # opens again
+    assert warnings(caplog) == []
+    assert sql(path, "PRAGMA journal_mode") == [("wal",)]
+
+
+def test_what_is_added_again_is_replaced(path: Path) -> None:
+    catalogue = Catalogue(path)
+    fill(catalogue)
+    fill(catalogue)
+    catalogue.add_records({"commits/a": b"anew"})
+    catalogue.set_note("gc", b"2")
+    assert catalogue.records("commits/a") == {"commits/a": b"anew"}
+    assert catalogue.note("gc") == b"2"
+    catalogue.set_note("gc", None)
+    catalogue.set_note("gc", None)
+    assert catalogue.note("gc") is None
+
+
+def test_a_summary_names_its_blobs() -> None:
+    assert summary().blobs() == [
+        (UPLOADER, blob_hash("m0"), 0),
+        (OTHER, blob_hash("m1"), 1),
+        (UPLOADER, blob_hash("m2"), 2),
+    ]
+    assert summary(blobs=0).blobs() == []
+
+
+def test_an_old_schema_is_dropped_and_rebuilt(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    sql(path, "CREATE TABLE records (colour TEXT)", "CREATE TABLE old (x)", "PRAGMA user_version = 99")
+    catalogue = Catalogue(path)
+    check_empty(catalogue)
+    fill(catalogue)
+    check_filled(Catalogue(path))
+    tables = sql(path, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+    assert tables == [("manifests",), ("notes",), ("records",)]
+    assert sql(path, "PRAGMA user_version") == [(SCHEMA,)]
+    assert warnings(caplog) == []
+
+
+def as_garbage(path: Path) -> None:
+    path.write_bytes(b"this is no database" * 1000)
+
+
+def as_torn(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_unreachable(path: Path) -> None:
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_bytes(b"a file where a folder is wanted")
+
+
+def as_other_tables(path: Path) -> None:
+    sql(path, "DROP TABLE records", "DROP TABLE manifests", "DROP TABLE notes")
+
+
+DAMAGES: list[Callable[[Path], None]] = [as_garbage, as_torn, as_folder, as_unreachable, as_other_tables]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_cannot_be_used_is_told_once_and_memory_takes_over(
+    path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    before = Catalogue(path)
+    fill(before)
+    before.close()
+    damage(path)
+    catalogue = Catalogue(path)
+    check_empty(catalogue)
+    assert catalogue.is_off
+    fill(catalogue)
+    check_filled(catalogue)
+    catalogue.set_note("gc", None)
+    assert catalogue.note("gc") is None
+    assert len(warnings(caplog)) == 1
+    assert str(path) in warnings(caplog)[0]
+    assert "reindex" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("damage", [as_garbage, as_torn, as_other_tables])
+def test_reindex_mends_it(path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]) -> None:
+    before = Catalogue(path)
+    fill(before)
+    before.close()
+    damage(path)
+    catalogue = Catalogue(path)
+    check_empty(catalogue)
+    catalogue.reindex()
+    assert not catalogue.is_off
+    check_empty(catalogue)
+    fill(catalogue)
+    check_filled(Catalogue(path))
+    assert len(warnings(caplog)) == 1
+
+
+def test_reindex_of_what_cannot_be_mended_raises_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.mkdir(parents=True)
+    catalogue = Catalogue(path)
+    fill(catalogue)
+    catalogue.reindex()
+    check_empty(catalogue)
+    fill(catalogue)
+    check_filled(catalogue)
+
+
+def test_reindex_forgets_everything_for_others_too(path: Path) -> None:
+    one, two = Catalogue(path), Catalogue(path)
+    fill(one)
+    check_filled(two)
+    one.reindex()
+    check_empty(one)
+    check_empty(two)
+    fill(two)
+    check_filled(one)
+
+
+def test_a_file_that_somebody_locks_is_done_without(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUSY_SECONDS", 0.0)
+    fill(Catalogue(path))
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    catalogue = Catalogue(path)
+    catalogue.add_records({"commits/c": b"x"})
+    assert catalogue.is_off
+    assert catalogue.records("commits/") == {"commits/c": b"x"}
+    assert "locked" in warnings(caplog)[0]
+    holder.execute("ROLLBACK")
+    holder.close()
+    check_filled(Catalogue(path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE records SET data = x'6f6e66' WHERE key = 'commits/a'",
+        "UPDATE records SET data = NULL WHERE key = 'commits/a'",
+        (
+            "UPDATE records SET (data, digest) = (SELECT data, digest FROM records WHERE key = 'commits/b')"
+            " WHERE key = 'commits/a'"
+        ),
+        "UPDATE records SET digest = NULL WHERE key = 'commits/a'",
+    ],
+)
+def test_a_record_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
+    fill(Catalogue(path))
+    sql(path, change)
+    assert Catalogue(path).records("commits/") == {"commits/b": b"two"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "hashes = x'00' || substr(hashes, 2)",
+        "hashes = NULL",
+        "uploaders = uploader_index",
+        "uploader_index = sizes",
+        "tensors = tensors + 1",
+        "key = replace(key, '2024', '2025')",
+        "hashes = CAST(substr(hashes, 1, 10) AS TEXT)",
+    ],
+)
+def test_a_manifest_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
+    fill(Catalogue(path))
+    sql(path, f"UPDATE manifests SET {change}")
+    found = Catalogue(path)
+    assert found.manifest(UPLOADER, manifest_id("m")) is None
+    assert found.manifest(TxId(UPLOADER.replace("2024", "2025")), manifest_id("m")) is None
+
+
+def test_a_note_that_the_disk_mixed_up_is_not_known(path: Path) -> None:
+    fill(Catalogue(path))
+    sql(path, "UPDATE notes SET data = x'00'")
+    assert Catalogue(path).note("gc") is None
+
+
+def test_threads_share_one(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    catalogue = Catalogue(path)
+    start = threading.Barrier(8, timeout=60)
+
+    def run(index: int) -> None:
+        start.wait()
+        for number in range(20):
+            catalogue.add_records({f"commits/{index}.{number}": bytes([index, number])})
+            catalogue.records("commits/")
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(Catalogue(path).records("commits/")) == 160
+    assert warnings(caplog) == []
+
+
+def write_many(path: Path, index: int, start: Barrier) -> None:
+    """Runs in a process of its own, all of which make the file at the same time."""
+    start.wait(60)
+    catalogue = Catalogue(path)
+    for number in range(20):
+        catalogue.add_records({f"commits/{index}.{number}": b"x"})
+    if catalogue.is_off:
+        raise SystemExit(3)
+
+
+def test_processes_share_one_from_its_making_on(path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(4)
+    running = [context.Process(target=write_many, args=(path, index, start)) for index in range(4)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(120)
+    assert [process.exitcode for process in running] == [0] * 4
+    assert len(Catalogue(path).records("commits/")) == 80
+
+
+def test_a_forked_child_opens_its_own_even_while_the_lock_is_held(path: Path) -> None:
+    catalogue = Catalogue(path)
+    fill(catalogue)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def child() -> None:
+        catalogue.add_records({"commits/child": b"x"})
+        theirs.send(catalogue.records("commits/child"))
+
+    with catalogue._handle.get().lock:  # as by another thread at the instant of the fork
+        process = context.Process(target=child)
+        process.start()
+        assert ours.poll(60)
+        assert ours.recv() == {"commits/child": b"x"}
+        process.join(60)
+    assert process.exitcode == 0
+    assert catalogue.records("commits/child") == {"commits/child": b"x"}
+
+
+def test_a_store_without_a_usable_catalogue_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = FaultyStore(memory())
+    (tmp_path / "cache").write_bytes(b"not a folder")
+    repo = repository(tmp_path, storage)
+    commits = [save(repo, "a", step, texts=[f"blob {step}"]) for step in range(3)]
+    for _ in range(2):
+        assert [commit.txid for commit in list_commits(repo).live()] == [commit.txid for commit in commits]
+        assert manifests.blobs_of(repo, commits[0]) == [(commits[0].txid, blob_hash("blob 0"), 6)]
+    assert storage.count("get", "commits/*") == 3  # memory took over
+    assert len(warnings(caplog)) == 1
+
+
+def test_two_stores_have_two_files(tmp_path: Path) -> None:
+    one, two = repository(tmp_path, seed=1), repository(tmp_path, seed=2)
+    assert one.catalogue.path != two.catalogue.path
+    assert one.catalogue.path == tmp_path / "cache" / one.marker.store_id / "catalogue.sqlite"
+
+
+def test_the_default_place_is_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home cache"))
+    repo = Repository(memory())
+    repo.create()
+    assert repo.catalogue.path == tmp_path / "home cache" / "casckpt" / repo.marker.store_id / "catalogue.sqlite"
+
+
+def test_a_store_in_a_folder_is_listed_by_other_hosts_alike(tmp_path: Path) -> None:
+    storage = LocalStore(tmp_path / "store")
+    writer = repository(tmp_path / "one", storage)
+    made = [commit_bare(writer, "a", step) for step in range(5)]
+    other = repository(tmp_path / "two", storage)
+    assert list_commits(writer) == list_commits(other)
+    assert [commit.txid for commit in list_commits(other).live()] == [commit.txid for commit in made]

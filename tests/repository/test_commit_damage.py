@@ -1,0 +1,144 @@
+"""Damaged records of commits: told, never taken for something else, and never in the way of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Damaged, NotFound, Refused
+from casckpt.format import records
+from casckpt.format.digest import hex_digest
+from casckpt.format.keys import commit_key
+from casckpt.format.records import Forgotten, Restored
+from casckpt.repository.commits import (
+    forget,
+    list_commits,
+    list_names,
+    purge,
+    purge_unreadable,
+    refresh,
+)
+from casckpt.repository.repository import Repository
+from casckpt.storage.memory import MemoryStore
+from tests.support.repositories import commit_bare, memory, repository
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Repository:
+    return repository(tmp_path)
+
+
+def flip(repo: Repository, key: str) -> None:
+    data = bytearray(repo.storage.get(key, limit=1 << 20))
+    data[len(data) // 3] ^= 1
+    repo.storage.replace(key, bytes(data))
+
+
+@pytest.mark.parametrize("damage", ["flip", "tear", "empty", "huge", "swap", "future"])
+def test_a_damaged_first_record_is_told_and_spoils_no_other(repo: Repository, damage: str) -> None:
+    good, bad = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    key = commit_key(bad.txid)
+    data = repo.storage.get(key, limit=1 << 20)
+    if damage == "flip":
+        flip(repo, key)
+    else:
+        tag = data.replace(b'"committed"', b'"prophesied"')
+        line = tag.partition(b"\n")[0]
+        spoiled = {
+            "tear": data[: len(data) // 2],
+            "empty": b"",
+            "huge": b" " * (records.MAX_RECORD_BYTES + 1),
+            "swap": repo.storage.get(commit_key(good.txid), limit=1 << 20),
+            "future": line + b"\n" + hex_digest(line).encode() + b"\n",
+        }
+        repo.storage.replace(key, spoiled[damage])
+    found = list_commits(repo)
+    assert found.commits.keys() == {good.txid}
+    assert found.damaged.keys() == {bad.txid}
+    assert isinstance(found.damaged[bad.txid], Damaged | Refused)
+    assert list_names(repo) == {good.txid, bad.txid}
+    newest = found.newest_live("a")
+    assert newest is not None
+    assert newest.txid == good.txid
+
+
+def test_what_was_damaged_is_read_again_when_it_is_mended(repo: Repository) -> None:
+    first = commit_bare(repo)
+    key = commit_key(first.txid)
+    data = repo.storage.get(key, limit=1 << 20)
+    flip(repo, key)
+    assert list_commits(repo).damaged.keys() == {first.txid}
+    repo.storage.replace(key, data)
+    assert list_commits(repo).commits == {first.txid: first}
+
+
+def test_a_damaged_last_record_leaves_the_state_before_it_and_a_doubt(repo: Repository) -> None:
+    forgotten = forget(repo, commit_bare(repo, "a", 1))
+    flip(repo, commit_key(forgotten.txid, 1))
+    found = list_commits(repo)
+    assert found.damaged.keys() == {forgotten.txid}
+    assert found.commits[forgotten.txid].last == "committed"
+    assert found.newest_live("a") is None  # no save builds on what may be purged
+    again = forget(repo, found.commits[forgotten.txid])
+    assert again.number == 2
+    assert list_commits(repo).damaged == {}
+    assert list_commits(repo).commits[forgotten.txid] == again
+
+
+def test_a_record_behind_a_damaged_one_is_not_lost_sight_of(repo: Repository) -> None:
+    old = commit_bare(repo)
+    forget(repo, old)
+    flip(repo, commit_key(old.txid, 1))
+    with pytest.raises(Damaged):
+        refresh(repo, old)
+    with pytest.raises(Damaged):
+        forget(repo, old)
+
+
+def test_a_log_without_its_first_record_is_damage(repo: Repository) -> None:
+    first = commit_bare(repo)
+    forget(repo, first)
+    repo.storage.delete(commit_key(first.txid))
+    found = list_commits(repo)
+    assert found.commits == {}
+    assert isinstance(found.damaged[first.txid], NotFound)
+
+
+def test_a_record_that_the_listing_missed_is_read(tmp_path: Path) -> None:
+    class Late(MemoryStore):
+        """The listing began before the first record was put, and ended after the second."""
+
+        def list(self, prefix: str):  # type: ignore[no-untyped-def]
+            return (entry for entry in super().list(prefix) if entry.key.endswith(".1"))
+
+    storage = memory()
+    first = commit_bare(repository(tmp_path, storage))
+    forget(repository(tmp_path, storage), first)
+    assert list_commits(repository(tmp_path, Late(storage.name))).commits[first.txid].last == "forgotten"
+
+
+def test_an_unreadable_transaction_can_be_ended(repo: Repository) -> None:
+    first = forget(repo, commit_bare(repo))
+    flip(repo, commit_key(first.txid))
+    assert list_commits(repo).damaged.keys() == {first.txid}
+    purge_unreadable(repo, first.txid)
+    found = list_commits(repo)
+    assert (found.commits, found.damaged) == ({}, {})
+    assert (commit_key(first.txid, 2)) in {entry.key for entry in repo.storage.list("commits/")}
+
+
+def test_what_was_purged_is_purged_whatever_stands_behind_it(repo: Repository) -> None:
+    purged = purge(repo, forget(repo, commit_bare(repo)))
+    repo.put_record(commit_key(purged.txid, 3), Restored(txid=purged.txid, time=9))
+    assert not list_commits(repo).commits[purged.txid].live
+    repo.storage.replace(commit_key(purged.txid, 3), b"torn")
+    assert list_commits(repo).damaged == {}
+
+
+def test_a_forgotten_record_names_its_transaction(repo: Repository) -> None:
+    one, two = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    repo.put_record(commit_key(one.txid, 1), Forgotten(txid=two.txid, time=1))
+    found = list_commits(repo)
+    assert isinstance(found.damaged[one.txid], Refused)
+    assert found.commits[one.txid].visible

@@ -1,0 +1,202 @@
+"""The marker, the settings, transaction ids, and records whose put was not answered."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.format.keys import commit_key, make_txid, parse_txid
+from casckpt.format.names import TxId
+from casckpt.format.records import Forgotten, Marker, encode_marker
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository, microseconds
+from casckpt.storage.local import LocalStore
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.repositories import Ticks, commit_bare, memory, repository
+
+
+def test_opening_makes_nothing_and_says_what_to_do(tmp_path: Path) -> None:
+    repo = Repository(memory(), tmp_path)
+    assert not repo.exists()
+    with pytest.raises(NotFound, match=r"there is no store at memory://.*casckpt init"):
+        _ = repo.marker
+    assert list(repo.storage.list("")) == []
+
+
+def test_create_makes_a_marker_once_and_keeps_its_sizes(tmp_path: Path) -> None:
+    storage = memory()
+    one, two = Repository(storage, tmp_path), Repository(storage, tmp_path)
+    assert one.create(cell_bytes=1 << 16, blob_bytes=1 << 20)
+    assert not two.create(cell_bytes=1 << 14)
+    assert one.marker == two.marker
+    assert (two.marker.cell_bytes, two.marker.blob_bytes) == (1 << 16, 1 << 20)
+    assert one.exists()
+    assert two.exists()
+
+
+def test_store_ids_are_hex_and_differ(tmp_path: Path) -> None:
+    ids = set()
+    for _ in range(3):
+        repo = Repository(memory(), tmp_path)
+        repo.create()
+        ids.add(repo.marker.store_id)
+        assert int(repo.marker.store_id, 16) >= 0
+        assert len(repo.marker.store_id) == 32
+    assert len(ids) == 3
+
+
+def test_sizes_outside_the_limits_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    repo = Repository(memory(), tmp_path)
+    with pytest.raises(InvalidInput, match="outside the format's limits"):
+        repo.create(cell_bytes=100)
+    assert not repo.exists()
+
+
+def test_a_marker_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
+    repo = Repository(FaultyStore(memory(), [fail_after("put")]), tmp_path)
+    assert repo.create()
+
+
+def test_a_marker_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+    repo = Repository(FaultyStore(memory(), [fail_before("put")]), tmp_path)
+    with pytest.raises(StorageError):
+        repo.create()
+    assert not repo.exists()
+
+
+@pytest.mark.parametrize("store_id", ["../../etc", "", "a" * 65, "a/b", ".."])
+def test_a_store_id_that_is_no_folder_name_is_refused(tmp_path: Path, store_id: str) -> None:
+    storage = memory()
+    storage.put("casckpt.json", encode_marker(Marker(format=1, store_id=store_id, created_at=0)))
+    with pytest.raises(Refused, match="unusable store id"):
+        _ = Repository(storage, tmp_path).catalogue
+
+
+def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
+    storage = memory()
+    storage.put("casckpt.json", b'{"format": 1, "sto')
+    with pytest.raises(Damaged, match=r"casckpt\.json"):
+        _ = Repository(storage, tmp_path).marker
+
+
+def test_settings_have_defaults_and_generations(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    unset = repo.settings
+    assert unset.min_age_seconds is None
+    repo.change_settings(min_age_seconds=60.0)
+    repo.change_settings(exclusive_create=True)
+    now = repo.settings
+    assert (now.min_age_seconds, now.exclusive_create) == (60.0, True)
+    assert sorted(entry.key for entry in repo.storage.list("settings/")) == ["settings/0", "settings/1"]
+
+
+def test_the_highest_generation_counts_as_a_number(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    for seconds in range(11):
+        repo.change_settings(revoke_after_seconds=float(seconds))
+    assert repo.settings.revoke_after_seconds == 10.0
+
+
+@pytest.mark.parametrize("fields", [{"colour": 1}, {"created_at": 3}, {"min_age_seconds": "much"}])
+def test_settings_that_cannot_be_read_back_are_not_written(tmp_path: Path, fields: dict[str, object]) -> None:
+    repo = repository(tmp_path)
+    with pytest.raises(InvalidInput):
+        repo.change_settings(**fields)
+    assert list(repo.storage.list("settings/")) == []
+
+
+def test_two_that_change_settings_at_once_both_count(tmp_path: Path) -> None:
+    storage = memory()
+    other = repository(tmp_path, storage)
+
+    def meanwhile(_: object) -> None:
+        other.change_settings(min_age_seconds=5.0)
+
+    repo = repository(tmp_path, FaultyStore(storage, [call_first("put", meanwhile)]))
+    repo.change_settings(exclusive_create=False)
+    assert (other.settings.min_age_seconds, other.settings.exclusive_create) == (5.0, False)
+
+
+def test_transaction_ids_sort_behind_what_they_saw(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    ahead = make_txid(parse_txid(repo.new_txid("a", 1)).time.replace(year=2090), bytes(8), "a", 1)
+    behind = repo.new_txid("a", 2)
+    later = repo.new_txid("run/x", 7, after=[behind, ahead])
+    assert behind < ahead < later
+    assert parse_txid(later).step == 7
+    assert repo.new_txid("a", 2) < ahead
+
+
+def test_transaction_ids_differ_at_the_same_instant(tmp_path: Path) -> None:
+    repo = repository(tmp_path, clock=Ticks(step=0))
+    assert len({repo.new_txid("a", 1) for _ in range(50)}) == 50
+
+
+@pytest.mark.parametrize(("run", "step"), [("", 1), ("a b", 1), ("a", -1), ("a", True), ("a", 2**63)])
+def test_bad_names_make_no_transaction_id(tmp_path: Path, run: str, step: int) -> None:
+    with pytest.raises(InvalidInput):
+        repository(tmp_path).new_txid(run, step)
+
+
+@pytest.mark.parametrize("time", ["99999999T000000000000Z", "99991231T235959999999Z"])
+def test_a_time_that_nothing_can_follow_is_refused(tmp_path: Path, time: str) -> None:
+    with pytest.raises(Refused):
+        repository(tmp_path).new_txid("a", 1, after=[TxId(f"{time}-{'0' * 16}-{'0' * 16}-1")])
+
+
+def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
+    repo = repository(tmp_path, FaultyStore(memory()))
+    commit = commit_bare(repo)
+    repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]
+    key = commit_key(commit.txid, 1)
+    repo.put_record(key, Forgotten(txid=commit.txid, time=3))
+    repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds it there
+    with pytest.raises(Conflict, match="exists already"):
+        repo.put_record(key, Forgotten(txid=commit.txid, time=4))
+
+
+def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+    repo = repository(tmp_path, FaultyStore(memory()))
+    commit = commit_bare(repo)
+    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]
+    with pytest.raises(StorageError):
+        repo.put_record(commit_key(commit.txid, 1), Forgotten(txid=commit.txid, time=3))
+    assert list_commits(repo).commits[commit.txid].last == "committed"
+
+
+def test_a_failed_put_that_finds_the_record_of_another_is_a_conflict(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, FaultyStore(storage))
+    commit = commit_bare(repo)
+    key = commit_key(commit.txid, 1)
+    repository(tmp_path, storage).put_record(key, Forgotten(txid=commit.txid, time=1))
+    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]
+    with pytest.raises(Conflict):
+        repo.put_record(key, Forgotten(txid=commit.txid, time=2))
+
+
+def test_records_that_nobody_could_read_are_not_written(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    with pytest.raises(InvalidInput, match="larger than"):
+        commit_bare(repo, metadata={"x": "y" * (1 << 20)})
+    assert list_commits(repo).commits == {}
+
+
+def test_a_repository_pickles(tmp_path: Path) -> None:
+    repo = Repository(LocalStore(tmp_path / "store"), tmp_path / "cache", clock=microseconds)
+    repo.create()
+    commit = commit_bare(repo)
+    assert list_commits(repo).commits.keys() == {commit.txid}
+    copy = pickle.loads(pickle.dumps(repo))
+    assert copy.marker == repo.marker
+    assert list_commits(copy).commits.keys() == {commit.txid}
+    assert copy.manifests is not repo.manifests
+
+
+def test_ids_come_from_the_entropy_that_is_given(tmp_path: Path) -> None:
+    one, two = (repository(tmp_path, entropy=random.Random(7).randbytes) for _ in range(2))
+    assert one.marker.store_id == two.marker.store_id

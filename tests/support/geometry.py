@@ -1,0 +1,126 @@
+"""Random shapes, regions and partitions, and what numpy says that their elements are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+from hypothesis import strategies as st
+
+from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.names import CellDigest
+from casckpt.format.regions import Box, Region, Shape, full_box, normalise
+from casckpt.plan.cells import Group
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+def elements(region: Region, shape: Shape) -> list[int]:
+    """Row-major positions in the tensor of the elements of a region, in its order: what numpy's slices give."""
+    box = region.box
+    every = np.arange(prod(shape)).reshape(shape)
+    inside = every[tuple(slice(lo, hi) for lo, hi in zip(box.offset, box.end, strict=True))]
+    found: list[int] = inside.reshape(-1)[region.lo : region.hi].tolist()
+    return found
+
+
+def box_elements(boxes: Sequence[Box], shape: Shape) -> list[int]:
+    """The elements of several boxes, one after the other."""
+    return [i for box in boxes for i in elements(Region(box, 0, box.numel), shape)]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: Shape) -> Box:
+    """A box inside a tensor; it may be empty."""
+    offset, extent = [], []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        offset.append(start)
+        extent.append(draw(st.integers(0, size - start)))
+    return Box(tuple(offset), tuple(extent))
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: Shape) -> Region:
+    """A region inside a tensor: a box, or a part of one."""
+    box = draw(boxes(shape))
+    if draw(st.booleans()):
+        return Region(box, 0, box.numel)
+    lo = draw(st.integers(0, box.numel))
+    return Region(box, lo, draw(st.integers(lo, box.numel)))
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: Shape) -> list[Region]:
+    """Disjoint regions that make up a tensor: boxes cut out of it again and again, some of them cut flat."""
+    parts = [full_box(shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        number = draw(st.integers(0, len(parts) - 1))
+        box = parts[number]
+        wide = [dim for dim, extent in enumerate(box.shape) if extent > 1]
+        if wide:
+            dim = draw(st.sampled_from(wide))
+            parts[number : number + 1] = _split(box, dim, draw(st.integers(1, box.shape[dim] - 1)))
+    found = []
+    for box in parts:
+        ends = sorted({0, box.numel, *draw(st.lists(st.integers(0, box.numel), max_size=3))})
+        found += [Region(box, lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
+    return draw(st.permutations(found))
+
+
+def _split(box: Box, dim: int, at: int) -> list[Box]:
+    first = Box(box.offset, (*box.shape[:dim], at, *box.shape[dim + 1 :]))
+    offset = (*box.offset[:dim], box.offset[dim] + at, *box.offset[dim + 1 :])
+    return [first, Box(offset, (*box.shape[:dim], box.shape[dim] - at, *box.shape[dim + 1 :]))]
+
+
+def digest(region: Region, version: int = 0) -> CellDigest:
+    """Something like the digest of a region's bytes, which are others in each version."""
+    return CellDigest(hashlib.sha256(f"{region}{version}".encode()).digest())
+
+
+def cells_of(groups: Sequence[Group]) -> list[Region]:
+    """The regions of all cuts."""
+    return [Region(group.box, cut.lo, cut.hi) for group in groups for cut in group.cuts]
+
+
+def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
+    """A table of these cells, as a save would place them: one after the other, a new blob now and then."""
+    places, offset = [], 4096
+    for number, region in enumerate(cells):
+        if number % per_blob == 0:
+            offset = 4096
+        nbytes = region.numel * itemsize
+        places.append(CellPlace(region, number // per_blob, offset, nbytes, digest(region)))
+        offset += nbytes
+    return build(shape, itemsize, cell, places)
+
+
+def rows(shape: Shape, ranks: int) -> list[Region]:
+    """What each of ``ranks`` holds of a tensor that is split along its first dimension, as torch.chunk does."""
+    step = -(-shape[0] // ranks)
+    starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
+    split = (Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in zip(starts, starts[1:], strict=False))
+    return [Region(box, 0, box.numel) for box in split if box.numel]
+
+
+def columns(shape: Shape, ranks: int) -> list[Region]:
+    """What each of ``ranks`` holds of a matrix that is split along its second dimension."""
+    step = -(-shape[1] // ranks)
+    starts = [min(rank * step, shape[1]) for rank in range(ranks + 1)]
+    split = (Box((0, lo), (shape[0], hi - lo)) for lo, hi in zip(starts, starts[1:], strict=False))
+    return [Region(box, 0, box.numel) for box in split if box.numel]
+
+
+def flat(shape: Shape, ends: Sequence[int]) -> list[Region]:
+    """Flat shards of a whole tensor that end at ``ends``."""
+    starts = [0, *sorted(ends)[:-1]]
+    return [Region(full_box(shape), lo, hi) for lo, hi in zip(starts, sorted(ends), strict=True) if lo < hi]
+
+
+def normal(cells: Sequence[Region], shape: Shape) -> set[Region]:
+    """Regions under the one name that each has."""
+    return {normalise(cell, shape) for cell in cells}

@@ -1,0 +1,147 @@
+"""Repositories, commits and manifests without tensors, for tests of the layers that need none."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from casckpt.format import manifest as format_manifest
+from casckpt.format.digest import hex_digest
+from casckpt.format.manifest import BlobRef, Body, Places
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import Committed
+from casckpt.repository import blobs, commits, manifests
+from casckpt.repository.commits import Commit
+from casckpt.repository.repository import Clock, Entropy, Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import Call
+
+START = 1_700_000_000_000_000  # microseconds; some day in 2023
+_STORES = itertools.count()
+
+
+class Ticks:
+    """A clock that goes on by a millisecond at each look, or as told."""
+
+    def __init__(self, now: int = START, step: int = 1000) -> None:
+        self.now = now
+        self.step = step
+        self._lock = threading.Lock()
+
+    def __call__(self) -> int:
+        with self._lock:
+            self.now += self.step
+            return self.now
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self.now += int(seconds * 1_000_000)
+
+
+def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
+    """A hook for `call_first`: somebody else does ``action`` just before."""
+
+    def hook(_: Call) -> None:
+        action()
+
+    return hook
+
+
+def memory() -> MemoryStore:
+    """A storage in memory of its own."""
+    return MemoryStore(f"test-{next(_STORES)}")
+
+
+def repository(
+    tmp_path: Path,
+    storage: ObjectStore | None = None,
+    *,
+    seed: int = 1,
+    clock: Clock | None = None,
+    entropy: Entropy | None = None,
+    **fields: Any,
+) -> Repository:
+    """A repository with ticks for a clock and seeded ids, its catalogue under ``tmp_path``; the store is made."""
+    repo = Repository(
+        memory() if storage is None else storage,
+        tmp_path / "cache",
+        clock=clock or Ticks(),
+        entropy=entropy or random.Random(seed).randbytes,
+        **fields,
+    )
+    if not repo.exists():
+        repo.create()
+    return repo
+
+
+def blob_hash(text: str) -> BlobHash:
+    """The hash that a blob with these bytes has."""
+    return BlobHash(hex_digest(text.encode()))
+
+
+def manifest_id(text: str) -> ManifestId:
+    """Something like a manifest's id."""
+    return ManifestId(hex_digest(text.encode()))
+
+
+def committed(
+    repo: Repository, run: str = "run", step: int = 0, *, manifest: ManifestId | None = None, **fields: Any
+) -> Committed:
+    """A record that nobody wrote yet, under a new transaction id."""
+    txid = fields.pop("txid", None) or repo.new_txid(run, step)
+    found = manifest_id(txid) if manifest is None else manifest
+    now = repo.clock()
+    fields = {"time": now, "uploader": txid, "created_at": now, "bytes_total": 0} | fields
+    return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
+
+
+def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any) -> Commit:
+    """A commit whose manifest nobody wrote, for tests that look at records alone."""
+    record = committed(repo, run, step, **fields)
+    commits.commit(repo, record)
+    return Commit(record.txid, record, "committed", 0, record.time)
+
+
+def body(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> tuple[Body, Places]:
+    """A manifest without tensors that names ``refs``."""
+    stored, places = format_manifest.packed_blobs(refs)
+    fields = {"created_at": START, "parent": None, "metadata": msgspec.Raw(msgspec.msgpack.encode({}))} | fields
+    made = Body(
+        format=1,
+        casckpt="0",
+        torch="0",
+        run=run,
+        step=step,
+        world_size=1,
+        cell_bytes=1 << 20,
+        blobs=stored,
+        entries=[],
+        objects=[],
+        attachments=[],
+        tree=b"",
+        **fields,
+    )
+    return made, places
+
+
+def save(
+    repo: Repository, run: str = "run", step: int = 0, *, texts: Iterable[str] = (), reused: Iterable[BlobRef] = ()
+) -> Commit:
+    """What a save leaves: a blob for each of ``texts``, a manifest that names them and ``reused``, a commit."""
+    txid = repo.new_txid(run, step)
+    refs = [put_blob(repo, txid, text) for text in texts]
+    found = manifests.put(repo, txid, *body([*refs, *reused], run, step))
+    return commit_bare(repo, run, step, manifest=found, txid=txid)
+
+
+def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:
+    """A blob with these bytes, which need not be a safetensors file."""
+    blobs.put(repo, uploader, blob_hash(text), text.encode())
+    return BlobRef(blob_hash(text), len(text.encode()), uploader)

@@ -1,0 +1,180 @@
+"""Threads that take turns: at every storage call an actor stops until the stage lets it go on.
+
+Each actor has a storage of its own, all over one inner storage. Only one actor runs at a time, so that the same choices
+give the same run. A listing has two pages, with a stop before each. An actor is one flow of calls: if it hands
+work to a thread, it waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from casckpt.storage.base import Entry, ObjectStore, Reader, Traits
+
+Choose = Callable[[list[str]], str]
+PATIENCE = 60.0  # seconds until a stage that does not move is taken for broken
+
+
+class Curtain(BaseException):
+    """Ends an actor that will never go on: its process was killed."""
+
+
+@dataclass
+class _Actor:
+    thread: threading.Thread | None = None
+    at: str = ""  # the call that it stands before, "" while it runs
+    may_go: bool = False
+    killed: bool = False
+    done: bool = False
+    error: BaseException | None = None
+
+
+@dataclass
+class Stage:
+    """``log``: every call that was let go, in order."""
+
+    inner: ObjectStore
+    log: list[tuple[str, str]] = field(default_factory=list)
+    _actors: dict[str, _Actor] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def store(self, name: str) -> SteppedStore:
+        """The storage of an actor."""
+        return SteppedStore(self, name)
+
+    def add(self, name: str, act: Callable[[], None]) -> None:
+        """An actor that runs ``act``, once the stage runs."""
+        actor = self._actors[name] = _Actor()
+
+        def run() -> None:
+            try:
+                self.stop(name, "start")
+                act()
+            except Curtain:
+                pass
+            except BaseException as error:  # noqa: BLE001  # shown by `run`
+                actor.error = error
+            with self._changed:
+                actor.done = True
+                self._changed.notify_all()
+
+        actor.thread = threading.Thread(target=run, name=name, daemon=True)
+        actor.thread.start()
+
+    def stop(self, name: str, call: str) -> None:
+        """Wait to be let go. Called by actors."""
+        actor = self._actors.get(name)
+        if actor is None or actor.done:
+            return  # before and after the play nobody waits
+        with self._changed:
+            actor.at = call
+            self._changed.notify_all()
+            self._wait(lambda: actor.may_go or actor.killed)
+            if actor.killed:
+                raise Curtain
+            actor.may_go, actor.at = False, ""
+            self.log.append((name, call))
+
+    def run(self, choose: Choose, after: Callable[[], None], killed: frozenset[str] = frozenset()) -> None:
+        """Let actors go one by one until all are done; ``after`` is called whenever all stand still.
+
+        Of ``killed``, which never go again once nobody else is left, the threads are ended.
+        """
+        try:
+            while waiting := self._standing():
+                after()
+                left = [name for name in waiting if name not in killed]
+                if not left:
+                    break
+                self._go(choose(waiting))
+            after()
+        finally:
+            self._end()
+        for actor in self._actors.values():
+            if actor.error is not None:
+                raise actor.error
+
+    def _standing(self) -> list[str]:
+        with self._changed:
+            self._wait(lambda: all(actor.done or actor.at for actor in self._actors.values()))
+            return [name for name, actor in self._actors.items() if not actor.done]
+
+    def _go(self, name: str) -> None:
+        actor = self._actors[name]
+        with self._changed:
+            actor.may_go, actor.at = True, ""
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            for actor in self._actors.values():
+                actor.killed = not actor.done
+            self._changed.notify_all()
+        for actor in self._actors.values():
+            if actor.thread is not None:
+                actor.thread.join(PATIENCE)
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        if not self._changed.wait_for(until, PATIENCE):
+            raise RuntimeError(f"the stage stands still: {self._actors}")
+
+
+class SteppedStore:
+    """The inner storage, with a stop before each call."""
+
+    def __init__(self, stage: Stage, name: str) -> None:
+        self._stage = stage
+        self._name = name
+        self._inner = stage.inner
+
+    def _stop(self, method: str, key: str) -> None:
+        self._stage.stop(self._name, f"{method} {key}")
+
+    @property
+    def url(self) -> str:
+        return self._inner.url
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=False, read_gap=0, parallel=1, exclusive=True)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        self._stop("put", key)
+        self._inner.put(key, data, settle=settle)
+
+    def settle(self, folder: str) -> None:
+        self._inner.settle(folder)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        self._stop("get", key)
+        return self._inner.get(key, limit=limit)
+
+    def open(self, key: str) -> AbstractContextManager[Reader]:
+        self._stop("open", key)
+        return self._inner.open(key)
+
+    def size(self, key: str) -> int | None:
+        self._stop("size", key)
+        return self._inner.size(key)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        self._stop("list", prefix)
+        first = sorted(self._inner.list(prefix), key=lambda entry: entry.key)
+        pivot = first[len(first) // 2].key if first else ""
+        yield from (entry for entry in first if entry.key <= pivot)
+        self._stop("list more of", prefix)
+        yield from (entry for entry in self._inner.list(prefix) if entry.key > pivot)
+
+    def delete(self, key: str) -> None:
+        self._stop("delete", key)
+        self._inner.delete(key)
+
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        self._stop("replace", key)
+        self._inner.replace(key, data)
+
+    def sweep(self, folder: str) -> int:
+        return self._inner.sweep(folder)

@@ -1,0 +1,101 @@
+"""Tensors of every dtype and layout, and their bytes as a slow, independent way finds them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from casckpt.format.dtypes import DTYPES
+
+NAMES = list(DTYPES)
+COMPLEX = [name for name in NAMES if name.startswith("complex")]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def raw(name: str, shape: tuple[int, ...], seed: int = 1) -> torch.Tensor:
+    """A contiguous tensor whose bytes are random: NaN of all kinds among them."""
+    dtype = dtype_of(name)
+    count = 1
+    for extent in shape:
+        count *= extent
+    data = bytearray(random.Random(f"{seed}{name}{shape}").randbytes(count * dtype.itemsize))
+    if name == "bool":
+        data = bytearray(byte & 1 for byte in data)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of the elements in row-major order, gathered as bytes by their strides."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    size, count = tensor.element_size(), tensor.numel()
+    if not count:
+        return b""
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    strides = [stride * size for stride in tensor.stride()]
+    gathered = storage.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
+    return gathered.contiguous().view(-1).numpy().tobytes()
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Are they of one dtype and shape, and the same in every bit?"""
+    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+
+
+def _view(name: str, seed: int) -> torch.Tensor:
+    return raw(name, (6, 10), seed)[1:5, 2:9:3]
+
+
+LAYOUTS: dict[str, Callable[[str, int], torch.Tensor]] = {
+    "scalar": lambda name, seed: raw(name, (), seed),
+    "empty": lambda name, seed: raw(name, (3, 0, 2), seed),
+    "contiguous": lambda name, seed: raw(name, (5, 7), seed),
+    "one": lambda name, seed: raw(name, (1, 1, 1), seed),
+    "strided": _view,
+    "transposed": lambda name, seed: raw(name, (3, 4, 5), seed).permute(2, 0, 1),
+    "expanded": lambda name, seed: raw(name, (4, 1), seed).expand(4, 6),
+    "expanded scalar": lambda name, seed: raw(name, (), seed).expand(2, 3),
+    "overlapping": lambda name, seed: raw(name, (12,), seed).as_strided((5, 4), (2, 1)),
+    "tail": lambda name, seed: raw(name, (100,), seed)[37:],
+}
+"""Every way in which elements may lie, for a dtype and a seed."""
+
+
+def conjugated(name: str) -> dict[str, torch.Tensor]:
+    """Views with a conjugate or a negative bit, of numbers (not of NaN, whose sign is nobody's)."""
+    numbers = torch.arange(48, dtype=torch.float32).view(4, 6, 2) - 20
+    data = torch.view_as_complex(numbers).to(dtype_of(name))
+    return {
+        "conj": data.conj(),
+        "conj transposed": data.conj().t(),
+        "conj of a part": data[1:, ::2].conj(),
+        "neg": data.conj().imag,
+        "neg transposed": data.conj().imag.t(),
+        "imag": data.imag,
+        "real": data.real.t(),
+    }
+
+
+def wrong(problem: str) -> Any:
+    """A tensor that has no bytes of its own."""
+    makers: dict[str, Callable[[], torch.Tensor]] = {
+        "meta": lambda: torch.empty(3, device="meta"),
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "sparse_csr": lambda: torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 1)),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "nested jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    }
+    return makers[problem]()
+
+
+WRONG = ["meta", "sparse", "sparse_csr", "quantized", "nested", "nested jagged"]

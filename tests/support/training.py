@@ -1,0 +1,98 @@
+"""Small models in training, and exact comparison of what they are made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.support.exact import same
+
+Params = Iterable[Any]
+Factory = Callable[[Params], Optimizer]
+
+
+class Network(nn.Module):
+    """Weights, buffers (also one that is not saved) and a frozen layer."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.frozen = nn.Linear(6, 5).requires_grad_(False)
+            self.norm = nn.BatchNorm1d(5)
+            self.head = nn.Linear(5, 3, bias=False)
+        self.register_buffer("scratch", torch.full((4,), float(seed)), persistent=False)
+        self.register_buffer("counts", torch.arange(seed, seed + 3))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Some nonlinear function."""
+        found: torch.Tensor = self.head(torch.tanh(self.norm(self.frozen(x))))
+        return found
+
+
+class Words(nn.Module):
+    """Rows with sparse gradients."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.rows = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows that the input chooses."""
+        found: torch.Tensor = self.rows((x.abs() * 8).long().clamp(max=8))
+        return found
+
+
+def train(model: nn.Module, optim: Optimizer, steps: range) -> None:
+    """Steps with inputs of their own: the same steps on the same state give the same bits."""
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        x = torch.randn(7, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+        def loss(x: torch.Tensor = x) -> torch.Tensor:
+            optim.zero_grad()
+            value: torch.Tensor = model(x).square().sum()
+            value.backward()  # type: ignore[no-untyped-call]
+            return value
+
+        optim.step(loss)  # type: ignore[arg-type]
+
+
+def identical(one: Any, other: Any) -> bool:
+    """The same value in type, order, dtype, device and bits."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = (one.dtype, one.shape, one.device) == (other.dtype, other.shape, other.device)
+        return alike and bytes_of(one) == bytes_of(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return list(one) == list(other) and all(identical(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(identical(a, b) for a, b in zip(one, other, strict=True))
+    return same(one, other)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Its elements as they lie in memory."""
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def everything(model: nn.Module, optim: Optimizer | None = None) -> Any:
+    """A deep copy of all that a model and an optimizer are made of, gradients and random numbers too."""
+    modules = {name: module.training for name, module in model.named_modules()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = [modules, gradients, tensors, torch.get_rng_state()]
+    if optim is not None:
+        found += [
+            list(optim.state.values()),
+            [group | {"params": len(group["params"])} for group in optim.param_groups],
+        ]
+    return copy.deepcopy(found)
