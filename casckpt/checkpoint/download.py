@@ -1,0 +1,231 @@
+"""The engine of a load: ranged reads in parallel, straight into the destinations, verified cell by cell.
+
+A unit (usually one cell) is read in place where a destination holds just its elements together in host memory, else
+into a buffer and copied from there. Units that several destinations want are read once. Reads of one blob are merged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple, Protocol
+
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound
+from casckpt.format.digest import cell_digest
+from casckpt.format.keys import blob_key
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.regions import Region, normalise
+from casckpt.plan.reads import Batch, Unit, plan_batches, plan_units
+from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.manifests import blobs_of
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader, ShortObject
+from casckpt.tensors.memory import copy_bytes
+
+_BATCH_BYTES = 8 << 20
+
+
+class Sink(Protocol):
+    """Where elements go; see `casckpt.tensors.memory.Destination`."""
+
+    @property
+    def region(self) -> Region:
+        """The elements that it wants."""
+
+    def view(self, lo: int, hi: int) -> memoryview | None:
+        """Its elements [lo, hi), in place."""
+
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
+        """Take what it wants of ``buffer``, which holds ``region``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """One entry of the manifest (by its number) and one sink for it."""
+
+    entry: int
+    sink: Sink
+
+
+class _Taker(NamedTuple):
+    """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
+
+    sink: Sink
+    unit: Unit
+    place: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One range of bytes and all who want it. Their units differ where equal cells are stored once."""
+
+    unit: Unit
+    key: str
+    takers: list[_Taker]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
+
+    view: memoryview
+    items: Sequence[tuple[int, _Item]]
+    direct: bool = False
+
+
+@dataclass
+class Download:
+    """All reads of one load by one rank."""
+
+    repo: Repository
+    manifest: Manifest
+    verify: bool
+    threads: int
+    progress: Callable[[int], None] = lambda nbytes: None
+
+    def run(self, wants: Sequence[Want]) -> None:
+        """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
+        traits = self.repo.storage.traits
+        items = self._items(wants)
+        rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
+        batches = plan_batches(rows, gap=traits.read_gap, most=_BATCH_BYTES)
+        threads = max(self.threads, traits.parallel if traits.remote else 1)
+        readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches))
+        with ThreadPoolExecutor(threads, thread_name_prefix="casckpt-load") as pool:
+            futures = [pool.submit(self._read, readers, batch) for batch in batches]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: not isinstance(error, CasckptError))
+
+    def _items(self, wants: Sequence[Want]) -> Iterable[_Item]:
+        """One item for each distinct range of bytes."""
+        items: dict[tuple[int, int, int], _Item] = {}
+        by_entry: dict[int, list[Sink]] = defaultdict(list)
+        for want in wants:
+            by_entry[want.entry].append(want.sink)
+        for number, sinks in by_entry.items():
+            entry = self.manifest.body.entries[number]
+            table = self.manifest.extents(entry)
+            for sink in sinks:
+                region = normalise(sink.region, entry.shape)
+                for unit in plan_units(table, region, verify=self.verify):
+                    item = items.setdefault((unit.blob, unit.offset, unit.nbytes), _Item(unit, entry.key, []))
+                    item.takers.append(_Taker(sink, unit, _place(sink, region, unit)))
+        for item in items.values():
+            item.takers.sort(key=lambda taker: taker.place is None)
+        return items.values()
+
+    def _read(self, readers: _Readers, batch: Batch[_Item]) -> None:
+        key = batch.items[0][2].key
+        targets = _targets(batch)
+        with readers.use(batch.blob) as (reader, ref):
+            try:
+                reader().read_into(batch.offset, [target.view for target in targets])
+            except NotFound as error:
+                raise damaged_error(self.repo, self.manifest, ref, key, "it is gone") from error
+            except ShortObject as error:
+                raise damaged_error(self.repo, self.manifest, ref, key, f"it ends after {error.size} bytes") from error
+        for target in targets:
+            for start, item in target.items:
+                self._deliver(ref, item, target.view[start : start + item.unit.nbytes], target.direct)
+
+    def _deliver(self, ref: BlobRef, item: _Item, data: memoryview, direct: bool) -> None:
+        unit = item.unit
+        if unit.digest is not None and cell_digest(data) != unit.digest:
+            why = f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written"
+            raise damaged_error(self.repo, self.manifest, ref, item.key, why)
+        for taker in item.takers[1 if direct else 0 :]:
+            if taker.place is None:
+                taker.sink.copy_in(taker.unit.region, data)
+            else:
+                copy_bytes(taker.place, data)
+        self.progress(unit.nbytes)
+
+
+def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
+    """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
+    if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
+        return None
+    return sink.view(unit.lo - region.lo, unit.hi - region.lo)
+
+
+class _Readers:
+    """Opened blobs: each is opened once, by the first thread that reads it, and closed after its last batch."""
+
+    def __init__(self, repo: Repository, manifest: Manifest, batches: Mapping[int, int]) -> None:
+        self._repo, self._manifest = repo, manifest
+        self._left = dict(batches)
+        self._open: dict[int, tuple[Reader, AbstractContextManager[Reader]]] = {}
+        self._lock = Lock()
+
+    @contextmanager
+    def use(self, blob: int) -> Iterator[tuple[Callable[[], Reader], BlobRef]]:
+        """How to get the reader of a blob, and which blob it is."""
+        ref = self._manifest.blob(blob)
+        try:
+            yield lambda: self._reader(blob, ref), ref
+        finally:
+            self._done(blob)
+
+    def _reader(self, blob: int, ref: BlobRef) -> Reader:
+        with self._lock:
+            if blob not in self._open:
+                context = self._repo.storage.open(blob_key(ref.uploader, ref.hash))
+                self._open[blob] = (context.__enter__(), context)
+            return self._open[blob][0]
+
+    def _done(self, blob: int) -> None:
+        with self._lock:
+            self._left[blob] -= 1
+            opened = None if self._left[blob] else self._open.pop(blob, None)
+        if opened is not None:
+            opened[1].__exit__(None, None, None)
+
+
+def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
+    """The error for bytes that are not there as they were written: Conflict if the checkpoint was purged meanwhile."""
+    commits = list_commits(repo)
+    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.id == manifest.id]
+    name = f"{manifest.body.run}@{manifest.body.step}"
+    if mine and not any(commit.live for commit in mine):
+        return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)
+    users = tuple(checkpoints_using(repo, commits, ref))
+    listed = ", ".join(users[:8]) + (", ..." if len(users) > 8 else "")
+    return Damaged(
+        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
+        "What was being loaded is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
+        key=key,
+        blob=ref.hash,
+        checkpoints=users,
+    )
+
+
+def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[str]:
+    """RUN@STEP of the live checkpoints that name a blob; those whose manifest cannot be read are left out."""
+    for commit in commits.live():
+        try:
+            if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):
+                yield f"{commit.run}@{commit.step}"
+        except CasckptError:
+            continue
+
+
+def _targets(batch: Batch[_Item]) -> list[_Target]:
+    """Consecutive buffers that together are the batch."""
+    targets: list[_Target] = []
+    position = batch.offset
+    for offset, nbytes, item in batch.items:
+        if offset < position:  # overlaps the one before: no byte is read twice, so all of the batch shares a buffer
+            items = [(offset - batch.offset, item) for offset, _, item in batch.items]
+            return [_Target(memoryview(bytearray(batch.nbytes)), items)]
+        if offset > position:
+            targets.append(_Target(memoryview(bytearray(offset - position)), ()))
+        place = item.takers[0].place
+        buffer = memoryview(bytearray(nbytes)) if place is None else place
+        targets.append(_Target(buffer, [(0, item)], place is not None))
+        position = offset + nbytes
+    return targets

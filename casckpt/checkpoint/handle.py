@@ -1,0 +1,118 @@
+"""What a program holds of a checkpoint. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from typing import Any
+
+from casckpt.format.records import Committed
+from casckpt.repository import manifests, tags
+from casckpt.repository.commits import Commit
+from casckpt.repository.repository import Repository
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor: dtype as torch names it, global shape, size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStats:
+    """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable."""
+
+    bytes_total: int
+    bytes_written: int
+    bytes_reused: int
+    blobs_written: int
+    blobs_reused: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint of a store, as its commit tells it; what stands in the manifest is read when it is asked for.
+
+    ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
+    ``unread_keys``: keys of the checkpoint that the template did not name.
+    """
+
+    repo: Repository = field(repr=False)
+    commit: Commit = field(repr=False)
+    missing_keys: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+
+    @property
+    def _record(self) -> Committed:
+        return self.commit.committed
+
+    @property
+    def id(self) -> str:
+        """BLAKE3 of the manifest's body: 64 hex digits."""
+        return self.commit.id
+
+    @property
+    def run(self) -> str:
+        """The run it belongs to."""
+        return self.commit.run
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self.commit.step
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was saved, UTC."""
+        return _EPOCH + timedelta(microseconds=self._record.created_at)
+
+    @property
+    def ephemeral(self) -> bool:
+        """Was it saved as one that may go soon?"""
+        return self._record.ephemeral
+
+    @property
+    def forgotten(self) -> bool:
+        """Is it reached by its id only, until it is restored or purged?"""
+        return not self.commit.visible
+
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The user's metadata."""
+        found = self._record.metadata
+        return dict(found) if found is not None else manifests.get(self.repo, self.commit).metadata
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags that name it now, sorted."""
+        named = tags.tags(self.repo).values()
+        return sorted(tag.name for tag in named if tag.txid == self.commit.txid)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Its tensors by key, in the order in which they were saved."""
+        entries = manifests.get(self.repo, self.commit).tensors
+        return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
+
+    @property
+    def stats(self) -> SaveStats:
+        """What its save did."""
+        r = self._record
+        return SaveStats(r.bytes_total, r.bytes_written, r.bytes_reused, r.blobs_written, r.blobs_reused, r.seconds)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Checkpoint) and self.commit.txid == other.commit.txid
+
+    def __hash__(self) -> int:
+        return hash(self.commit.txid)

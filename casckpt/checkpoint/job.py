@@ -1,0 +1,97 @@
+"""One call of `casckpt.Store.save`: its arguments, checked where all ranks learn of it, and what it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.leader import SaveMemory, SaveOptions
+from casckpt.checkpoint.prepare import Prepared, prepare, snapshot
+from casckpt.checkpoint.ranks import Ranks
+from casckpt.checkpoint.save import save
+from casckpt.errors import CasckptError, InvalidInput
+from casckpt.format.keys import check_run, check_step
+from casckpt.repository.repository import Repository
+
+
+@dataclass
+class SaveJob:
+    """A save that was asked for. ``options``: the arguments that `SaveOptions` is made of."""
+
+    repo: Repository
+    ranks: Ranks
+    memory: SaveMemory
+    state: Mapping[Any, Any]
+    attachments: Mapping[str, bytes] | None
+    allow_pickle: bool
+    options: Mapping[str, Any] = field(kw_only=True)
+
+    def prepare(self) -> Prepared:
+        """Look at every leaf; see `casckpt.checkpoint.prepare.prepare`."""
+        return prepare(self.state, self.attachments, rank=self.ranks.rank, allow_pickle=self.allow_pickle)
+
+    def snapshot(self) -> Callable[[], Prepared]:
+        """`prepare` with copies of all data, made now. Errors are raised by the call, where all ranks learn of them."""
+        try:
+            copied = snapshot(self.prepare())
+        except CasckptError as error:
+            failure = error
+
+            def fail() -> NoReturn:
+                raise failure
+
+            return fail
+        return lambda: copied
+
+    def run(self, prepared: Callable[[], Prepared]) -> Checkpoint:
+        """Save; on every rank."""
+        try:
+            options = save_options(**self.options)
+        except CasckptError as error:
+            self.ranks.fail(error)
+        return Checkpoint(self.repo, save(self.repo, self.ranks, self.memory, prepared, options))
+
+
+def save_options(
+    *,
+    run: str,
+    step: int,
+    metadata: Mapping[str, Any] | None,
+    dedup: str,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+    **rest: bool,
+) -> SaveOptions:
+    """The arguments of a save, checked. Raises InvalidInput."""
+    if dedup not in ("store", "run"):
+        raise InvalidInput(f"dedup={dedup!r} is not known; give 'store' or 'run'")
+    return SaveOptions(
+        run=check_run(run),
+        step=check_step(step),
+        metadata=metadata or {},
+        overwrite=bool(rest["overwrite"]),
+        ephemeral=bool(rest["ephemeral"]),
+        check_replicas=bool(rest["check_replicas"]),
+        dedup=dedup,
+        threads=usable_threads(threads),
+        torch_version=str(torch.__version__),
+        progress=progress or _silent,
+    )
+
+
+def _silent(nbytes: int) -> None:
+    pass
+
+
+def usable_threads(threads: int | None) -> int:
+    """How many threads to use; by default as many as there are cores, 2 to 8. Raises InvalidInput."""
+    if threads is None:
+        return max(2, min(8, os.cpu_count() or 2))
+    if type(threads) is not int or threads < 1:
+        raise InvalidInput(f"threads={threads!r} is not usable; give a positive number")
+    return threads

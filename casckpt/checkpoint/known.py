@@ -1,0 +1,100 @@
+"""What a save may reuse: the cells of the run's newest live checkpoint, and of other runs for what that one lacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from casckpt.checkpoint.describe import Share, Streams
+from casckpt.errors import CasckptError
+from casckpt.format.manifest import BlobRef, Manifest, decode
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.plan.reuse import CellSource, KnownCells, ManifestCells
+from casckpt.repository import blobs, manifests
+from casckpt.repository.commits import Commit, CommitList
+from casckpt.repository.repository import Repository
+
+log = logging.getLogger(__name__)
+_MAX_BASES = 8
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A rank's own share of the last checkpoint that it helped to save, and which of its blobs are worn."""
+
+    manifest: ManifestId
+    share: Share
+    worn: frozenset[tuple[TxId, BlobHash]]
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What rank 0 tells the others: manifests as bytes (None where each remembers its own share), and what to avoid."""
+
+    parent: ManifestId | None
+    manifests: tuple[tuple[ManifestId, bytes], ...] | None
+    damaged: frozenset[tuple[TxId, BlobHash]]
+
+
+def nothing_known() -> KnownCells:
+    """For a save that must upload everything: the retry of one that was revoked."""
+    return KnownCells(None, [], lambda ref: False)
+
+
+class Sources:
+    """The manifests that a save may reuse, as ``commits`` (listed after the transaction began) has it."""
+
+    def __init__(self, repo: Repository, commits: CommitList, streams: Streams, *, run: str, dedup: str) -> None:
+        parent = commits.newest_live(run)
+        self.parent = None if parent is None else _readable(repo, parent, warn=True)
+        self.bases: list[Manifest] = []
+        if dedup == "store" and _lacks(self.parent, streams):
+            newest = {commit.run: commit for commit in commits.live() if commit.run != run}
+            recent = sorted(newest.values(), key=lambda commit: commit.txid, reverse=True)[:_MAX_BASES]
+            found = [_readable(repo, commit, warn=False) for commit in recent]
+            self.bases = [base for base in found if base is not None]
+        self.damaged = frozenset(blobs.damaged_marks(repo)) if self.parent or self.bases else frozenset()
+
+    def known(self) -> KnownCells:
+        """For this process."""
+        parent = None if self.parent is None else ManifestCells(self.parent)
+        return KnownCells(parent, [ManifestCells(base) for base in self.bases], _avoid(self.damaged))
+
+    def knowledge(self) -> Knowledge:
+        """For other ranks."""
+        all_of = [*([] if self.parent is None else [self.parent]), *self.bases]
+        return Knowledge(
+            None if self.parent is None else self.parent.id, tuple((m.id, m.encoded()) for m in all_of), self.damaged
+        )
+
+
+def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCells:
+    """What rank 0 told, on another rank."""
+    if knowledge.manifests is None and remembered is not None:
+        return KnownCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
+    told: list[CellSource] = [ManifestCells(decode(data, id)) for id, data in knowledge.manifests or ()]
+    parent = told.pop(0) if knowledge.parent is not None and told else None
+    return KnownCells(parent, told, _avoid(knowledge.damaged))
+
+
+def _avoid(damaged: frozenset[tuple[TxId, BlobHash]]) -> Callable[[BlobRef], bool]:
+    return lambda ref: ref.worn or (ref.uploader, ref.hash) in damaged
+
+
+def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | None:
+    """A manifest, or None if it is damaged: a save goes on without it."""
+    try:
+        return manifests.get(repo, commit)
+    except CasckptError as error:
+        if warn:
+            log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)
+        return None
+
+
+def _lacks(parent: Manifest | None, streams: Streams) -> bool:
+    """Is there a stream that the parent does not have in this form?"""
+    if parent is None:
+        return True
+    have = {entry.name: (entry.dtype, entry.shape) for entry in parent.body.entries}
+    return any(have.get(name) != form for name, form in streams.items())

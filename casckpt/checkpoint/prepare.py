@@ -1,0 +1,108 @@
+"""From a state to what is to be stored of it: streams of elements, encoded objects, the tree. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from casckpt.checkpoint.sources import Source
+from casckpt.errors import InvalidInput
+from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
+from casckpt.format.tree import encode_tree
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.memory import as_bits
+from casckpt.tensors.objects import encode_object
+from casckpt.tensors.shards import Piece, local_tensor
+from casckpt.tensors.state import flatten
+
+_INLINE_BYTES = 4096
+_MAX_ATTACHMENT_NAME = 1024
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank's share of a checkpoint, before anything is written."""
+
+    sources: Sequence[Source]
+    objects: Sequence[ObjectEntry]
+    attachments: Sequence[Attachment]
+    tree: bytes
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
+
+
+def prepare(
+    state: Mapping[Any, Any], attachments: Mapping[str, bytes] | None, *, rank: int, allow_pickle: bool
+) -> Prepared:
+    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored."""
+    flat = flatten(state)
+    sources: list[Source] = []
+    objects: list[ObjectEntry] = []
+    for key, leaf in flat.leaves.items():
+        mine = rank if leaf.per_rank else None
+        if leaf.is_tensor:
+            tensor = local_tensor(key, leaf.value)
+            name = dtype_name(tensor.dtype)
+            sources.append(
+                Source(TENSOR, key, 0, mine, name, tensor.shape, tensor.pieces, replicated=tensor.replicated)
+            )
+            continue
+        parts: list[bytes] = []
+
+        def spill(buffer: memoryview, parts: list[bytes] = parts) -> int:
+            parts.append(bytes(buffer))
+            return len(parts) - 1
+
+        data, pickled = encode_object(key, leaf.value, allow_pickle=allow_pickle, spill=spill)
+        objects.append(ObjectEntry(key, mine, data, len(parts), pickled))
+        sources += [_stream(PART, key, i, mine, part) for i, part in enumerate(parts)]
+    inline, large = _attachments(attachments or {})
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
+
+
+def snapshot(prepared: Prepared) -> Prepared:
+    """The same with copies of all tensor data in host memory: what it was taken from may change."""
+    sources = []
+    for source in prepared.sources:
+        pieces = [Piece(piece.region, _copied(piece.data)) for piece in source.pieces]
+        sources.append(replace(source, pieces=pieces))
+    return replace(prepared, sources=sources)
+
+
+def _copied(data: torch.Tensor) -> torch.Tensor:
+    data = data.detach().resolve_conj().resolve_neg()
+    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu")
+    as_bits(copy).copy_(as_bits(data))
+    return copy
+
+
+def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes | bytearray | memoryview) -> Source:
+    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=bytes(data))
+
+
+def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
+    inline, large = [], []
+    for name, data in given.items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidInput(f"attachment {name!r} is {type(data).__name__}; give its contents as bytes")
+        check_attachment_name(name)
+        if len(data) < _INLINE_BYTES:
+            inline.append(Attachment(name, bytes(data)))
+        else:
+            large.append(_stream(ATTACHMENT, name, 0, None, data))
+    return inline, large
+
+
+def check_attachment_name(name: str) -> str:
+    """The name of an attachment: a relative path without "..", so that an export can make a file of it."""
+    parts = str(name).split("/")
+    bad = any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or c == "\\" for c in str(name))
+    if type(name) is not str or bad or len(name) > _MAX_ATTACHMENT_NAME:
+        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..'")
+    return name

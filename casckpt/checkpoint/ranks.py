@@ -1,0 +1,374 @@
+"""How the ranks of a process group talk: the only place with collectives.
+
+One primitive, `Ranks.exchange`: every rank hands something up, rank 0 decides, every rank gets its answer; or all of
+them raise. It is a star of point-to-point messages over a gloo group of casckpt's own, so that one rank's failure never
+leaves another one waiting:
+
+- a rank that raises hands its error up; every rank raises it, with the rank named, and the group stays usable
+- a rank that dies closes its connection; rank 0 sees that at once and tells the others
+- a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store
+- if rank 0 is gone, the others see their connection closed, find no word, and name rank 0
+
+After a death or a stall the group is dropped and made anew by the next call.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Lock
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+
+import torch
+
+from casckpt.errors import CasckptError, InvalidInput, RankFailed
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Up = TypeVar("Up")
+Down = TypeVar("Down")
+
+_WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks(Protocol):
+    """The processes that take part in one save or load."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges were made."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from other groups of this process."""
+
+    def fail(self, error: CasckptError) -> NoReturn:
+        """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
+
+    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
+        """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
+
+        If any of it raises, every rank raises: the same error on the rank where it arose, and the like of it, with that
+        rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
+        """
+
+
+def everyone(value: Down, size: int) -> list[Down]:
+    """The same answer for all ranks."""
+    return [value] * size
+
+
+class Solo:
+    """The twin of a process group for one process."""
+
+    rank = 0
+    size = 1
+    name = "alone"
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+
+    def fail(self, error: CasckptError) -> NoReturn:
+        """Raise it."""
+        raise error
+
+    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
+        """Call both."""
+        self.exchanges += 1
+        return decide([call()])[0]
+
+
+def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = False, purpose: str = "main") -> Ranks:
+    """The ranks of ``process_group`` (None: all, if torch.distributed is initialised); one process with ``no_dist``.
+
+    The first call for a group makes a gloo group of the same ranks, so all of them must make it. ``purpose``: calls
+    that may run at the same time (a save in the background) need groups of their own.
+    """
+    if no_dist:
+        return Solo()
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise InvalidInput("process_group was given, but torch.distributed is not initialised")
+        return Solo()
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
+    if dist.get_world_size(group) == 1:
+        return Solo()
+    return _groups.get(group, purpose)
+
+
+def this_rank() -> int:
+    """This process among all of them; 0 if torch.distributed is not initialised. Talks to nobody."""
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@dataclass
+class _Message:
+    """What goes through the wire: a value or an error."""
+
+    value: Any = None
+    error: BaseException | None = None
+    rank: int | None = None
+
+
+class GroupRanks:
+    """The ranks of a process group, over a gloo group of their own."""
+
+    def __init__(self, parent: ProcessGroup, drop: Callable[[], None]) -> None:
+        dist = torch.distributed
+        self._dist = dist
+        self._globals = dist.get_process_group_ranks(parent)
+        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.exchanges = 0
+        self._timeout = _timeout_of(parent)
+        self._patience = 2 * self._timeout + timedelta(seconds=30)  # of the others with rank 0, which waits for them
+        self._group = dist.new_group(
+            self._globals, timeout=self._patience, backend="gloo", use_local_synchronization=True
+        )
+        self._store = _store_of(self._group)
+        self._drop_group = drop
+        self._dead: RankFailed | None = None
+        self._lock = Lock()
+
+    @property
+    def name(self) -> str:
+        """See `Ranks.name`."""
+        return str(self._group.group_name)
+
+    def fail(self, error: CasckptError) -> NoReturn:
+        """See `Ranks.fail`."""
+
+        def call() -> NoReturn:
+            raise error
+
+        self.exchange(call, lambda values: values)
+        raise error
+
+    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
+        """See `Ranks.exchange`."""
+        if self._dead is not None:
+            raise RankFailed(str(self._dead), rank=self._dead.rank)
+        with self._lock:
+            self.exchanges += 1
+            mine = self._attempt(call)
+            answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
+        if mine.error is not None:
+            raise mine.error
+        if answer.error is not None:
+            raise answer.error
+        found: Down = answer.value
+        return found
+
+    def _attempt(self, call: Callable[[], Up]) -> _Message:
+        try:
+            return _Message(call())
+        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
+            return _Message(error=error, rank=self.rank)
+
+    # rank 0
+
+    def _lead(self, mine: _Message, decide: Callable[[list[Any]], Sequence[Any]]) -> _Message:
+        received, lost = self._receive_all(mine)
+        failed = [message for message in received if message is not None and message.error is not None]
+        if lost:
+            answers = [_Message(error=lost[0], rank=lost[0].rank)] * self.size
+        elif failed:
+            answers = [_Message(error=failed[0].error, rank=failed[0].rank)] * self.size
+        else:
+            outcome = self._attempt(lambda: list(decide([message.value for message in received if message])))
+            if outcome.error is not None:
+                answers = [_Message(error=outcome.error, rank=0)] * self.size
+            else:
+                same: dict[int, _Message] = {}  # what all are told alike is packed once
+                answers = [same.setdefault(id(value), _Message(value)) for value in outcome.value]
+        self._send_all(answers, skip={error.rank for error in lost})
+        if lost:
+            self._give_up(lost[0])
+        return _seen_from(answers[0], 0)
+
+    def _receive_all(self, mine: _Message) -> tuple[list[_Message | None], list[RankFailed]]:
+        deadline = monotonic() + self._timeout.total_seconds()
+        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in range(1, self.size)}
+        works = {rank: self._irecv(length, rank) for rank, length in lengths.items()}
+        received: list[_Message | None] = [mine] + [None] * (self.size - 1)
+        lost: list[RankFailed] = []
+        for rank, work in works.items():
+            try:
+                _wait(work, deadline)
+                data = torch.empty(int(lengths[rank]), dtype=torch.uint8)
+                _wait(self._irecv(data, rank), max(deadline, monotonic() + 60))
+                received[rank] = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of the same job
+            except RuntimeError as error:
+                lost.append(_lost(rank, error))
+                if _timed_out(error):  # gloo closes all connections of a group after a timeout
+                    self._leave_word(lost[-1])
+                    break
+        return received, lost
+
+    def _send_all(self, answers: Sequence[_Message], skip: set[int | None]) -> None:
+        packed: dict[int, bytes] = {}
+        for rank in range(1, self.size):
+            if rank not in skip:
+                message = answers[rank]
+                data = packed.get(id(message)) or packed.setdefault(id(message), _pack(message))
+                try:
+                    self._send(data, rank)
+                except RuntimeError:
+                    continue  # it died after it had answered; the next exchange finds it
+
+    # the others
+
+    def _follow(self, mine: _Message) -> _Message:
+        deadline = monotonic() + self._patience.total_seconds()
+        try:
+            self._send(_pack(mine), 0)
+            length = torch.zeros(1, dtype=torch.int64)
+            _wait(self._irecv(length, 0), deadline)
+            data = torch.empty(int(length), dtype=torch.uint8)
+            _wait(self._irecv(data, 0), deadline)
+        except RuntimeError as error:
+            failure = self._word_of_rank_0(error)
+            self._drop(failure)
+            raise failure from error
+        answer: _Message = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from rank 0 of the same job
+        if isinstance(answer.error, RankFailed) and answer.error.lost:
+            self._drop(answer.error)
+        return _seen_from(answer, self.rank)
+
+    # the wire
+
+    def _irecv(self, data: torch.Tensor, rank: int) -> Any:
+        return self._dist.irecv(data, self._globals[rank], group=self._group)
+
+    def _send(self, data: bytes, rank: int) -> None:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for part in (torch.tensor([len(data)], dtype=torch.int64), payload):
+            self._dist.send(part, self._globals[rank], group=self._group)
+
+    # when somebody is gone
+
+    def _key(self) -> str:
+        return f"casckpt/lost/{self._group.group_name}"
+
+    def _leave_word(self, error: RankFailed) -> None:
+        if self._store is not None:
+            self._store.set(self._key(), f"{error.rank}\n{error}")
+
+    def _give_up(self, error: RankFailed) -> None:
+        self._leave_word(error)
+        self._drop(error)
+
+    def _drop(self, error: RankFailed) -> None:
+        """A group with a dead rank stays useless; one with a rank that was only late is made anew."""
+        if error.lost == "died":
+            self._dead = error
+        else:
+            self._drop_group()
+
+    def _word_of_rank_0(self, error: RuntimeError) -> RankFailed:
+        try:
+            if self._store is not None:
+                self._store.wait([self._key()], timedelta(seconds=_WORD_SECONDS))
+                rank, _, text = self._store.get(self._key()).decode().partition("\n")
+                return RankFailed(text, rank=int(rank), lost="late")
+        except RuntimeError:  # DistStoreError: no word, or no store any more
+            pass
+        return _lost(0, error)
+
+
+def _lost(rank: int, error: RuntimeError) -> RankFailed:
+    late = _timed_out(error)
+    how = "did not answer in time" if late else "died, or closed its connection"
+    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return RankFailed(
+        f"rank {rank} {how}: nothing was saved or loaded. Look at the log of rank {rank}, then start again ({why})",
+        rank=rank,
+        lost="late" if late else "died",
+    )
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    return "imed out" in str(error) or "timeout" in str(error).lower()
+
+
+def _wait(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+
+
+def _pack(message: _Message) -> bytes:
+    try:
+        return pickle.dumps(message)
+    except Exception as problem:  # an error with a lock or a socket in it: its text must do
+        if message.error is None:
+            raise
+        text = f"{type(message.error).__name__}: {message.error} ({type(problem).__name__} while sending it)"
+        return pickle.dumps(_Message(error=RankFailed(text, rank=message.rank), rank=message.rank))
+
+
+def _seen_from(answer: _Message, rank: int) -> _Message:
+    """An answer as this rank is to raise it: errors of other ranks name them."""
+    error, origin = answer.error, answer.rank
+    if error is None or origin is None or origin == rank or (isinstance(error, RankFailed) and error.rank is not None):
+        return answer
+    if isinstance(error, CasckptError):
+        like = type(error)(f"rank {origin}: {error}")
+        like.__dict__.update(error.__dict__ | {"rank": origin})
+        return _Message(error=like, rank=origin)
+    text = f"rank {origin} failed: {type(error).__name__}: {error}"
+    return _Message(error=RankFailed(text, rank=origin), rank=origin)
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """The timeout that the caller gave the group."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+        except (RuntimeError, AttributeError):
+            continue
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return _DEFAULT_TIMEOUT
+
+
+def _store_of(group: ProcessGroup) -> Any:
+    found = torch.distributed.distributed_c10d._world.pg_map.get(group)
+    return found[1] if found else None
+
+
+class _Groups:
+    """The gloo groups of this process, made on first use; all ranks make and drop them alike."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], GroupRanks] = {}
+        self._lock = Lock()
+
+    def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
+        name = (parent.group_name, purpose)
+        with self._lock:
+            found = self._made.get(name)
+            if found is None or found._group not in torch.distributed.distributed_c10d._world.pg_map:
+                found = self._made[name] = GroupRanks(parent, lambda: self._forget(name))
+            return found
+
+    def _forget(self, name: tuple[str, str]) -> None:
+        self._made.pop(name, None)
+
+
+_groups = _Groups()

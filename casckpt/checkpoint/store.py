@@ -1,0 +1,406 @@
+"""The store, as a program uses it: `open` and the methods of `Store`.
+
+Importing this module and looking at checkpoints needs no torch; saving and loading import it when they are called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import NotFound
+from casckpt.format.keys import check_run, check_step
+from casckpt.format.manifest import ATTACHMENT
+from casckpt.plan.difference import Difference, difference
+from casckpt.plan.retention import Policy, parse_duration
+from casckpt.repository import commits as commit_log
+from casckpt.repository import manifests, refs, tags
+from casckpt.repository.forgetting import plan_forget
+from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
+from casckpt.repository.measure import StoreStats, measure
+from casckpt.repository.repair import RepairResult, repair
+from casckpt.repository.repository import Repository
+from casckpt.repository.verify import Mode, VerifyResult, verify
+from casckpt.storage import open_storage
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from casckpt.checkpoint.job import SaveJob
+    from casckpt.checkpoint.leader import SaveMemory
+    from casckpt.checkpoint.load import LoadOptions, Rename
+
+Dedup = Literal["store", "run"]
+Progress = Callable[[int], None]
+
+
+def open(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    single_writer: bool = False,
+) -> Store:
+    """Open a store: a path, ``file://``, ``memory://``. Creates nothing; the first save does.
+
+    ``storage_options``: passed on to the storage's client. ``cache_dir``: where what is learnt of the store is kept
+    on this host (default: the user's cache folder). Raises InvalidInput or Unsupported for a URL that cannot be used.
+    """
+    cache = None if cache_dir is None else Path(cache_dir)
+    return Store(Repository(open_storage(url, storage_options), cache, single_writer=single_writer))
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """One place for a checkpoint: a run and a step of a store. As text: ``STORE#RUN@STEP``."""
+
+    store: Store | str | os.PathLike[str]
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        url = self.store.url if isinstance(self.store, Store) else os.fspath(self.store)
+        return f"{url}#{self.run}@{self.step}"
+
+
+def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
+    """Where a front end that knows folders is to save or load. Raises InvalidInput for a run or step of no use."""
+    return At(store, check_run(run), check_step(step))
+
+
+class Store:
+    """Checkpoints of any number of runs, in one folder or bucket. Made by `casckpt.open`; safe for use by threads."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self._background: ThreadPoolExecutor | None = None
+        self._memories: dict[str, SaveMemory | None] = {}
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        return self.repository.storage.url
+
+    def __repr__(self) -> str:
+        return f"casckpt.open({self.url!r})"
+
+    def create(self, **sizes: int) -> bool:
+        """Make the store now, with ``cell_bytes`` and ``blob_bytes`` of one's own; False if it is there already."""
+        return self.repository.create(**sizes)
+
+    # saving and loading
+
+    def save(
+        self,
+        state: Mapping[Any, Any],
+        *,
+        run: str = "default",
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        ephemeral: bool = False,
+        attachments: Mapping[str, bytes] | None = None,
+        dedup: Dedup = "store",
+        check_replicas: bool = False,
+        allow_pickle: bool = False,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Checkpoint:
+        """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
+
+        Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
+        own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
+        ``no_dist``: this process saves alone.
+
+        ``metadata``: JSON-able, shown in listings. ``attachments``: files by name that travel along (rank 0's count).
+        ``overwrite``: commit, then forget what was saved under this run and step before. ``dedup``: reuse cells of the
+        whole store, or of this run only. ``check_replicas``: compare what several ranks hold, and refuse differences.
+        ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash and write.
+
+        Raises Conflict if the step exists, InvalidInput (naming key and rank) for what cannot be stored, StorageError,
+        RankFailed; on every rank alike. After an error nothing of the save is visible.
+        """
+        job = self._job(
+            state, attachments, allow_pickle, process_group, no_dist, run=run, step=step, metadata=metadata,
+            overwrite=overwrite, ephemeral=ephemeral, dedup=dedup, check_replicas=check_replicas, threads=threads,
+            progress=progress,
+        )  # fmt: skip
+        return job.run(job.prepare)
+
+    def save_async(
+        self,
+        state: Mapping[Any, Any],
+        *,
+        run: str = "default",
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        ephemeral: bool = False,
+        attachments: Mapping[str, bytes] | None = None,
+        dedup: Dedup = "store",
+        check_replicas: bool = False,
+        allow_pickle: bool = False,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Future[Checkpoint]:
+        """Like `save`, but returns once ``state`` has been copied; it may change from then on.
+
+        Saves of one store run one after the other. What fails shows in the future.
+        """
+        job = self._job(
+            state, attachments, allow_pickle, process_group, no_dist, run=run, step=step, metadata=metadata,
+            overwrite=overwrite, ephemeral=ephemeral, dedup=dedup, check_replicas=check_replicas, threads=threads,
+            progress=progress,
+            purpose="async",
+        )  # fmt: skip
+        snapshot = job.snapshot()
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="casckpt-async")
+        return self._background.submit(job.run, snapshot)
+
+    def _job(
+        self,
+        state: Mapping[Any, Any],
+        attachments: Mapping[str, bytes] | None,
+        allow_pickle: bool,
+        process_group: ProcessGroup | None,
+        no_dist: bool,
+        *,
+        purpose: str = "main",
+        **options: Any,
+    ) -> SaveJob:
+        from casckpt.checkpoint.job import SaveJob
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist, purpose=purpose)
+        memory = self._memories.setdefault(ranks.name, None) or self._new_memory(ranks.name)
+        return SaveJob(self.repository, ranks, memory, state, attachments, allow_pickle=allow_pickle, options=options)
+
+    def _new_memory(self, name: str) -> SaveMemory:
+        from casckpt.checkpoint.leader import SaveMemory
+
+        memory = self._memories[name] = SaveMemory()
+        return memory
+
+    def load(
+        self,
+        state: Any,
+        ref: str | Checkpoint,
+        *,
+        strict: bool = True,
+        rename: Rename = None,
+        cast: bool = False,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Checkpoint:
+        """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
+
+        ``strict``: every key of ``state`` must be in the checkpoint; else those that are not are left as they are and
+        stand in ``missing_keys`` of what is returned. ``rename``: from a key of ``state`` to one of the checkpoint, a
+        callable or a dict from regular expression (matched against the whole key) to replacement. ``cast``: convert
+        dtypes. ``verify``: compare every cell read with its digest. Every rank of ``process_group`` makes the call,
+        with its own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
+
+        Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged (naming key, blob and
+        checkpoints) or StorageError during the read, after which the contents of ``state`` are undefined.
+        """
+        from casckpt.checkpoint.load import load_together
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist)
+
+        def options() -> LoadOptions:
+            return self._load_options(
+                strict=strict, rename=rename, cast=cast, verify=verify, allow_pickle=allow_pickle, threads=threads,
+                rank=ranks.rank, progress=progress,
+            )  # fmt: skip
+
+        commit, missing, unread = load_together(self.repository, ranks, state, lambda: self._resolve(ref), options)
+        return Checkpoint(self.repository, commit, missing, unread)
+
+    def read(
+        self,
+        ref: str | Checkpoint,
+        *,
+        keys: Sequence[str] | None = None,
+        device: str | torch.device = "cpu",
+        verify: bool = True,
+        allow_pickle: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys."""
+        import torch
+
+        from casckpt.checkpoint.load import read
+
+        manifest = manifests.get(self.repository, self._resolve(ref))
+        options = self._load_options(verify=verify, allow_pickle=allow_pickle, threads=threads, progress=progress)
+        return read(self.repository, manifest, keys=keys, device=torch.device(device), options=options)
+
+    def _load_options(self, *, threads: int | None, progress: Progress | None, **rest: Any) -> LoadOptions:
+        from casckpt.checkpoint.job import usable_threads
+        from casckpt.checkpoint.load import LoadOptions
+
+        if progress is not None:
+            rest["progress"] = progress
+        return LoadOptions(threads=usable_threads(threads), **rest)
+
+    # looking
+
+    def _resolve(self, ref: str | Checkpoint) -> commit_log.Commit:
+        if isinstance(ref, Checkpoint):
+            return ref.commit
+        return refs.resolve(self.repository, ref)
+
+    def get(self, ref: str | Checkpoint) -> Checkpoint:
+        """The checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
+
+        An id (or 6 hex digits and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME.
+        """
+        return Checkpoint(self.repository, self._resolve(ref))
+
+    def __contains__(self, ref: str | Checkpoint) -> bool:
+        try:
+            self._resolve(ref)
+        except NotFound:
+            return False
+        return True
+
+    def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
+        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: those that still live too."""
+        found = commit_log.list_commits(self.repository)
+        chosen = found.live() if forgotten else found.current()
+        return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
+
+    def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
+        """Names of the files that were saved along, and their sizes in bytes."""
+        body = manifests.get(self.repository, self._resolve(ref)).body
+        short = {one.name: len(one.data) for one in body.attachments}
+        return short | {entry.key: entry.nbytes for entry in body.entries if entry.kind == ATTACHMENT}
+
+    def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
+        """The contents of one of them. Raises NotFound."""
+        from casckpt.checkpoint.load import read_attachment
+
+        manifest = manifests.get(self.repository, self._resolve(ref))
+        return read_attachment(self.repository, manifest, name, self._load_options(threads=None, progress=None))
+
+    def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
+        """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
+        one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
+        return difference(one, other)
+
+    def stats(self) -> StoreStats:
+        """How many checkpoints and blobs there are, and their bytes."""
+        return measure(self.repository)
+
+    # keeping and removing
+
+    def tag(self, name: str, ref: str | Checkpoint) -> None:
+        """Let ``name`` name a checkpoint; every policy keeps it from then on. A forgotten one is restored.
+
+        Raises Conflict if it was purged.
+        """
+        tags.set_tag(self.repository, name, self._resolve(ref))
+
+    def tags(self) -> dict[str, Checkpoint]:
+        """All tags, and the checkpoints that they name."""
+        found = commit_log.list_commits(self.repository).commits
+        named = tags.tags(self.repository)
+        return {name: Checkpoint(self.repository, found[tag.txid]) for name, tag in named.items() if tag.txid in found}
+
+    def untag(self, name: str) -> None:
+        """Remove a tag. Raises NotFound."""
+        tags.delete_tag(self.repository, name)
+
+    def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
+        """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
+
+        ``tagged``: also those that a tag names; without it they are a Conflict, and nothing is forgotten. ``dry_run``:
+        only say which. Raises NotFound, InvalidInput, Conflict.
+        """
+        named = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs]
+        chosen = plan_forget(self.repository, named, tagged=tagged)
+        if not dry_run:
+            chosen = [commit_log.forget(self.repository, commit) for commit in chosen]
+        return [Checkpoint(self.repository, commit) for commit in chosen]
+
+    def gc(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_within: str | float | None = None,
+        run: str | None = None,
+        min_age: float | None = None,
+        wait: float = WAIT,
+        revoke_after: float | None = None,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+        tell: Tell | None = None,
+    ) -> GcResult:
+        """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
+
+        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within`` ("7d", or seconds): the policy, a union, applied
+        to each run by itself; none of them forgets nothing. The newest of a run and tagged ones always stay. ``run``:
+        only this run. ``min_age``: seconds from forgetting to purging (default: of the store, 0 for a folder). ``wait``:
+        seconds to wait for saves in progress; then the rest is left to the next gc. ``revoke_after``: seconds without a
+        sign of life after which a save is given up on. ``progress`` is called with numbers of deleted objects, ``tell``
+        with what is waited for.
+
+        Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
+        """
+        within = parse_duration(keep_within) if isinstance(keep_within, str) else keep_within
+        plan = plan_gc(self.repository, Policy(keep_last, keep_every, within), run=run, min_age=min_age)
+        if dry_run:
+            return preview(self.repository, plan)
+        return execute(
+            self.repository, plan, wait=wait, revoke_after=revoke_after,
+            progress=progress or (lambda count: None), tell=tell or (lambda waiting: None),
+        )  # fmt: skip
+
+    def verify(
+        self,
+        *refs: str,
+        mode: Mode = "full",
+        sample: float = 1.0,
+        progress: Progress | None = None,
+    ) -> VerifyResult:
+        """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
+
+        ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
+        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes just read. What is
+        damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
+        """
+        chosen = refs or None
+        return verify(
+            self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or (lambda nbytes: None)
+        )
+
+    def repair(self, *sources: Store, progress: Progress | None = None) -> RepairResult:
+        """Put right bytes back where `verify`, or a load, found damage, or where blobs are gone.
+
+        They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
+        the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
+        """
+        others = [source.repository for source in sources]
+        return repair(self.repository, sources=others, progress=progress or (lambda nbytes: None))
+
+    def restore(self, ref: str | Checkpoint) -> Checkpoint:
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
+        return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))

@@ -1,0 +1,205 @@
+"""The engine of a save: compare what may be known in place, pack what is new into blobs, put them, all in parallel.
+
+Two phases, each over all cores:
+
+- **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
+- **pack**: workers take unknown cells from one queue, copy each into an aligned buffer, hash it there (what is stored
+  is what was hashed), and put the full buffer as a blob. While one worker waits for the disk others copy and hash.
+
+Memory is bounded by the workers' buffers, whatever the size of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import TypeVar
+
+from casckpt.checkpoint.sources import Cell, Source
+from casckpt.format import blob as blob_format
+from casckpt.format.digest import cell_digest, hex_digest
+from casckpt.format.manifest import BlobRef
+from casckpt.format.names import BlobHash, CellDigest, TxId
+from casckpt.plan.cells import UNKNOWN
+from casckpt.plan.reuse import KnownCells
+from casckpt.repository import blobs
+from casckpt.repository.repository import Repository
+from casckpt.storage.buffers import BufferPool
+
+T = TypeVar("T")
+_TASK_BYTES = 8 << 20
+_TASK_CELLS = 256
+_WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
+
+
+@dataclass(slots=True)
+class Placed:
+    """Where one cell lies. ``new``: ``blob`` counts this save's own blobs, else those of the known cells."""
+
+    digest: CellDigest
+    new: bool
+    blob: int
+    offset: int
+
+
+@dataclass
+class Upload:
+    """One rank's uploads in one transaction."""
+
+    repo: Repository
+    uploader: TxId
+    sources: Sequence[Source]
+    known: KnownCells
+    threads: int
+    progress: Callable[[int], None] = lambda nbytes: None
+    written: list[BlobRef | None] = field(default_factory=list)
+    _claims: dict[CellDigest, Placed] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def place(self, work: Sequence[Sequence[Cell]]) -> list[list[Placed]]:
+        """Find or store every cell. Blobs are durable when it returns; their names once the folder is settled."""
+        placed: dict[int, Placed] = {}
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="casckpt-save") as pool:
+            unknown = self._compare(pool, work, placed) if self.known.any else [c for cells in work for c in cells]
+            if unknown:
+                self._pack(pool, unknown, placed)
+        return [[placed[id(cell)] for cell in cells] for cells in work]
+
+    # compare
+
+    def _compare(
+        self, pool: ThreadPoolExecutor, work: Sequence[Sequence[Cell]], placed: dict[int, Placed]
+    ) -> list[Cell]:
+        probes = [cells[0] for cells in work if cells[0].memory.view(0, 0) is not None]
+        _run(pool, self._compare_all, _tasks(probes), placed)
+        likely = [cell for cells in work if id(cells[0]) in placed for cell in cells[1:]]
+        _run(pool, self._compare_all, _tasks(likely), placed)
+        return [cell for cells in work for cell in cells if id(cell) not in placed]
+
+    def _compare_all(self, cells: Sequence[Cell], placed: dict[int, Placed]) -> None:
+        for cell in cells:
+            view = cell.memory.view(cell.start, cell.stop)
+            if view is None:
+                continue
+            digest, cut = cell_digest(view), cell.cut
+            if cut.blob != UNKNOWN and cut.digest == digest and self.known.usable(cut.blob):
+                place: tuple[int, int] | None = (cut.blob, cut.offset)
+            else:
+                place = self.known.find(digest)
+            if place is not None:
+                placed[id(cell)] = Placed(digest, False, *place)
+                self.progress(cell.nbytes)
+
+    # pack
+
+    def _pack(self, pool: ThreadPoolExecutor, unknown: list[Cell], placed: dict[int, Placed]) -> None:
+        capacity = self.repo.marker.blob_bytes
+        queue = _Queue(unknown)
+        total = sum(cell.nbytes for cell in unknown)
+        workers = min(self.threads, -(-total // capacity) or 1)
+        buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
+        stop = Event()
+        try:
+            _run(pool, self._work, [(queue, buffers, stop)] * workers, placed)
+        finally:
+            buffers.close()
+
+    def _work(self, shared: tuple[_Queue, BufferPool, Event], placed: dict[int, Placed]) -> None:
+        queue, buffers, stop = shared
+        try:
+            with buffers.borrow() as buffer:
+                while not stop.is_set() and self._fill(queue, buffer.view, placed):
+                    pass
+        except BaseException:
+            stop.set()  # the other workers need not write what will never be committed
+            raise
+
+    def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, Placed]) -> bool:
+        """Fill one blob and put it. False when nothing was left to do."""
+        capacity, used, runs = len(buffer) - blob_format.DATA_OFFSET, 0, []
+        number, worked = self._next_number(), False
+        while capacity - used > capacity // _WORTH_FILLING or not worked:
+            cells = queue.take(capacity - used)
+            if not cells:
+                break
+            worked = True
+            for cell in cells:
+                at = blob_format.DATA_OFFSET + used
+                target = buffer[at : at + cell.nbytes]
+                cell.memory.copy_out(cell.start, cell.stop, target)
+                placed[id(cell)], is_new = self._claim(cell_digest(target), number, at)
+                if is_new:
+                    runs.append((self.sources[cell.source].dtype, cell.nbytes))
+                    used += cell.nbytes
+                self.progress(cell.nbytes)
+        if used:
+            self._put(number, buffer[: blob_format.DATA_OFFSET + used], runs)
+        return worked
+
+    def _next_number(self) -> int:
+        with self._lock:
+            self.written.append(None)
+            return len(self.written) - 1
+
+    def _claim(self, digest: CellDigest, number: int, offset: int) -> tuple[Placed, bool]:
+        """The place of a cell that was just hashed: where it is already, or here."""
+        found = self.known.find(digest) if self.known.any else None
+        with self._lock:
+            earlier = self._claims.get(digest)
+            if earlier is not None and (earlier.new or self.known.usable(earlier.blob)):
+                return earlier, False
+            place = Placed(digest, False, *found) if found else Placed(digest, True, number, offset)
+            self._claims[digest] = place
+        return place, found is None
+
+    def _put(self, number: int, data: memoryview, runs: Iterable[tuple[str, int]]) -> None:
+        data[: blob_format.DATA_OFFSET] = blob_format.encode_header(list(runs))
+        name = BlobHash(hex_digest(data))
+        blobs.put(self.repo, self.uploader, name, data)
+        self.written[number] = BlobRef(name, len(data), self.uploader)
+
+
+class _Queue:
+    """Cells in order, handed out by the buffer."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self._cells = cells
+        self._next = 0
+        self._lock = Lock()
+
+    def take(self, nbytes: int) -> Sequence[Cell]:
+        """The next cells, of at most ``nbytes`` together."""
+        with self._lock:
+            first = end = self._next
+            while end < len(self._cells) and nbytes >= self._cells[end].nbytes:
+                nbytes -= self._cells[end].nbytes
+                end += 1
+            self._next = end
+            return self._cells[first:end]
+
+
+def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
+    """Cells in lots worth a task of their own."""
+    first = nbytes = 0
+    for i, cell in enumerate(cells):
+        nbytes += cell.nbytes
+        if nbytes >= _TASK_BYTES or i - first >= _TASK_CELLS:
+            yield cells[first : i + 1]
+            first, nbytes = i + 1, 0
+    if first < len(cells):
+        yield cells[first:]
+
+
+def _run(
+    pool: ThreadPoolExecutor,
+    call: Callable[[T, dict[int, Placed]], None],
+    tasks: Iterable[T],
+    placed: dict[int, Placed],
+) -> None:
+    """Run all tasks; the first error is raised once all have ended."""
+    futures = [pool.submit(call, task, placed) for task in tasks]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
