@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from threading import Event, Lock
 from typing import NamedTuple, Protocol
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound
@@ -20,7 +20,7 @@ from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.regions import Region, normalise
 from casckpt.plan.reads import Batch, Unit, plan_batches, plan_units
-from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -95,8 +95,9 @@ class Download:
         batches = plan_batches(rows, gap=traits.read_gap, most=_BATCH_BYTES)
         threads = max(self.threads, traits.parallel if traits.remote else 1)
         readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches))
+        stop = Event()
         with ThreadPoolExecutor(threads, thread_name_prefix="casckpt-load") as pool:
-            futures = [pool.submit(self._read, readers, batch) for batch in batches]
+            futures = [pool.submit(self._read, readers, batch, stop) for batch in batches]
             errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: not isinstance(error, CasckptError))
@@ -119,7 +120,17 @@ class Download:
             item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
 
-    def _read(self, readers: _Readers, batch: Batch[_Item]) -> None:
+    def _read(self, readers: _Readers, batch: Batch[_Item], stop: Event) -> None:
+        if stop.is_set():  # something failed: what was loaded is of no use any more
+            readers.skip(batch.blob)
+            return
+        try:
+            self._read_now(readers, batch)
+        except BaseException:
+            stop.set()
+            raise
+
+    def _read_now(self, readers: _Readers, batch: Batch[_Item]) -> None:
         key = batch.items[0][2].key
         targets = _targets(batch)
         with readers.use(batch.blob) as (reader, ref):
@@ -169,7 +180,7 @@ class _Readers:
         try:
             yield lambda: self._reader(blob, ref), ref
         finally:
-            self._done(blob)
+            self.skip(blob)
 
     def _reader(self, blob: int, ref: BlobRef) -> Reader:
         with self._lock:
@@ -178,7 +189,8 @@ class _Readers:
                 self._open[blob] = (context.__enter__(), context)
             return self._open[blob][0]
 
-    def _done(self, blob: int) -> None:
+    def skip(self, blob: int) -> None:
+        """One batch of a blob is done with; the last one closes it."""
         with self._lock:
             self._left[blob] -= 1
             opened = None if self._left[blob] else self._open.pop(blob, None)
@@ -193,23 +205,23 @@ def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, 
     name = f"{manifest.body.run}@{manifest.body.step}"
     if mine and not any(commit.live for commit in mine):
         return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)
-    users = tuple(checkpoints_using(repo, commits, ref))
-    listed = ", ".join(users[:8]) + (", ..." if len(users) > 8 else "")
+    users = list(checkpoints_using(repo, commits, ref))
+    listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
     return Damaged(
         f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
         "What was being loaded is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
         key=key,
         blob=ref.hash,
-        checkpoints=users,
+        checkpoints=tuple(commit.id for commit in users),
     )
 
 
-def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[str]:
-    """RUN@STEP of the live checkpoints that name a blob; those whose manifest cannot be read are left out."""
+def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
+    """The live checkpoints that name a blob; those whose manifest cannot be read are left out."""
     for commit in commits.live():
         try:
             if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):
-                yield f"{commit.run}@{commit.step}"
+                yield commit
         except CasckptError:
             continue
 

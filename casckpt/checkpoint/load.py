@@ -28,7 +28,7 @@ from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object
 from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
-from casckpt.tensors.state import LeafValue, flatten, inflate, replace_leaves
+from casckpt.tensors.state import LeafValue, check_replaceable, flatten, inflate, replace_leaves
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
@@ -118,6 +118,7 @@ class _Loading:
         self.missing = tuple(key for key, leaf in flat.leaves.items() if not self._plan.add(key, names[key], leaf))
         if self.missing and options.strict:
             raise _missing_error(contents.manifest, self.missing, names, contents.keys())
+        check_replaceable(state, self._plan.replaced)
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
 
     def run(self, repo: Repository, state: Any) -> None:
@@ -135,6 +136,11 @@ class _Plan:
         self._objects: dict[str, tuple[ObjectEntry, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, _Plan]] = {}
         self.named: set[str] = set()
+
+    @property
+    def replaced(self) -> list[str]:
+        """Keys of the template that get new values."""
+        return [*self._values, *self._objects, *self._below]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
         """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint has no such key."""

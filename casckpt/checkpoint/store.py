@@ -20,7 +20,7 @@ from casckpt.plan.difference import Difference, difference
 from casckpt.plan.retention import Policy, parse_duration
 from casckpt.repository import commits as commit_log
 from casckpt.repository import manifests, refs, tags
-from casckpt.repository.forgetting import plan_forget
+from casckpt.repository.forgetting import forget, plan_forget
 from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
 from casckpt.repository.measure import StoreStats, measure
 from casckpt.repository.repair import RepairResult, repair
@@ -331,13 +331,14 @@ class Store:
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
 
-        ``tagged``: also those that a tag names; without it they are a Conflict, and nothing is forgotten. ``dry_run``:
+        ``tagged``: also those that a tag names, and the tags go too; without it they are a Conflict, and nothing is
+        forgotten. ``dry_run``:
         only say which. Raises NotFound, InvalidInput, Conflict.
         """
         named = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs]
         chosen = plan_forget(self.repository, named, tagged=tagged)
         if not dry_run:
-            chosen = [commit_log.forget(self.repository, commit) for commit in chosen]
+            chosen = forget(self.repository, chosen)
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def gc(
@@ -358,7 +359,7 @@ class Store:
 
         ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within`` ("7d", or seconds): the policy, a union, applied
         to each run by itself; none of them forgets nothing. The newest of a run and tagged ones always stay. ``run``:
-        only this run. ``min_age``: seconds from forgetting to purging (default: of the store, 0 for a folder). ``wait``:
+        only this run. ``min_age``: seconds from forgetting to purging (default: the store's, 0 for a folder). ``wait``:
         seconds to wait for saves in progress; then the rest is left to the next gc. ``revoke_after``: seconds without a
         sign of life after which a save is given up on. ``progress`` is called with numbers of deleted objects, ``tell``
         with what is waited for.

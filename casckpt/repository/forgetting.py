@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from casckpt.errors import Conflict
+from casckpt.repository import commits
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import tags, tags_of
+from casckpt.repository.tags import delete_tag, tags, tags_of
 
 
 def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
@@ -32,3 +33,14 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
             checkpoints=tuple(commit.id for commit, _ in protected),
         )
     return list(chosen.values())
+
+
+def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
+    """Forget what `plan_forget` chose. A tag that names one of them goes first: it would keep it from being purged."""
+    named = tags(repo)
+    done = []
+    for commit in chosen:
+        for name in tags_of(named, commit.txid):
+            delete_tag(repo, name)
+        done.append(commits.forget(repo, commit))
+    return done

@@ -16,6 +16,7 @@ import platformdirs
 
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
+from casckpt.format.digest import hex_digest
 from casckpt.format.names import TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.catalogue import Catalogue
@@ -135,8 +136,12 @@ class Repository:
         """The local database of what this store's immutable objects say."""
         if self._catalogue is None:
             folder = self.cache_dir or platformdirs.user_cache_path("casckpt")
-            self._catalogue = Catalogue(folder / self.marker.store_id / "catalogue.sqlite")
+            self._catalogue = Catalogue(folder / self._cache_name() / "catalogue.sqlite")
         return self._catalogue
+
+    def _cache_name(self) -> str:
+        """By id and by place: a copy of a store has the same id, but goes its own way."""
+        return f"{self.marker.store_id}-{hex_digest(self.storage.url.encode())[:16]}"
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
         """A new transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.
