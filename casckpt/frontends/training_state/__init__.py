@@ -1,0 +1,29 @@
+"""A model and its optimizer as one checkpoint, by the names of parameters.
+
+::
+
+    save_model_and_optim_state("ckpts", model, optim, run="sft", step=100)
+    load_model_and_optim_state("ckpts", "sft@latest", model, optim)       # in place; the optimizer may be a fresh one
+    weights = unshard_model_state("ckpts", "sft@latest")                  # {name: tensor}, without a model
+
+In the checkpoint: ``model.<name>``, ``optim.state.<name>.<what>`` and ``optim.param_groups``, a list of groups with
+``params`` by name. Names are those of the plain model, whatever it was wrapped in.
+
+torch's own `get_state_dict` and `set_state_dict` are not used: they take a step of a fresh optimizer, which counts, and
+decays weights, and `Optimizer.load_state_dict` converts the state of a bfloat16 parameter to bfloat16.
+"""
+
+from __future__ import annotations
+
+from casckpt.frontends.training_state.optimizer import flatten_optimizer_state, unflatten_optimizer_state
+from casckpt.frontends.training_state.save_load import load_model_and_optim_state, save_model_and_optim_state
+from casckpt.frontends.training_state.unshard import unshard_model_state, unshard_optim_state
+
+__all__ = [
+    "flatten_optimizer_state",
+    "load_model_and_optim_state",
+    "save_model_and_optim_state",
+    "unflatten_optimizer_state",
+    "unshard_model_state",
+    "unshard_optim_state",
+]

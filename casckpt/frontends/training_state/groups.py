@@ -1,0 +1,118 @@
+"""Which parameter of an optimizer is which of a checkpoint, and which saved options go to which of its groups."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.frontends.training_state.optimizer import Named
+
+_LOG = logging.getLogger("casckpt")
+
+_ADDED_LATER = frozenset(("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"))
+"""Options that torch gave to optimizers which were there before: a checkpoint may well lack them."""
+
+_NAMES = "param_names"  # what the user called the parameters of the group: for the groups that are there, not the saved
+
+
+@dataclass(frozen=True)
+class Match:
+    """``saved``: the name in the checkpoint of each parameter, by its id(). ``options``: of each group here, to be set.
+
+    ``missing``: own names of parameters that the checkpoint's optimizer lacks; ``unused``: names that only it has.
+    """
+
+    saved: dict[int, str]
+    options: list[dict[str, Any]]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def match(here: Sequence[Sequence[Named]], saved: Sequence[Mapping[str, Any]]) -> Match:
+    """Match by name, whatever the number and order of groups. Raises Mismatch where tied names were saved apart."""
+    group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
+    names: dict[int, str] = {}
+    missing = []
+    for one in (member for group in here for member in group):
+        hits = [name for name in one.names if name in group_of]
+        if len(hits) > 1:
+            raise Mismatch(f"{hits} are one parameter here, but were several in the checkpoint", keys=tuple(hits))
+        if hits:
+            names[id(one.parameter)] = hits[0]
+        else:
+            missing.append(one.names[0])
+    used = set(names.values())
+    options = []
+    for number, group in enumerate(here):
+        origins = [group_of[names[id(one.parameter)]] for one in group if id(one.parameter) in names]
+        options.append(_options(number, group, list(dict.fromkeys(origins)), saved))
+    return Match(names, options, tuple(missing), tuple(name for name in group_of if name not in used))
+
+
+def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise MissingKey or Mismatch, naming parameters or options, unless the optimizers are alike."""
+    if found.missing or found.unused:
+        lacks = f" It lacks {listed(found.missing)}." if found.missing else ""
+        more = f" Only it has {listed(found.unused)}." if found.unused else ""
+        kind = MissingKey if found.missing else Mismatch
+        raise kind(
+            f"the optimizer in {where} has other parameters than this one.{lacks}{more} Pass strict=False to load what "
+            "both have",
+            keys=found.missing or found.unused,
+        )
+    for group in saved:
+        lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
+        unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
+        if lacking and unknown:
+            raise Mismatch(
+                f"the optimizer in {where} is of another kind: it has the options {listed(unknown)}, but not "
+                f"{listed(lacking)}. Make the same optimizer as was saved, or pass strict=False",
+                keys=tuple(lacking),
+            )
+
+
+def _options(
+    number: int, group: Sequence[Named], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The saved options of one group here, whose parameters were in the groups ``origins``."""
+    if not group and number < len(saved) and not saved[number]["params"]:
+        origins = [number]
+    if not origins:
+        return {}
+    first, *rest = [_without_parameters(saved[origin]) for origin in origins]
+    agreed = {name: value for name, value in first.items() if all(_agree(name, value, other) for other in rest)}
+    differing = sorted({name for options in (first, *rest) for name in options} - set(agreed))
+    if differing:
+        _LOG.warning(
+            "group %d of the optimizer had its parameters in groups %s when it was saved, which differ in %s: "
+            "these options stay as they are here",
+            number, list(origins), ", ".join(differing),
+        )  # fmt: skip
+    return agreed
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", _NAMES)}
+
+
+def _agree(name: str, value: Any, other: Mapping[str, Any]) -> bool:
+    return name in other and _same(value, other[name])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return type(one) is type(other) and bool(one == other)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, for a message."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(name) for name in names[:5]) + more

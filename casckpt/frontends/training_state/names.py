@@ -1,0 +1,58 @@
+"""Plain names of parameters: those that the model has without the wrappers of parallelism and compilation."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from casckpt.errors import InvalidInput
+
+WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+"""The classes that wrap a module, and the child that holds it. By name: importing some of them takes seconds."""
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that a wrapper, or one of a subclass, wraps; None for any other module."""
+    for base in type(module).__mro__:
+        child = WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+        if child is not None:
+            return child
+    return None
+
+
+def plain_name(model: nn.Module, name: str) -> str:
+    """``name``, of a parameter, buffer or module of ``model``, without the parts that stand for wrappers.
+
+    Read along the modules themselves, so that a submodule which the user called ``module`` keeps its name. Parts that a
+    hook of the wrapper has removed already are not missed.
+    """
+    module: nn.Module | None = model
+    rest = name.split(".")
+    plain: list[str] = []
+    while rest and module is not None:
+        child = wrapped_child(module)
+        if child is None:
+            plain.append(rest.pop(0))
+            module = module._modules.get(plain[-1])
+        else:
+            rest = rest[1:] if rest[0] == child else rest
+            module = module._modules.get(child)
+    return ".".join(plain + rest)
+
+
+def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """The plain names of each parameter by its id(); a tied one has several, the first of which is its own."""
+    names: dict[int, tuple[str, ...]] = {}
+    owners: dict[str, int] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(model, raw)
+        if owners.setdefault(name, id(parameter)) != id(parameter):
+            raise InvalidInput(f"two parameters of the model have the plain name {name!r}; rename one", key=name)
+        known = names.get(id(parameter), ())
+        names[id(parameter)] = known if name in known else (*known, name)
+    return names

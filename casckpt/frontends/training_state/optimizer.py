@@ -1,0 +1,190 @@
+"""An optimizer's state by the names of its parameters, and back into an optimizer. No optimizer step is ever taken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from casckpt.errors import InvalidInput
+from casckpt.format import tree
+from casckpt.frontends.training_state.names import parameter_names
+from casckpt.tensors.state import flatten, inflate
+
+_TREE = "tree"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter of an optimizer. ``names``: its plain names, of which the first is its own."""
+
+    parameter: torch.Tensor
+    names: tuple[str, ...]
+
+
+def named_groups(model: nn.Module, optim: Optimizer) -> list[list[Named]]:
+    """The parameters of each group. Raises InvalidInput, saying which, for one that the model does not have."""
+    names = parameter_names(model)
+    groups = []
+    for number, group in enumerate(optim.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise InvalidInput(
+                    f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
+                    "none of the model's; give the model that the optimizer was made for"
+                )
+        groups.append([Named(parameter, names[id(parameter)]) for parameter in group["params"]])
+    return groups
+
+
+def optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}`` of live tensors. Changes nothing.
+
+    Raises InvalidInput for a parameter that is not the model's, or an optimizer that keeps state anywhere else.
+    """
+    groups = named_groups(model, optim)
+    owned = {id(one.parameter) for group in groups for one in group}
+    keys: list[Any] = list(optim.state)  # torch's types say tensors, but anything is allowed
+    for key in keys:
+        if isinstance(key, torch.Tensor) and id(key) not in owned:
+            raise InvalidInput(
+                f"the optimizer has state of a tensor of shape {list(key.shape)} that is in none of its groups; "
+                "remove it"
+            )
+    packed = optim.state_dict()
+    others = [key for key in packed if key not in ("state", "param_groups")]
+    if others:
+        raise InvalidInput(
+            f"the state_dict of {type(optim).__name__} holds {others} beside state and param_groups, which "
+            "have no place by name; save it with store.save instead"
+        )
+    return _by_name(packed, groups)
+
+
+def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[Named]]) -> dict[str, Any]:
+    names: dict[Any, str] = {}
+    named = []
+    for group, members in zip(packed["param_groups"], groups, strict=True):
+        own = [one.names[0] for one in members]
+        names.update(zip(group["params"], own, strict=True))
+        named.append({**group, "params": own})
+    state: dict[Any, Any] = {}
+    for key, value in packed["state"].items():
+        name = names.get(key, key)
+        if name in state or (key not in names and name in names.values()):
+            raise InvalidInput(f"the optimizer has two states of the name {name!r}", key=str(name))
+        state[name] = value
+    return {"state": state, "param_groups": named}
+
+
+def by_number(state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A state by name as `torch.optim.Optimizer.load_state_dict` takes it: parameters counted through the groups."""
+    numbers: dict[Any, int] = {}
+    numbered = []
+    for group in groups:
+        mine = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
+        numbered.append({**group, "params": mine})
+    return {"state": {numbers.get(name, name): value for name, value in state.items()}, "param_groups": numbered}
+
+
+def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    """The state of ``optim`` as one flat dict of tensors and plain data; the tensors are the live ones.
+
+    Keys are ``state.<parameter>.<what>``, ``param_groups`` (``param_groups.<index>.<option>`` where an option is a
+    tensor) and ``tree``: bytes from which `unflatten_optimizer_state` knows lists and what is empty.
+    """
+    flat = flatten(optimizer_state(model, optim))
+    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: tree.encode_tree(flat.tree)}
+
+
+def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:
+    """The inverse of `flatten_optimizer_state`: ``{"state": {id: {...}}, "param_groups": [...]}``.
+
+    That is what ``optim.load_state_dict`` takes; ``by_name`` keeps the names of parameters in the place of ids. Raises
+    InvalidInput if ``flat`` is not the whole of what `flatten_optimizer_state` gave.
+    """
+    if not isinstance(flat.get(_TREE), bytes):
+        raise InvalidInput(f"there is no key {_TREE!r} that flatten_optimizer_state makes; give all of its result")
+    node = tree.decode_tree(flat[_TREE])
+    lacking = [tree.join(path) for path, _ in tree.leaves(node) if tree.join(path) not in flat]
+    if lacking:
+        raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all that flatten_optimizer_state gave")
+    state: dict[str, Any] = inflate(node, lambda key, leaf: flat[key], lambda key: True)
+    return state if by_name else by_number(state["state"], state["param_groups"])
+
+
+def tensors_below(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a nested value, with their flat keys."""
+    if isinstance(value, torch.Tensor):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for element, child in value.items():
+            yield from tensors_below(child, f"{key}.{element}")
+    elif isinstance(value, list | tuple):
+        for index, child in enumerate(value):
+            yield from tensors_below(child, f"{key}.{index}")
+
+
+def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Give ``optim`` a state, whose keys are its parameters (or what else it keeps state for), and options of groups.
+
+    The tensors of ``state`` become the optimizer's as they are. Tensors among the options are copied into those that
+    are there, if they fit: a captured CUDA graph reads a learning rate from where it was.
+    """
+    options = [_kept_in_place(old, new) for old, new in zip(optim.param_groups, groups, strict=True)]
+    numbers = {parameter: number for number, parameter in enumerate(_parameters(optim))}
+    numbered, start = [], 0
+    for old, new in zip(optim.param_groups, options, strict=True):
+        stop = start + len(old["params"])
+        numbered.append({**_others(old, new), **new, "params": list(range(start, stop))})
+        start = stop
+    if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
+        # state that is keyed by no number is taken over as it is: neither copied nor converted to the parameter's dtype
+        optim.load_state_dict({"state": dict(state), "param_groups": numbered})
+    else:
+        optim.load_state_dict({"state": {numbers.get(k, k): v for k, v in state.items()}, "param_groups": numbered})
+        for key, value in state.items():
+            optim.state[key] = _unconverted(value, optim.state.get(key))
+    for group, new in zip(optim.param_groups, options, strict=True):
+        group.update({name: value for name, value in new.items() if name in group and any(tensors_below(value, ""))})
+
+
+def _parameters(optim: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optim.param_groups for parameter in group["params"]]
+
+
+def _others(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that stay: the checkpoint, of another version perhaps, does not have them."""
+    return {name: value for name, value in old.items() if name not in new and name != "params"}
+
+
+def _kept_in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _taken_over(old.get(name), value) for name, value in new.items()}
+
+
+def _taken_over(old: Any, new: Any) -> Any:
+    if isinstance(new, list | tuple) and isinstance(old, list | tuple) and len(old) == len(new):
+        return type(new)([_taken_over(one, other) for one, other in zip(old, new, strict=True)])
+    both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    if not both or old is new or old.shape != new.shape or old.dtype != new.dtype:
+        return new
+    old.detach().copy_(new)
+    return old
+
+
+def _unconverted(saved: Any, found: Any) -> Any:
+    """What the optimizer made of a state, with the tensors that it only converted or copied put back."""
+    if isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor):
+        return saved if saved.shape == found.shape else found
+    if isinstance(saved, Mapping) and isinstance(found, defaultdict | dict):
+        for key in found:
+            found[key] = _unconverted(saved[key], found[key]) if key in saved else found[key]
+        return found
+    if type(saved) is type(found) and isinstance(saved, list | tuple) and len(saved) == len(found):
+        return type(saved)([_unconverted(one, other) for one, other in zip(saved, found, strict=True)])
+    return saved if type(saved) is type(found) else found

@@ -1,0 +1,123 @@
+"""What a checkpoint holds of an optimizer, and a template of it that a load can fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import ASGD, Optimizer
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.store import Store
+from casckpt.errors import Damaged, Mismatch, MissingKey
+from casckpt.format.manifest import Entry
+from casckpt.format.regions import whole
+from casckpt.format.tree import DICT, Container, Element, Leaf, Node, decode_tree, find, join, leaves
+from casckpt.plan.reads import covers
+from casckpt.repository import manifests
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.state import inflate
+
+GROUPS = "optim.param_groups"
+STATE = "optim.state"
+
+_STEP_NAMES = frozenset(("step", "mu_product"))
+
+Place: TypeAlias = Callable[[Element, str, Entry], torch.Tensor]
+"""(name of the parameter, flat key below it, what is stored) -> the tensor to fill."""
+
+
+class Stored:
+    """One checkpoint: its keys, and its optimizer's groups and state by name."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self.store = store
+        self.checkpoint = checkpoint
+        self.where = f"{checkpoint.run}@{checkpoint.step}"
+        self._manifest = manifests.get(store.repository, checkpoint.commit)
+        self._tree = decode_tree(self._manifest.body.tree)
+
+    def keys_below(self, prefix: str) -> list[str]:
+        """The flat keys below ``prefix``, without it."""
+        start = f"{prefix}."
+        keys = (join(path) for path, _ in leaves(self._tree))
+        return [key.removeprefix(start) for key in keys if key.startswith(start)]
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Was an optimizer saved along?"""
+        return find(self._tree, GROUPS) is not None
+
+    def groups(self, **options: Any) -> list[dict[str, Any]]:
+        """The groups, with their parameters by name; ``options``: as in `Store.read`.
+
+        Raises MissingKey if there are none, Mismatch if they were saved by number.
+        """
+        if not self.has_optimizer:
+            raise MissingKey(
+                f"{self.where} holds no optimizer ({GROUPS}); load the model alone with optim=None, or choose another "
+                "checkpoint",
+                keys=(GROUPS,),
+            )
+        found = self.store.read(self.checkpoint, keys=[f"{GROUPS}*"], **options)["optim"]["param_groups"]
+        usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
+        if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
+            raise Mismatch(
+                f"{GROUPS} of {self.where} does not name its parameters (a plain optim.state_dict() was saved?); "
+                "read it with store.read",
+                key=GROUPS,
+            )
+        groups: list[dict[str, Any]] = found
+        return groups
+
+    def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
+        """The part of the tree for each of ``names`` that has state, and for what else stands beside them."""
+        node = find(self._tree, STATE)
+        children = dict(node.children) if isinstance(node, Container) else {}
+        nodes: dict[Element, Node] = {name: children.pop(name) for name in names if name in children}
+        if not children:
+            return nodes
+        for name in names:  # nested by another front end, perhaps
+            below = None if name in nodes or node is None else find(node, name)
+            if below is not None:
+                nodes[name] = below
+                children.pop(name.partition(".")[0], None)
+        return nodes | children
+
+    def template(self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool]) -> dict[Element, Any]:
+        """State to be filled by `Store.load`: the flat keys below ``optim.state`` that ``keep`` answers for."""
+        filled: dict[Element, Any] = {}
+        for name, node in nodes.items():
+            prefix = f"{name}."
+
+            def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
+                entry = self._manifest.tensors.get(f"{STATE}.{key}")
+                return None if entry is None else place(name, key.removeprefix(prefix), self._whole(entry))
+
+            filled |= inflate(Container(DICT, ((name, node),)), leaf, keep)
+        return filled
+
+    def _whole(self, entry: Entry) -> Entry:
+        """Before memory is asked for: a shape that nothing stands behind is caught here."""
+        if not covers(self._manifest.extents(entry), whole(entry.shape)):
+            raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        return entry
+
+
+def new_tensor(entry: Entry, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor of the state of the parameter ``like``, in the dtype in which it was saved, on ``device``."""
+    dtype = torch_dtype(entry.dtype)
+    if like is not None and tuple(like.shape) == entry.shape and like.device == device:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
+    """Does an optimizer count steps on the CPU, with these options of a group? torch's rule, and its one exception."""
+    return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
+
+
+def is_step(entry: Entry, key: str) -> bool:
+    """Is it a count of steps, or a product over them, which optimizers keep on the CPU unless they are told not to?"""
+    return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
