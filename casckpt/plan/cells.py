@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from casckpt.format.extents import ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, cut, full_box, normalise
+from casckpt.format.regions import Box, Region, Shape, cut, full_box, normalise, whole
 
 UNKNOWN = -1
 _MAX_REST = 64  # boxes that may be left of a shard beside the parent's; beyond it, sharing is not worth the fragments
@@ -59,11 +59,29 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
         return []
     if parent is not None and parent.cell != cell:
         parent = None  # it comes from a store that cuts otherwise
+    if parent is not None and parent.whole is not None and region == whole(shape):
+        cuts = _cuts_of_whole(parent, parent.whole)
+        return [Group(region.box, 0, region.hi, None, cuts)]
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:
             return [_group(normalise(Region(part, 0, part.numel), shape), part, cell, parent) for part in parts]
     return [_group(normalise(region, shape), None, cell, parent)]
+
+
+def _cuts_of_whole(parent: ExtentTable, short: PackedWhole) -> list[Cut]:
+    """The parent's cells, without columns: most tensors are small, whole and many."""
+    size, end = parent.itemsize, parent.boxes[0].numel
+    return [
+        Cut(
+            lo,
+            min(lo + parent.cell, end),
+            short.blob,
+            short.offset + lo * size,
+            CellDigest(short.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]),
+        )
+        for number, lo in enumerate(range(0, end, parent.cell))
+    ]
 
 
 def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | None) -> Group:

@@ -12,9 +12,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from casckpt.format.extents import ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, flat_boxes, intersect, normalise
+from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
 _SMALL_GAP = 4096  # bytes: an unverified read does not take runs apart that are nearer to each other
@@ -47,6 +48,9 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
     """
     wanted = normalise(wanted, table.shape)
     if not wanted.numel or not len(table):
+        return
+    if table.whole is not None and table.boxes[0] == wanted.box:
+        yield from _units_of_whole(table, table.whole, wanted.lo, wanted.hi, verify)
         return
     worth = table.cell if verify else max(1, _SMALL_GAP // table.itemsize)
     for index, box in enumerate(table.boxes):
@@ -100,6 +104,19 @@ def _strides(shape: Shape) -> list[int]:
     for dim in range(len(shape) - 2, -1, -1):
         steps[dim] = steps[dim + 1] * shape[dim + 1]
     return steps
+
+
+def _units_of_whole(table: ExtentTable, short: PackedWhole, lo: int, hi: int, verify: bool) -> Iterator[Unit]:
+    """The same for the short form, without columns: most tensors are small and many."""
+    box, size, cell = table.boxes[0], table.itemsize, table.cell
+    if not verify:
+        yield Unit(short.blob, short.offset + lo * size, (hi - lo) * size, box, lo, hi, None)
+        return
+    end = box.numel
+    for number in range(lo // cell, -(-hi // cell)):
+        a, b = number * cell, min((number + 1) * cell, end)
+        digest = CellDigest(short.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+        yield Unit(short.blob, short.offset + a * size, (b - a) * size, box, a, b, digest)
 
 
 def _units_of(table: ExtentTable, row: int, lo: int, hi: int, verify: bool) -> Iterator[Unit]:
@@ -162,7 +179,9 @@ def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: in
 
 
 def covers(table: ExtentTable, wanted: Region) -> bool:
-    """Do the extents hold every element of ``wanted``? They never overlap each other: a save made sure of it."""
+    """Do the extents hold every element of ``wanted``? Never if they overlap each other: a save made sure of it."""
+    if table.whole is not None:
+        return True
     region = normalise(wanted, table.shape)
     found = 0
     for index, box in enumerate(table.boxes):
@@ -174,7 +193,10 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
         elif box.intersect(region.box) is not None:
             for row in range(first, last):
                 found += sum(common.numel for common in intersect(table.region(row), region))
-    return found >= region.numel
+    if found < region.numel or len(table.boxes) == 1:
+        return found >= region.numel
+    _, overlaps = holes_and_overlaps(table.shape, [table.region(row) for row in range(len(table))])
+    return not overlaps  # of a hostile table: it could hide holes, which would show what was in memory before
 
 
 __all__ = ["Batch", "Unit", "covers", "flat_boxes", "plan_batches", "plan_units"]

@@ -132,8 +132,9 @@ def cell_places(table: ExtentTable) -> tuple[Ints, Ints]:
 
 def used_bytes(tables: Sequence[ExtentTable], blob_count: int) -> Ints:
     """Bytes of each blob that the extents of one manifest use; cells that several tensors share count once."""
-    seen: list[Ints] = [np.empty((0, 3), dtype=np.int64)]
-    seen += [np.stack([t.blob, t.offset, t.offset + t.nbytes], axis=1) for t in tables]
+    short = [(t.whole.blob, t.whole.offset, t.whole.offset + t.boxes[0].numel * t.itemsize) for t in tables if t.whole]
+    seen: list[Ints] = [np.array(short, dtype=np.int64).reshape(-1, 3)]
+    seen += [np.stack([t.blob, t.offset, t.offset + t.nbytes], axis=1) for t in tables if t.whole is None]
     rows = np.concatenate(seen)
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     used = np.zeros(blob_count, dtype=np.int64)

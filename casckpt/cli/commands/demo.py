@@ -1,0 +1,78 @@
+"""``casckpt demo``."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from casckpt.cli.session import Output, plain_command
+from casckpt.cli.text import printable, say
+from casckpt.errors import Conflict
+
+
+@plain_command("demo")
+@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
+def command(output: Output, folder: Path | None) -> None:
+    """See it work, on a small model.
+
+    It is trained here; then come saves, what they share, a load, a gc. Takes seconds, and downloads nothing. FOLDER
+    becomes the store, to play on with; without it, nothing is left behind.
+    """
+    with ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="casckpt-demo-"))) / "store"
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise Conflict(f"{folder} is not empty; give another folder, or none")
+        tour = _Tour(output, folder)
+        tour.run()
+    if output.as_json:
+        output.give({"folder": str(folder), "steps": tour.steps}, lambda result: None)
+
+
+@dataclass
+class _Tour:
+    output: Output
+    folder: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All steps."""
+        from casckpt.checkpoint.store import open as open_store
+        from casckpt.cli.commands import diff, gc, list, stats, verify
+        from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
+
+        store = open_store(self.folder)
+        first, last = f"{RUN}@{STEPS[0]}", f"{RUN}@{STEPS[-1]}"
+        train_and_save(store)
+        rows = list.listing(store.repository)
+        self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
+        what = "Between the first and the last, only the head and its optimizer changed"
+        self._show(what, f"diff {first} {last}", diff.differences(store, first, last), diff.text)
+        self._show("The store holds the backbone once", "stats", asdict(store.stats()), stats.text)
+        exact = loads_exactly(store, first)
+        self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
+        self._show("Every byte is what was written", "verify", store.verify().to_json(), verify.text)
+        done = store.gc(keep_last=1).to_json()
+        self._show("Keep the newest, and delete what only the others needed", "gc --keep-last 1", done, gc.text)
+        self._show("What is left", "list", list.listing(store.repository), list.text)
+
+    def _show(self, title: str, line: str | None, result: Any, text: Callable[[Any], None]) -> None:
+        self.steps.append({"title": title, "command": line, "result": result})
+        if self.output.as_json:
+            return
+        say(click.style(f"# {title}", bold=True))
+        if line is not None:
+            name, _, rest = line.partition(" ")
+            say(f"$ casckpt {name} {printable(str(self.folder))} {rest}".rstrip())
+        text(result)
+        say()
+
+
+def _exactness(exact: bool) -> None:
+    say("every bit is the same" if exact else "NOT the same: please report this")

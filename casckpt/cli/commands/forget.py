@@ -1,0 +1,30 @@
+"""``casckpt forget``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from casckpt.cli.describe import brief
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import name, say
+
+
+@store_command("forget")
+@click.argument("refs", nargs=-1, required=True, metavar="REF...")
+@click.option("--tagged", is_flag=True, help="Also those that a tag names.")
+@click.option("--dry-run", is_flag=True, help="Only say which.")
+def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
+    """Take checkpoints out of sight.
+
+    By name, or RUN@501.. and RUN@100..500 for ranges of steps. They come back with `casckpt restore`, until a gc purges
+    them. Nothing is forgotten if one of them is tagged.
+    """
+    forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
+    session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
+
+
+def _text(result: dict[str, Any]) -> None:
+    for one in result["forgotten"]:
+        say(f"{'would forget' if result['dry_run'] else 'forgot'} {name(one)}")

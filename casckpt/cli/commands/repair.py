@@ -1,0 +1,52 @@
+"""``casckpt repair``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import click
+
+from casckpt.cli.progress import progress
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import SHORT_ID, count, printable, say, shortened
+
+DAMAGED: Final = 4
+
+
+@store_command("repair")
+@click.option(
+    "--from", "sources", multiple=True, metavar="STORE", help="Another store to take right bytes from. May be repeated."
+)
+def command(session: Session, sources: tuple[str, ...]) -> int:
+    """Put right bytes back where damage was found.
+
+    Exit status 4 if some of it cannot be repaired. The bytes come from equal blobs and cells of this store, or of
+    others. A checkpoint of which a blob cannot be made again gets a new twin, with a new id, and is forgotten.
+    """
+    from casckpt.checkpoint.store import open as open_store
+
+    others = [open_store(url, storage_options=session.storage_options, cache_dir=session.cache_dir) for url in sources]
+    with progress("repairing", None) as done:
+        result = session.store.repair(*others, progress=done)
+    session.give(result.to_json(), text)
+    return DAMAGED if result.is_damaged else 0
+
+
+def text(result: dict[str, Any]) -> None:
+    """What is right again, and what is lost."""
+    for blob in result["blobs"]:
+        say(f"repaired blob {blob}")
+    for id in result["manifests"]:
+        say(f"repaired manifest {id}")
+    for one in result["superseded"]:
+        say(f"replaced {printable(one['run'])}@{one['step']} ({one['old'][:SHORT_ID]}) by {one['new'][:SHORT_ID]}")
+    for one in result["lost"]:
+        users = ", ".join(id[:SHORT_ID] for id in one["checkpoints"])
+        say(f"not repaired: blob {one['blob']}: {printable(one['why'])}")
+        say(f"  used by {users}: {printable(', '.join(shortened(one['keys'], 5)))}")
+    for one in result["lost_manifests"]:
+        say(f"not repaired: manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
+    done = len(result["blobs"]) + len(result["manifests"]) + len(result["superseded"])
+    say(f"repaired {count(done, 'object')}")
+    if result["lost"] or result["lost_manifests"]:
+        say("give another copy with --from, or give those checkpoints up with `casckpt forget` and `casckpt gc`")

@@ -1,0 +1,101 @@
+"""``casckpt show``."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import Column, count, facts, moment, say, size, table
+from casckpt.errors import MissingKey
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.store import Store
+
+FEW = 20
+_COLUMNS = (
+    Column("TENSOR"),
+    Column("DTYPE", fixed=True),
+    Column("SHAPE", fixed=True),
+    Column("SIZE", "right", fixed=True),
+)
+
+
+@store_command("show")
+@click.argument("ref")
+@click.option("--tensors", "all_tensors", is_flag=True, help="List the tensors, even if they are many.")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
+def command(session: Session, ref: str, all_tensors: bool, keys: tuple[str, ...]) -> None:
+    """Show what a checkpoint holds.
+
+    And what its save did. JSON output always has the tensors.
+    """
+    result = details(session.store, ref, keys)
+    shown = all_tensors or bool(keys) or len(result["tensors"]) <= FEW
+    session.give(result, lambda result: _text(result, shown))
+
+
+def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
+    from casckpt.cli.describe import summary
+    from casckpt.repository import manifests
+
+    checkpoint = store.get(ref)
+    body = manifests.get(store.repository, checkpoint.commit).body
+    return summary(checkpoint) | {
+        "tags": checkpoint.tags,
+        "metadata": checkpoint.metadata,
+        "parent": body.parent,
+        "world_size": body.world_size,
+        "versions": {"casckpt": body.casckpt, "torch": body.torch},
+        "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
+        "objects": list(dict.fromkeys(one.key for one in body.objects)),
+        "tensors": [
+            {"key": key, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.bytes}
+            for key, one in checkpoint.tensors.items()
+            if key in _chosen(list(checkpoint.tensors), patterns)
+        ],
+    }
+
+
+def _chosen(keys: list[str], patterns: tuple[str, ...]) -> set[str]:
+    if not patterns:
+        return set(keys)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = [key for key in keys if fnmatchcase(key, pattern)]
+        if not found:
+            raise MissingKey(f"no tensor matches {pattern!r}; without --keys all are listed", keys=(pattern,))
+        chosen.update(found)
+    return chosen
+
+
+def _text(result: dict[str, Any], with_tensors: bool) -> None:
+    stats = result["stats"]
+    saved = f"{size(stats['bytes_total'])}, of which {size(stats['bytes_written'])} were new; {stats['seconds']:.2f} s"
+    notes = [*result["tags"], *(what for what in ("ephemeral", "forgotten") if result[what])]
+    attachments = ", ".join(f"{one['name']} ({size(one['bytes'])})" for one in result["attachments"])
+    rows = [
+        ("id", result["id"]),
+        ("name", f"{result['run']}@{result['step']}"),
+        ("created", f"{moment(result['created_at'])} UTC by casckpt {result['versions']['casckpt']}"),
+        ("saved", saved),
+        ("notes", ", ".join(notes)),
+        ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
+        ("parent", result["parent"] or ""),
+        ("ranks", str(result["world_size"])),
+        ("files", attachments),
+        ("objects", ", ".join(result["objects"][:FEW]) + (", ..." if len(result["objects"]) > FEW else "")),
+        ("tensors", count(len(result["tensors"]), "tensor")),
+    ]
+    facts([(title, value) for title, value in rows if value])
+    if with_tensors and result["tensors"]:
+        say()
+        table(_COLUMNS, map(_cells, result["tensors"]))
+
+
+def _cells(one: dict[str, Any]) -> tuple[str, ...]:
+    return one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])

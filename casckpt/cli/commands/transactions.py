@@ -1,0 +1,97 @@
+"""``casckpt transactions``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import moment, printable, say
+from casckpt.errors import Conflict, NotFound, Refused
+
+if TYPE_CHECKING:
+    from casckpt.format.records import Process
+    from casckpt.repository.repository import Repository
+    from casckpt.repository.transactions import OpenTransaction
+
+_ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
+
+
+@store_command("transactions")
+@click.option("--revoke", metavar="TXID", help="Give up on this save: nothing of it will be visible.")
+def command(session: Session, revoke: str | None) -> None:
+    """List the saves in progress.
+
+    A gc waits for them. Revoking is safe: at worst a save that was alive fails, and is made again.
+    """
+    if revoke is None:
+        session.give(_open(session.repository), _text)
+    else:
+        session.give({"revoked": _revoke(session.repository, revoke)}, lambda result: say(f"revoked {revoke}"))
+
+
+def _open(repo: Repository) -> list[dict[str, Any]]:
+    from casckpt.repository.commits import list_names
+    from casckpt.repository.transactions import open_transactions
+
+    repo.marker  # noqa: B018  # no store is not the same as no saves
+    found = open_transactions(repo, list_names(repo))
+    ended = list_names(repo) if found else set()
+    return [_described(one) for one in found if one.txid not in ended]
+
+
+def _described(one: OpenTransaction) -> dict[str, Any]:
+    from datetime import UTC, datetime
+
+    from casckpt.format.keys import parse_txid
+
+    name = parse_txid(one.txid)
+    row = {"txid": one.txid, "run": None, "step": name.step, "since": name.time.isoformat(), "signs_of_life": one.signs}
+    if one.began is None:
+        return row | {"host": None, "pid": None, "alive": None}
+    process = one.began.process
+    since = datetime.fromtimestamp(one.began.time / 1e6, UTC).isoformat()
+    return row | {
+        "run": one.began.run, "since": since, "host": process.host, "pid": process.pid, "alive": _alive(process)
+    }  # fmt: skip
+
+
+def _alive(process: Process) -> bool | None:
+    """None where this host cannot know."""
+    from casckpt.repository.processes import is_dead, this_process
+
+    if is_dead(process):
+        return False
+    here = this_process()
+    same = bool(here.boot_id) and (process.boot_id, process.pid_namespace) == (here.boot_id, here.pid_namespace)
+    return True if same else None
+
+
+def _revoke(repo: Repository, name: str) -> str:
+    from casckpt.format.keys import check_txid
+    from casckpt.repository.commits import list_names
+    from casckpt.repository.transactions import open_transactions, revoke
+
+    try:
+        txid = check_txid(name)
+    except Refused as error:
+        raise click.BadParameter(f"{error}; `casckpt transactions STORE` lists them", param_hint="--revoke") from error
+    closed = list_names(repo)
+    if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
+        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
+    if txid in closed or not revoke(repo, txid, "revoked by hand, with casckpt transactions --revoke"):
+        raise Conflict(f"save {txid} has ended already; `casckpt list STORE` shows whether it was committed")
+    return txid
+
+
+def _text(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        say(row["txid"])
+        run = f"{row['run']}@{row['step']}" if row["run"] else f"step {row['step']}"
+        process = (
+            f"process {row['pid']} on {row['host']} ({_ALIVE[row['alive']]})" if row["host"] else "process not known"
+        )
+        say(f"  {printable(run)}, since {moment(row['since'])} UTC, {printable(process)}")
+    if not rows:
+        say("no save is in progress")

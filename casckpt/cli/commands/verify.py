@@ -1,0 +1,64 @@
+"""``casckpt verify``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from casckpt.cli.progress import progress
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
+
+if TYPE_CHECKING:
+    from casckpt.repository.verify import Mode
+
+DAMAGED: Final = 4
+FAILED: Final = 1
+
+
+@store_command("verify")
+@click.argument("refs", nargs=-1, metavar="[REF]...")
+@click.option("--quick", is_flag=True, help="Look only whether blobs are there, with the right size.")
+@click.option(
+    "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
+    help="Look only at this part of the blobs, drawn at random.",
+)  # fmt: skip
+def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float) -> int:
+    """Read it all, and compare with the hashes.
+
+    All that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. Damaged blobs are
+    marked, so that no save reuses them; `casckpt repair` puts them right where it can.
+    """
+    with progress("verifying", None) as done:
+        mode: Mode = "exists" if quick else "full"
+        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
+    session.give(result.to_json(), text)
+    if result.is_damaged:
+        return DAMAGED
+    return FAILED if result.failed else 0
+
+
+def text(result: dict[str, Any]) -> None:
+    """What was checked, and what is wrong."""
+    for one in result["damaged"]:
+        users = ", ".join(id[:SHORT_ID] for id in one["checkpoints"])
+        say(f"damaged blob {one['blob']}: {printable(one['why'])}")
+        say(f"  used by {users}: {printable(', '.join(shortened(one['keys'], 5)))}")
+    for one in result["manifests"]:
+        say(f"damaged manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
+    for one in result["records"]:
+        say(f"damaged record {printable(one['key'])}: {printable(one['why'])}")
+    for one in result["failed"]:
+        say(f"could not read blob {one['blob']}: {printable(one['why'])}")
+    for blob in result["repaired"]:
+        say(f"right again: blob {blob}")
+    checked = f"{count(result['checked_blobs'], 'blob')}, {size(result['checked_bytes'])}"
+    say(f"checked {checked}, for {count(result['checked_checkpoints'], 'checkpoint')}")
+    damaged = len(result["damaged"]) + len(result["manifests"]) + len(result["records"])
+    if damaged:
+        say(f"{damaged} damaged: run `casckpt repair`")
+    elif result["failed"]:
+        say(f"{count(len(result['failed']), 'blob')} could not be read: try again")
+    else:
+        say("all is well")

@@ -1,0 +1,101 @@
+"""Errors at one place: each becomes a message on stderr, its last line saying what to do next, and an exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final
+
+import click
+
+from casckpt.cli.text import printable
+from casckpt.errors import CasckptError
+
+FAILED: Final = 1
+INTERRUPTED: Final = 130
+_HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help
+
+
+def exit_status(result: Any) -> int:
+    """What a command gave: a status, or nothing where all is well."""
+    return result if isinstance(result, int) else 0
+
+
+@dataclass
+class Reported:
+    """A context in which errors are reported. ``status`` is the exit status then. SystemExit passes."""
+
+    as_json: bool
+    debug: bool
+    status: int = 0
+
+    def __enter__(self) -> Reported:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not isinstance(error, Exception | KeyboardInterrupt):
+            return False
+        if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
+            error = error.__cause__  # click takes it for the end of what a person types
+        if self.debug:
+            traceback.print_exception(error)
+        self.status = self._report(error)
+        return True
+
+    def _report(self, error: BaseException) -> int:
+        if isinstance(error, BrokenPipeError):
+            return _reader_is_gone()
+        if isinstance(error, KeyboardInterrupt | click.Abort):
+            return self._say("interrupted", "interrupted", INTERRUPTED)
+        if isinstance(error, CasckptError):
+            return self._say(error.kind, str(error), error.exit_status)
+        if isinstance(error, click.ClickException):
+            _show_usage(error)
+            return self._as_json("usage", error.format_message(), error.exit_code)
+        return self._say("error", f"{_line(error)}\n{self._hint()}", FAILED)
+
+    def _hint(self) -> str:
+        if self.debug:
+            return "The traceback above says where; please report it, if it is not clear what to do."
+        return "Run it again with --debug to see where it happened."
+
+    def _say(self, kind: str, message: str, status: int) -> int:
+        click.echo(f"casckpt: {printable(message, lines=True)}", err=True)
+        return self._as_json(kind, message, status)
+
+    def _as_json(self, kind: str, message: str, status: int) -> int:
+        if self.as_json:
+            click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
+        return status
+
+
+def _show_usage(error: click.ClickException) -> None:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if isinstance(error, _HELP) or context is None:
+        error.show()
+        return
+    click.echo(f"casckpt: {printable(error.format_message())}\n{context.get_usage()}", err=True)
+    click.echo(f"Try '{context.command_path} --help'.", err=True)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _reader_is_gone() -> int:
+    """Nobody reads what is printed (``casckpt list | head``): that is no error to talk about."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, sys.stdout.fileno())  # Python flushes stdout once more at its end
+    except OSError:
+        pass  # not a file: a test's
+    finally:
+        os.close(nowhere)
+    return FAILED

@@ -1,0 +1,76 @@
+"""``casckpt``: finds the command, runs it, and turns whatever goes wrong into one message and an exit status."""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+import click
+
+from casckpt import __version__
+from casckpt.cli import commands
+from casckpt.cli.failures import Reported, exit_status
+
+NAME: Final = "casckpt"
+
+
+@cache
+def command_modules() -> dict[str, str]:
+    """Names of the commands, and of the modules that hold them."""
+    found = (module.name for module in pkgutil.iter_modules(commands.__path__))
+    return {name.rstrip("_"): name for name in found}
+
+
+class Commands(click.Group):
+    """The modules of `casckpt.cli.commands`, imported one by one: what needs no torch does not wait for it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, sorted."""
+        return sorted(command_modules())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """One command; None if there is none of that name."""
+        module = command_modules().get(cmd_name)
+        if module is None:
+            return None
+        found: click.Command = import_module(f"{commands.__name__}.{module}").command
+        return found
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run, and leave with the exit status; without ``standalone_mode``, give what the command gives, or raise."""
+        given = list(sys.argv[1:] if args is None else args)
+        run = super().main
+        if not standalone_mode:
+            return run(given, NAME, complete_var, standalone_mode=False, **extra)
+        with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
+            outcome.status = exit_status(run(given, NAME, complete_var, standalone_mode=False, **extra))
+            sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+        sys.exit(outcome.status)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Keep PyTorch checkpoints in one store, where no byte need be written twice.
+
+    STORE is a folder or a URL. REF names a checkpoint: an id (or 6 hex digits and more of it), RUN@STEP, RUN@latest,
+    latest, or tag:NAME; RUN@501.. and RUN@100..500 name ranges where several are taken.
+
+    Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    cli()

@@ -1,0 +1,150 @@
+"""What all commands share: STORE as the first argument, the common options, and how a result is given out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import click
+
+from casckpt.cli.text import printable
+from casckpt.cli.types import SETTING
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.store import Store
+    from casckpt.repository.repository import Repository
+
+Function: TypeAlias = Callable[..., int | None]
+"""The body of a command; it gives an exit status, or None for 0."""
+
+
+@dataclass
+class Output:
+    """Where a command's result goes. ``as_json``: the result itself, else the text that is made of it."""
+
+    as_json: bool = False
+
+    def give(self, result: Any, text: Callable[[Any], None]) -> None:
+        """Print a result, which is plain data."""
+        if self.as_json:
+            click.echo(json.dumps(_finite(result), indent=2, allow_nan=False))
+        else:
+            text(result)
+
+
+@dataclass
+class Session(Output):
+    """One run of a command on a store."""
+
+    url: str = ""
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    cache_dir: Path | None = None
+
+    @cached_property
+    def store(self) -> Store:
+        """The store, opened; nothing is read or made by that."""
+        from casckpt.checkpoint.store import open as open_store
+
+        return open_store(self.url, storage_options=self.storage_options, cache_dir=self.cache_dir)
+
+    @property
+    def repository(self) -> Repository:
+        """What lies under the store."""
+        return self.store.repository
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for NaN and infinities, which JSON lacks: a loss may well be one."""
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+STORE = click.Argument(["store"], metavar="STORE")
+COMMON: tuple[click.Parameter, ...] = (
+    click.Option(["--json", "as_json"], is_flag=True, help="Give the result as JSON."),
+    click.Option(["-v", "--verbose"], count=True, help="Say more of what is done, twice: all of it."),
+    click.Option(["--debug"], is_flag=True, help="Show where in the code an error comes from."),
+)
+ON_STORES: tuple[click.Parameter, ...] = (
+    click.Option(
+        ["--storage-option", "storage_options"],
+        type=SETTING,
+        multiple=True,
+        help="For the client of a remote storage; the value is JSON, or text. May be repeated.",
+    ),
+    click.Option(
+        ["--cache-dir"],
+        type=click.Path(path_type=Path, file_okay=False),
+        envvar="CASCKPT_CACHE_DIR",
+        show_envvar=True,
+        help="Where this host keeps what it has learnt of stores.",
+    ),
+)
+
+
+def store_command(name: str) -> Callable[[Function], click.Command]:
+    """A command of a store: STORE first. The function gets a `Session` and its own options."""
+
+    def decorate(function: Function) -> click.Command:
+        @wraps(function)
+        def call(store: str, storage_options: Any, cache_dir: Path | None, **options: Any) -> int | None:
+            as_json = _take_common(options)
+            return function(Session(as_json, store, dict(storage_options), cache_dir), **options)
+
+        made = click.command(name)(call)
+        made.params = [STORE, *made.params, *ON_STORES, *COMMON]
+        return made
+
+    return decorate
+
+
+def plain_command(name: str) -> Callable[[Function], click.Command]:
+    """A command of no store. The function gets an `Output` and its own options."""
+
+    def decorate(function: Function) -> click.Command:
+        @wraps(function)
+        def call(**options: Any) -> int | None:
+            return function(Output(_take_common(options)), **options)
+
+        made = click.command(name)(call)
+        made.params = [*made.params, *COMMON]
+        return made
+
+    return decorate
+
+
+def _take_common(options: dict[str, Any]) -> bool:
+    """Take the common options out, and heed them: the answer is whether JSON is wanted."""
+    del options["debug"]  # `casckpt.cli.main` has seen to it
+    click.get_current_context().with_resource(_log_to_stderr(options.pop("verbose")))
+    return bool(options.pop("as_json"))
+
+
+class _Handler(logging.Handler):
+    """Log records on stderr, as it is at that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(f"casckpt: {record.levelname.lower()}: {printable(record.getMessage(), lines=True)}", err=True)
+
+
+@contextmanager
+def _log_to_stderr(verbose: int) -> Iterator[None]:
+    log, handler = logging.getLogger("casckpt"), _Handler()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -1,0 +1,61 @@
+"""Kinds of values that options take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from casckpt.errors import InvalidInput
+from casckpt.plan.retention import parse_duration
+from casckpt.plan.sizes import parse_size
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """Bytes: 4096, 1MiB, 5GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes of what was given."""
+        try:
+            return value if isinstance(value, int) else parse_size(value)
+        except InvalidInput as error:
+            self.fail(str(error), param, ctx)
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """A time: 90s, 15m, 12h, 7d; a number alone is in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds of what was given."""
+        if isinstance(value, int | float):
+            return float(value)
+        try:
+            return parse_duration(f"{value}s" if value.strip().isdecimal() else value)
+        except InvalidInput as error:
+            self.fail(str(error), param, ctx)
+
+
+class Setting(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """KEY=VALUE. The value is JSON where it can be read as such (true, 8, {"a": 1}), else text."""
+
+    name = "key=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        """Key and value."""
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = value.partition("=")
+        if not key or not equals:
+            self.fail(f"{value!r} is not KEY=VALUE", param, ctx)
+        try:
+            return key, json.loads(text)
+        except ValueError:
+            return key, text
+
+
+SIZE, DURATION, SETTING = Size(), Duration(), Setting()

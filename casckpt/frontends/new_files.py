@@ -1,0 +1,94 @@
+"""New files and folders for a user: whole under their final names, or not there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from casckpt.errors import CasckptError, Conflict, StorageError
+
+
+@contextmanager
+def new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary path beside ``path``; what was written there becomes ``path`` at the end.
+
+    ``force``: over what is there; else Conflict. Raises StorageError where the file system does not let us.
+    """
+    if os.path.lexists(path) and not force:
+        raise Conflict(f"{path} exists already; give another name, or --force to write over it")
+    with _said_as_ours(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(_temporary(path.name))
+        try:
+            yield temporary
+            os.replace(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder; what was written there is in ``path`` at the end.
+
+    A folder ``path`` that is there must be empty, else Conflict. ``force``: files are put into it, over those of the
+    same name, the ones named ``last`` in that order at the end; files at its top whose name is ``stale`` are removed.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
+    there = path.is_dir()
+    if there and not force and any(path.iterdir()):
+        raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
+    with _said_as_ours(path):
+        if not there:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = (path if there else path.parent) / _temporary(path.name)
+        temporary.mkdir()
+        try:
+            yield temporary
+            if there:
+                _move_into(temporary, path, stale, last)
+            else:
+                os.rename(temporary, path)
+            sync_folder(path if there else path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
+    """Move all files of a tree; between the first and the last of them, ``target`` may hold some of old and new."""
+    names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+    for path in target.iterdir():
+        if stale(path.name) and path.is_file():
+            path.unlink()
+    for name in sorted(names, key=lambda name: (last.index(name) if name in last else -1, name)):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+
+
+def _temporary(name: str) -> str:
+    return f".{name[:100]}.casckpt-{secrets.token_hex(4)}"
+
+
+@contextmanager
+def _said_as_ours(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CasckptError):
+            raise
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}; make room, or give another place"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the file system can."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        os.fsync(handle)
+    os.close(handle)

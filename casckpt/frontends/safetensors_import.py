@@ -1,0 +1,240 @@
+"""Safetensors files, and Hugging Face folders of them, into a store: tensors stay mapped, none is copied as a whole."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.prepare import check_attachment_name
+from casckpt.checkpoint.store import Progress
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.tensors.dtypes import torch_dtype
+
+MAX_ATTACHMENT_BYTES: Final = 64 << 20
+MAX_ATTACHMENTS_BYTES: Final = 256 << 20
+RESIDENT_BYTES: Final = 256 << 20
+"""So much of mapped files is resident at most, more or less."""
+METADATA_KEY: Final = "safetensors"
+"""Where the ``__metadata__`` of a file stands in the metadata of a checkpoint."""
+
+_WEIGHTS = frozenset((
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".hdf5", ".msgpack", ".onnx", ".gguf",
+    ".ggml", ".ot", ".tflite", ".npz", ".pdparams", ".index.json",
+))  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What an import reads. ``attachments``: files that travel along, by name. ``skipped``: names of files left out."""
+
+    weights: tuple[Path, ...]
+    attachments: Mapping[str, Path]
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files with weights."""
+        return sum(path.stat().st_size for path in self.weights)
+
+
+def import_safetensors(
+    store: AnyStore,
+    path: str | os.PathLike[str],
+    *,
+    run: str = "default",
+    step: int,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys, and return.
+
+    Of a folder, config, tokenizer and other small files become attachments. The ``__metadata__`` of the files stands in
+    the checkpoint's metadata under "safetensors"; `export_safetensors` gives all of it back.
+
+    Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
+    """
+    sources = find_sources(path)
+    if sources.skipped:
+        log.warning("left out: %s", ", ".join(sources.skipped))
+    maps = Maps(progress or (lambda nbytes: None))
+    said = maps.add_all(sources.weights)
+    attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
+    return as_store(store).save(
+        maps.state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,
+        metadata={METADATA_KEY: said} | dict(metadata or {}),
+        no_dist=True,
+    )  # fmt: skip
+
+
+def find_sources(path: str | os.PathLike[str]) -> Sources:
+    """What an import of ``path`` would read: one safetensors file, an index of several, or a folder with either.
+
+    Raises NotFound, InvalidInput or Unsupported, saying what it is instead.
+    """
+    given = Path(path).expanduser()
+    if given.is_dir():
+        weights = _weights_of(given)
+        attachments, skipped = _attachments(given, weights)
+        return Sources(tuple(weights), attachments, tuple(skipped))
+    if given.name.endswith(INDEX_SUFFIX) and given.is_file():
+        return Sources(tuple(_shards(given)), {})
+    check_safetensors(given)
+    return Sources((given,), {})
+
+
+def _weights_of(folder: Path) -> list[Path]:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    shards = {name for index in indexes for name in read_index(index)}
+    choices = [*indexes, *(file for file in files if file.name not in shards)]
+    if not choices:
+        raise _nothing_in(folder)
+    if len(choices) > 1:
+        names = ", ".join(path.name for path in choices[:6])
+        raise InvalidInput(f"{folder} holds several models: {names}; give the path of the one that you mean")
+    if indexes:
+        return _shards(indexes[0])
+    check_safetensors(files[0])
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
+    found = [index.parent / name for name in read_index(index)]
+    for path in found:
+        if not path.is_file():
+            raise NotFound(f"{index} names {path.name}, which is not there; get the file, or a whole folder")
+        check_safetensors(path)
+    return found
+
+
+def _nothing_in(folder: Path) -> Exception:
+    names = {path.name for path in folder.iterdir()}
+    if "casckpt.json" in names:
+        return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with one")
+    kinds = {
+        ".metadata": "a checkpoint of torch.distributed.checkpoint",
+        "metadata.json": "a checkpoint of another trainer",
+        "pytorch_model.bin": "weights that torch.save wrote",
+        "pytorch_model.bin.index.json": "weights that torch.save wrote",
+    }
+    for name, what in kinds.items():
+        if name in names:
+            return Unsupported(
+                f"{folder} holds {what}, and no safetensors file; it cannot be imported yet. Load it in Python and "
+                "save the state with store.save"
+            )
+    return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
+
+
+class Maps:
+    """Files mapped into memory, as tensors.
+
+    Pages that were read stay resident until they are let go: that is done every `RESIDENT_BYTES` of progress, so that
+    memory is bounded for those too who count pages of files. Whoever needs one again has it from the page cache.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self.state: dict[str, torch.Tensor] = {}
+        self._progress = progress
+        self._maps: list[mmap.mmap] = []
+        self._since = 0
+
+    def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
+        """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""
+        said: dict[str, str] = {}
+        for path in weights:
+            header = read_header(path)
+            said = dict(header.metadata) | said
+            self._add(path, header)
+        return said
+
+    def _add(self, path: Path, header: Header) -> None:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes what can be written to
+        self._maps.append(data)
+        start = header.start
+        for one in header.tensors:
+            if one.key in self.state:
+                raise InvalidInput(f"{one.key!r} is in {path.name} and in another file of {path.parent}", key=one.key)
+            self.state[one.key] = _tensor(data, start, one)
+            start += one.nbytes
+
+    def done(self, nbytes: int) -> None:
+        """Called with the bytes just saved, by any thread."""
+        self._progress(nbytes)
+        self._since += nbytes
+        if self._since >= RESIDENT_BYTES:
+            self._since = 0
+            for data in self._maps:
+                data.madvise(mmap.MADV_DONTNEED)  # nothing was written, so nothing is lost
+
+
+def _tensor(data: mmap.mmap, start: int, one: Named) -> torch.Tensor:
+    dtype = torch_dtype(one.dtype)
+    if not one.nbytes:
+        return torch.empty(one.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=one.nbytes)
+    return flat.view(dtype).view(one.shape)
+
+
+# --- what travels along ---
+
+
+def _attachments(folder: Path, weights: list[Path]) -> tuple[dict[str, Path], list[str]]:
+    """Files by name, and the names of those that are left out."""
+    chosen: dict[str, Path] = {}
+    skipped: list[str] = []
+    left = MAX_ATTACHMENTS_BYTES
+    used = set(weights)
+    for name, path in _files(folder):
+        if path in used or ("/" not in name and name.endswith(INDEX_SUFFIX)):
+            continue  # an export makes an index of its own
+        nbytes = path.stat().st_size if _travels(folder, name, path) else MAX_ATTACHMENT_BYTES + 1
+        if nbytes > min(left, MAX_ATTACHMENT_BYTES):
+            skipped.append(name)
+            continue
+        left -= nbytes
+        chosen[name] = path
+    return chosen, skipped
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names, relative to the folder, and paths of the files below it, sorted; hidden ones are passed by."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(place, name)
+            if not name.startswith(".") and path.is_file():
+                yield path.relative_to(folder).as_posix(), path
+
+
+def _travels(folder: Path, name: str, path: Path) -> bool:
+    if any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
+        return False
+    try:
+        name.encode()
+        check_attachment_name(name)
+    except (UnicodeEncodeError, InvalidInput):
+        return False
+    return not path.is_symlink() or _leads_inside(folder, path)
+
+
+def _leads_inside(folder: Path, link: Path) -> bool:
+    """Does a link stay in the folder, or in the blobs of Hugging Face's cache? Others may lead to anybody's files."""
+    homes = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        homes.append(folder.resolve().parent.parent / "blobs")
+    return any(link.resolve().is_relative_to(home) for home in homes)

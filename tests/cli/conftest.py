@@ -1,0 +1,52 @@
+"""The command line, called in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import casckpt
+from casckpt.cli.main import cli
+
+Run = Callable[..., Result]
+AsJson = Callable[..., Any]
+
+
+@pytest.fixture
+def run() -> Run:
+    """Run a command; all arguments as text. ``status``: the exit status that is expected."""
+
+    def call(*args: object, status: int = 0) -> Result:
+        result = CliRunner().invoke(cli, [str(arg) for arg in args])
+        assert result.exit_code == status, result.output
+        assert "Traceback" not in result.output
+        return result
+
+    return call
+
+
+@pytest.fixture
+def as_json(run: Run) -> AsJson:
+    """What a command gives with --json."""
+
+    def call(*args: object, status: int = 0) -> Any:
+        return json.loads(run(*args, "--json", status=status).stdout)
+
+    return call
+
+
+@pytest.fixture
+def saved(store: casckpt.Store, store_path: Path) -> Path:
+    """A store with a@1, a@2, a@3 and b@1, of which most is shared."""
+    shared = torch.arange(5000.0)
+    for step in (1, 2, 3):
+        state = {"shared": shared, "own": torch.full((1000,), float(step)), "lr": 0.1}
+        store.save(state, run="a", step=step, metadata={"loss": 1 / step})
+    store.save({"shared": shared, "other": torch.zeros(2, 3, dtype=torch.bfloat16)}, run="b", step=1)
+    return store_path

@@ -1,0 +1,370 @@
+"""Each command: its JSON fields, its text, and what it does to the store."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import casckpt
+from casckpt.cli.text import printable
+from casckpt.repository.transactions import begin
+from tests.cli.conftest import AsJson, Run
+
+BRIEF = {"id", "run", "step"}
+STATS = {"bytes_total", "bytes_written", "bytes_reused", "blobs_written", "blobs_reused", "seconds"}
+
+
+def named(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"{row['run']}@{row['step']}" for row in rows]
+
+
+# --- looking ---
+
+
+def test_list_gives_the_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
+    store.tag("best", "a@2")
+    rows = as_json("list", saved)
+    assert named(rows) == ["a@1", "a@2", "a@3", "b@1"]
+    assert [row["tags"] for row in rows] == [[], ["best"], [], []]
+    for row in rows:
+        assert {*BRIEF, "created_at", "bytes_total", "ephemeral", "forgotten", "tags"} <= set(row)
+        assert datetime.fromisoformat(row["created_at"]).tzinfo == UTC
+        assert (row["ephemeral"], row["forgotten"], row["superseded"]) == (False, False, False)
+        assert len(row["id"]) == 64
+        assert set(row["stats"]) == STATS
+    assert rows[0]["bytes_total"] == 24_000
+    assert rows[0]["metadata"] == {"loss": 1.0}
+    assert named(as_json("list", saved, "--run", "b")) == ["b@1"]
+
+
+def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.forget("a@2")
+    assert named(as_json("list", saved)) == ["a@1", "a@3", "b@1"]
+    rows = as_json("list", saved, "--all")
+    assert [(row["step"], row["forgotten"]) for row in rows] == [(1, False), (2, True), (3, False), (1, False)]
+    assert "forgotten" in run("list", saved, "--all").stdout
+
+
+def test_list_shows_twins_as_superseded(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = store.get("a@2")
+    new = store.save({"shared": torch.arange(3.0)}, run="a", step=2, overwrite=True)
+    # as a crash between the new commit and the forgetting of the old one would leave it
+    monkeypatch.setattr("casckpt.repository.commits.list_commits", _with_twin(old.commit))
+    rows = [row for row in as_json("list", saved) if named([row]) == ["a@2"]]
+    assert [(row["id"], row["superseded"]) for row in rows] == [(old.id, True), (new.id, False)]
+
+
+def _with_twin(twin: Any) -> Any:
+    from casckpt.repository import commits
+
+    real = commits.list_commits
+
+    def listed(repo: Any) -> Any:
+        found = real(repo)
+        return commits.CommitList({**found.commits, twin.txid: twin}, found.damaged)
+
+    return listed
+
+
+def test_tables_fit_into_80_columns(saved: Path, store: casckpt.Store, run: Run) -> None:
+    long = "a-rather-long-name/of-a-run/that-somebody-chose/for-some-good-reason"
+    store.save({"a" * 100: torch.zeros(2)}, run=long, step=123456789, ephemeral=True)
+    store.tag("a-tag-with-a-rather-long-name", "latest")
+    for command in (("list", saved), ("show", saved, "latest", "--tensors"), ("stats", saved)):
+        lines = run(*command).stdout.splitlines()
+        table = [line for line in lines if command[0] != "show" or "float32" in line]
+        assert max(map(len, table)) <= 80
+        assert [line for line in lines if line != line.rstrip()] == []
+    assert (
+        "".join(line[14:].split("  ")[0] for line in run("list", saved, "--run", long).stdout.splitlines()[1:]) == long
+    )
+
+
+def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.save({"evil\x1b[2J\n[red]key": torch.zeros(2)}, run="evil", step=1, metadata={"x": "\x1b[31m"})
+    for command in ("show", "diff"):
+        shown = run(command, saved, "evil@1", *(["a@1"] if command == "diff" else [])).stdout
+        assert "\x1b" not in shown
+        assert r"evil\x1b[2J\n[red]key" in shown.replace("\n", "")
+    assert printable("a\tb\u202e\n") == r"a\tb\u202e\n"
+
+
+def test_show_gives_details_and_tensors(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "b@1")
+    shown = as_json("show", saved, "tag:best")
+    assert named([shown]) == ["b@1"]
+    assert shown["id"] == store.get("b@1").id
+    assert set(shown["stats"]) == STATS
+    assert shown["tensors"] == [
+        {"key": "shared", "dtype": "float32", "shape": [5000], "bytes": 20_000},
+        {"key": "other", "dtype": "bfloat16", "shape": [2, 3], "bytes": 12},
+    ]
+    assert shown["tags"] == ["best"]
+    assert as_json("show", saved, "a@1")["objects"] == ["lr"]
+    text = run("show", saved, "b@1").stdout
+    assert "bfloat16" in text
+    assert "2x3" in text
+
+
+def test_json_has_null_for_what_is_no_number(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.save({"a": torch.zeros(1)}, run="n", step=0, metadata={"loss": float("nan"), "all": [float("inf"), 1.5]})
+    for command in (("show", saved, "n@0"), ("list", saved)):
+        assert "NaN" not in run(*command, "--json").stdout
+    assert json.loads(run("show", saved, "n@0", "--json").stdout)["metadata"] == {"loss": None, "all": [None, 1.5]}
+
+
+def test_show_chooses_by_key(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert [one["key"] for one in as_json("show", saved, "a@1", "--keys", "o*")["tensors"]] == ["own"]
+    assert as_json("show", saved, "a@1", "--keys", "x*", status=3)["error"]["kind"] == "missing-key"
+
+
+def test_show_does_not_list_many_tensors_unasked(store: casckpt.Store, store_path: Path, run: Run) -> None:
+    store.save({f"k{number}": torch.zeros(1) for number in range(30)}, step=0)
+    assert "k17" not in run("show", store_path, "latest").stdout
+    assert "k17" in run("show", store_path, "latest", "--tensors").stdout
+
+
+def test_diff_gives_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> None:
+    found = as_json("diff", saved, "a@1", "a@3")
+    assert {name: found[name] for name in ("added", "removed", "changed", "unchanged")} == {
+        "added": [], "removed": [], "changed": ["own"], "unchanged": ["shared"],
+    }  # fmt: skip
+    assert found["bytes_changed"] == 4000
+    found = as_json("diff", saved, "a@1", "b@1")
+    assert (found["added"], found["removed"], found["bytes_added"]) == (["other"], ["own"], 12)
+    assert "~ own  bytes, 3.9 KiB" in run("diff", saved, "a@1", "a@3").stdout
+
+
+def test_stats_count(saved: Path, as_json: AsJson) -> None:
+    found = as_json("stats", saved)
+    blobs = list(saved.glob("objects/*/*.safetensors"))
+    files = [*blobs, *saved.glob("objects/*/*.manifest")]
+    assert (found["checkpoints"], found["blobs"]) == (4, len(blobs))
+    assert found["bytes_stored"] == sum(path.stat().st_size for path in files)
+    assert found["bytes_logical"] == 3 * 24_000 + 20_012
+
+
+# --- making, importing, exporting ---
+
+
+def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
+    made = as_json("init", store_path, "--cell-size", "64KiB", "--blob-size", "4MiB")
+    assert (made["cell_bytes"], made["blob_bytes"]) == (64 << 10, 4 << 20)
+    assert casckpt.open(store_path).repository.marker.store_id == made["store_id"]
+    assert as_json("init", store_path, status=5)["error"]["kind"] == "conflict"
+    assert "not a size" in run("init", store_path, "--cell-size", "big", status=2).stderr
+
+
+def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, as_json: AsJson) -> None:
+    source, out = tmp_path / "m.safetensors", tmp_path / "o.safetensors"
+    safetensors.torch.save_file({"a": torch.randn(100), "b": torch.ones(3).bfloat16()}, source)
+    made = as_json("import", store_path, source, "--run", "base", "--step", 0)
+    assert {*BRIEF, "stats"} <= set(made)
+    assert made["stats"]["bytes_written"] > 0
+    assert as_json("import", store_path, source, "--run", "base", "--step", 1)["stats"]["bytes_written"] == 0
+    assert as_json("import", store_path, source, "--run", "base", "--step", 1, status=5)["error"]["kind"] == "conflict"
+    as_json("import", store_path, source, "--run", "base", "--step", 1, "--overwrite")
+    found = as_json("export", store_path, "base@1", out, "--format", "safetensors")
+    assert (found["files"], found["tensors"]) == ([str(out)], 2)
+    assert out.read_bytes() == source.read_bytes()
+    assert as_json("export", store_path, "base@1", out, status=5)["error"]["kind"] == "conflict"
+    as_json("export", store_path, "base@1", out, "--force", "--keys", "a")
+    assert list(safetensors.torch.load_file(out)) == ["a"]
+
+
+def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
+    assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
+    assert "left out, for they are no tensors: lr" in run("export", saved, "a@1", tmp_path / "again").stdout
+
+
+def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "model.pt")
+    assert "torch.save writes" in run("import", store_path, tmp_path / "model.pt", "--step", 0, status=1).stderr
+    assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
+    assert not store_path.exists()
+
+
+# --- keeping and removing ---
+
+
+def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> None:
+    first = as_json("tag", saved, "best", "a@1")
+    assert (first["name"], named([first])) == ("best", ["a@1"])
+    as_json("tag", saved, "best", "a@2")
+    as_json("tag", saved, "old", "b@1")
+    assert [(tag["name"], *named([tag])) for tag in as_json("tag", saved)] == [("best", "a@2"), ("old", "b@1")]
+    assert len(as_json("tag", saved, "best")) == 1
+    assert as_json("tag", saved, "--delete", "old") == {"deleted": "old"}
+    assert as_json("tag", saved, "--delete", "old", status=3)["error"]["kind"] == "not-found"
+    as_json("tag", saved, "old", status=3)
+    as_json("tag", saved, "Not Usable", "a@1", status=1)
+    as_json("tag", saved, "x", "--delete", "best", status=2)
+
+
+def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("forget", saved, "a@2..", "--dry-run")["dry_run"] is True
+    assert len(as_json("list", saved)) == 4
+    gone = as_json("forget", saved, "a@2..", "b@1")
+    assert named(gone["forgotten"]) == ["a@2", "a@3", "b@1"]
+    assert named(as_json("list", saved)) == ["a@1"]
+    id = gone["forgotten"][0]["id"]
+    assert named(as_json("restore", saved, id)["restored"]) == ["a@2"]
+    assert named(as_json("list", saved)) == ["a@1", "a@2"]
+    message = run("show", saved, "b@1", status=3).stderr
+    assert "casckpt restore" in message
+
+
+def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) -> None:
+    as_json("tag", saved, "best", "a@2")
+    assert as_json("forget", saved, "a@1..3", status=5)["error"]["kind"] == "conflict"
+    assert len(as_json("list", saved)) == 4
+    assert len(as_json("forget", saved, "a@1..3", "--tagged")["forgotten"]) == 3
+
+
+def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
+    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    before = set(saved.rglob("*"))
+    assert planned["dry_run"] is True
+    assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert before == set(saved.rglob("*"))
+    done = as_json("gc", saved, "--keep-last", 1)
+    counts = ("deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes")
+    assert {name: done[name] for name in counts} == {name: planned[name] for name in counts}
+    assert done["deleted_blobs"] > 0
+    assert done["waiting"] == []
+    assert named(as_json("list", saved, "--all")) == ["a@3", "b@1"]
+    assert "deleted 0 blobs" in run("gc", saved).stdout
+    as_json("verify", saved)
+
+
+def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson) -> None:
+    assert as_json("gc", saved)["forgotten"] == []
+    assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]
+    assert as_json("gc", saved, "--keep-within", "7d", "--dry-run")["forgotten"] == []
+    as_json("gc", saved, "--keep-within", "soon", status=2)
+    as_json("gc", saved, "--keep-last", 0, status=1)
+
+
+def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -> None:
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", "1h")
+    assert (len(done["forgotten"]), done["purged"]) == (2, [])
+    assert [(one["reason"], *named([one])) for one in done["waiting"]] == [("young", "a@1"), ("young", "a@2")]
+    assert datetime.fromisoformat(done["waiting"][0]["until"]) > datetime.now(UTC)
+    assert "left for later: a@1" in run("gc", saved, "--min-age", "1h").stdout
+
+
+def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    transaction = begin(store.repository, "a", 4)
+    done = as_json("gc", saved, "--keep-last", 1, "--wait", 0)
+    (waiting,) = done["waiting"]
+    assert (waiting["reason"], waiting["txid"], waiting["pid"]) == ("transaction", transaction.txid, os.getpid())
+    assert done["deleted_blobs"] == 0
+    result = run("gc", saved, "--wait", "0.01s")
+    assert f"process {os.getpid()}" in result.stdout
+    assert result.stderr.count("waiting for the save of a@4") == 1
+    transaction.abort("test")
+    assert as_json("gc", saved)["deleted_blobs"] > 0
+
+
+def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    assert as_json("transactions", saved) == []
+    transaction = begin(store.repository, "a", 4)
+    (row,) = as_json("transactions", saved)
+    assert (row["txid"], row["run"], row["step"], row["pid"]) == (transaction.txid, "a", 4, os.getpid())
+    assert row["alive"] is True
+    assert datetime.fromisoformat(row["since"]).tzinfo == UTC
+    assert "(alive)" in run("transactions", saved).stdout
+    assert as_json("transactions", saved, "--revoke", row["txid"]) == {"revoked": row["txid"]}
+    assert as_json("transactions", saved) == []
+    assert as_json("transactions", saved, "--revoke", row["txid"], status=5)["error"]["kind"] == "conflict"
+    as_json("transactions", saved, "--revoke", "nonsense", status=2)
+    as_json("transactions", saved, "--revoke", row["txid"].replace("-4", "-5"), status=3)
+    assert transaction.abort("test")
+
+
+# --- care ---
+
+
+def damage(store_path: Path) -> str:
+    """Flip a bit of the largest blob; its hash."""
+    blob = max(store_path.glob("objects/*/*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    os.chmod(blob, 0o600)
+    blob.write_bytes(data)
+    return blob.stem
+
+
+def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    sound = as_json("verify", saved)
+    assert sound["damaged"] == []
+    assert sound["checked_blobs"] == as_json("stats", saved)["blobs"]
+    assert sound["checked_bytes"] == as_json("stats", saved)["bytes_blobs"]
+    blob = damage(saved)
+    assert as_json("verify", saved, "--quick")["damaged"] == []
+    found = as_json("verify", saved, status=4)
+    (one,) = found["damaged"]
+    assert one["blob"] == blob
+    assert "shared" in one["keys"]
+    assert set(one["checkpoints"]) == {checkpoint.id for checkpoint in store.checkpoints()}
+    text = run("verify", saved, status=4).stdout
+    assert blob in text
+    assert text.splitlines()[-1] == "1 damaged: run `casckpt repair`"
+
+
+def test_verify_of_a_part(saved: Path, as_json: AsJson) -> None:
+    assert as_json("verify", saved, "b@1")["checked_checkpoints"] == 1
+    assert as_json("verify", saved, "--sample", "0.01")["checked_blobs"] == 1
+    as_json("verify", saved, "--sample", "0", status=2)
+    as_json("verify", saved, "c@1", status=3)
+
+
+def test_repair_takes_from_another_store(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    other = casckpt.open(tmp_path / "other")
+    other.save({"shared": torch.arange(5000.0), "own": torch.full((1000,), 1.0), "lr": 0.1}, run="a", step=1)
+    blob = damage(saved)
+    as_json("verify", saved, status=4)
+    lost = as_json("repair", saved, status=4)
+    assert [one["blob"] for one in lost["lost"]] == [blob]
+    assert "--from" in run("repair", saved, status=4).stdout.splitlines()[-1]
+    assert as_json("repair", saved, "--from", tmp_path / "other")["blobs"] == [blob]
+    as_json("verify", saved)
+
+
+def test_reindex_makes_the_catalogue_anew(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+    found = as_json("reindex", saved, "--cache-dir", tmp_path / "cache")
+    assert found["checkpoints"] == 4
+    assert Path(found["path"]).is_relative_to(tmp_path / "cache")
+    assert Path(found["path"]).is_file()
+
+
+def test_the_cache_folder_may_come_from_the_environment(
+    saved: Path, tmp_path: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASCKPT_CACHE_DIR", str(tmp_path / "there"))
+    assert Path(as_json("reindex", saved)["path"]).is_relative_to(tmp_path / "there")
+
+
+def test_the_demo_shows_itself(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    shown = as_json("demo", tmp_path / "store")
+    results = {step["command"] or "load": step["result"] for step in shown["steps"]}
+    assert results["load"] is True
+    assert results["verify"]["damaged"] == []
+    assert named(results["list"]) == ["demo@30"]
+    assert named(as_json("list", tmp_path / "store")) == ["demo@30"]
+    assert as_json("demo", tmp_path / "store", status=5)["error"]["kind"] == "conflict"
+    text = run("demo").stdout
+    assert "every bit is the same" in text
+    folder = next(line.split()[3] for line in text.splitlines() if line.startswith("$ casckpt list"))
+    assert not Path(folder).exists()

@@ -1,0 +1,179 @@
+"""What goes wrong: one message, an exit status, no traceback unless it is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from casckpt.cli import main
+from casckpt.cli.main import cli, command_modules
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.types import SETTING
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
+from tests.cli.conftest import AsJson, Run
+
+WITHOUT_STORE = {"demo"}
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make ``casckpt fail STORE`` raise an error."""
+
+    def install(error: BaseException) -> None:
+        @store_command("fail")
+        def command(session: Session) -> None:
+            raise error
+
+        monkeypatch.setattr(main.Commands, "get_command", lambda self, ctx, name: command)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (NotFound("m; do this"), 3),
+        (MissingKey("m; do this"), 3),
+        (Damaged("m; do this"), 4),
+        (Conflict("m; do this"), 5),
+        (Revoked("m; do this"), 5),
+        (InvalidInput("m; do this"), 1),
+        (StorageError("m; do this"), 1),
+    ],
+)
+def test_an_error_is_one_message_and_a_status(
+    failing: Any, run: Run, as_json: AsJson, error: CasckptError, status: int
+) -> None:
+    failing(error)
+    result = run("fail", "s", status=status)
+    assert (result.stdout, result.stderr) == ("", "casckpt: m; do this\n")
+    assert as_json("fail", "s", status=status) == {"error": {"kind": error.kind, "message": "m; do this"}}
+
+
+def test_debug_shows_the_traceback(failing: Any) -> None:
+    failing(Conflict("m"))
+    result = CliRunner().invoke(cli, ["fail", "s", "--debug"])
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("casckpt: m\n")
+    assert result.exit_code == 5
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no\nway"), PermissionError(13, "Permission denied", "/x"), EOFError()])
+def test_what_nobody_thought_of_is_one_line_and_a_hint(
+    failing: Any, run: Run, as_json: AsJson, error: Exception
+) -> None:
+    failing(error)
+    first, last = run("fail", "s", status=1).stderr.strip().splitlines()
+    assert type(error).__name__ in first
+    assert "--debug" in last
+    assert as_json("fail", "s", status=1)["error"]["kind"] == "error"
+
+
+def test_an_interrupt_has_its_own_status(failing: Any, run: Run) -> None:
+    failing(KeyboardInterrupt())
+    assert run("fail", "s", status=130).stderr.strip() == "casckpt: interrupted"
+
+
+def test_a_reader_that_is_gone_is_no_error_to_talk_about(failing: Any, run: Run) -> None:
+    failing(BrokenPipeError(32, "Broken pipe"))
+    assert run("fail", "s", status=1).output == ""
+
+
+def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
+    failing(NotFound("no \x1b[2J here\nbut there"))
+    assert run("fail", "s", status=3).stderr == "casckpt: no \\x1b[2J here\nbut there\n"
+
+
+@pytest.mark.parametrize(
+    "args", [["nonsense"], ["list"], ["list", "s", "--nonsense"], ["import", "s", "f", "--step", "x"]]
+)
+def test_wrong_usage_says_what_to_do(run: Run, as_json: AsJson, args: list[str]) -> None:
+    lines = run(*args, status=2).stderr.strip().splitlines()
+    assert lines[0].startswith("casckpt: ")
+    assert lines[-1].startswith("Try 'casckpt")
+    assert as_json(*args, status=2)["error"]["kind"] == "usage"
+
+
+def test_without_arguments_there_is_help() -> None:
+    result = CliRunner().invoke(cli, [])
+    assert result.exit_code == 2
+    assert "Commands:" in result.output
+
+
+@pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"import", "init"}))
+def test_no_command_makes_a_store_by_looking_for_one(name: str, store_path: Path, as_json: AsJson) -> None:
+    with cli.make_context("casckpt", ["list", "s"]) as context:
+        command = cli.get_command(context, name)
+    assert command is not None
+    more = ["x" for one in command.params if isinstance(one, click.Argument) and one.required][1:]
+    more = {"diff": ["a@1", "a@2"], "export": ["a@1", "out"]}.get(name, ["a@1"] if more else [])
+    assert as_json(name, store_path, *more, status=3)["error"]["kind"] == "not-found"
+    assert not store_path.exists()
+
+
+@pytest.mark.parametrize("name", sorted(command_modules()))
+def test_every_command_has_the_same_frame(name: str) -> None:
+    with cli.make_context("casckpt", ["list", "s"]) as context:
+        command = cli.get_command(context, name)
+    assert command is not None
+    assert command.name == name
+    options = {option for one in command.params for option in one.opts}
+    assert {"--json", "--verbose", "--debug"} <= options
+    assert not any(isinstance(one, click.Option) and one.prompt for one in command.params)
+    if name not in WITHOUT_STORE:
+        assert command.params[0].human_readable_name == "STORE"
+        assert {"--storage-option", "--cache-dir"} <= options
+
+
+def test_the_last_word_of_a_refused_storage_option_is_about_it(run: Run, saved: Path) -> None:
+    assert "would do nothing: ['anon']" in run("list", saved, "--storage-option", "anon=true", status=1).stderr
+    assert "KEY=VALUE" in run("list", saved, "--storage-option", "anon", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a=true", True),
+        ("a=8", 8),
+        ('a={"b": 1}', {"b": 1}),
+        ("a=text", "text"),
+        ('a="8"', "8"),
+        ("a=x=y", "x=y"),
+        ("a=", ""),
+    ],
+)
+def test_values_of_storage_options_are_json_or_text(text: str, value: Any) -> None:
+    assert SETTING.convert(text, None, None) == ("a", value)
+
+
+def test_verbose_shows_the_log_and_leaves_no_trace(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @store_command("talk")
+    def command(session: Session) -> None:
+        logging.getLogger("casckpt.x").info("info")
+        logging.getLogger("casckpt.x").debug("debug")
+        logging.getLogger("casckpt.x").warning("warning \x1b")
+
+    monkeypatch.setattr(main.Commands, "get_command", lambda self, ctx, name: command)
+    log = logging.getLogger("casckpt")
+    before = (list(log.handlers), log.level)
+    said = ["casckpt: info: info", "casckpt: debug: debug", r"casckpt: warning: warning \x1b"]
+    for option, shown in (([], said[2:]), (["-v"], [said[0], said[2]]), (["-vv"], said)):
+        result = CliRunner().invoke(cli, ["talk", "s", *option])
+        assert result.stderr.splitlines() == shown
+    assert (list(log.handlers), log.level) == before
+
+
+def test_a_damaged_record_spoils_its_own_line_alone(saved: Path, run: Run, as_json: AsJson) -> None:
+    record = min((saved / "commits").iterdir())
+    record.chmod(0o600)
+    record.write_bytes(b"nonsense")
+    result = run("list", saved, "--json")
+    assert len(json.loads(result.stdout)) == 3
+    assert f"the record of {record.name} cannot be read" in result.stderr
+    assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"

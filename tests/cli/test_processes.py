@@ -1,0 +1,90 @@
+"""The command line as a process of its own: exit statuses, pipes, interrupts, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import casckpt
+from casckpt.repository.transactions import begin
+
+CASCKPT = (sys.executable, "-m", "casckpt")
+
+
+def run(*args: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*CASCKPT, *map(str, args)], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"casckpt {casckpt.__version__}\n"
+
+
+def test_statuses_and_streams_are_those_of_a_process(saved: Path) -> None:
+    assert len(json.loads(run("list", saved, "--json").stdout)) == 4
+    missing = run("show", saved, "a@9", status=3)
+    assert (missing.stdout, missing.stderr.count("\n")) == ("", 1)
+    assert json.loads(run("init", saved, "--json", status=5).stdout)["error"]["kind"] == "conflict"
+    run("list", status=2)
+
+
+def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
+    store, s = casckpt.open(saved), str(saved)
+    id = store.get("a@1").id
+    lines = [
+        ["list", s], ["show", s, "a@1", "--tensors"], ["diff", s, "a@1", "a@2"], ["stats", s], ["verify", s],
+        ["tag", s, "best", "a@2"], ["tag", s], ["forget", s, "a@1"], ["list", s, "--all"], ["restore", s, id],
+        ["transactions", s], ["reindex", s], ["repair", s], ["gc", s, "--keep-last", "1"], ["init", f"{s}-new"],
+    ]  # fmt: skip
+    code = (
+        "import sys\n"
+        "from casckpt.cli.main import cli\n"
+        f"for line in {lines!r}:\n"
+        "    assert not cli.main(line, standalone_mode=False), line\n"
+        "    assert 'torch' not in sys.modules, line\n"
+        f"    cli.main([*line, '--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules, 'help'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_json_does_not_import_rich(saved: Path) -> None:
+    code = (
+        "import sys\n"
+        "from casckpt.cli.main import cli\n"
+        f"cli.main(['list', {str(saved)!r}, '--json'], standalone_mode=False)\n"
+        "assert 'rich' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_a_reader_may_leave_early(saved: Path) -> None:
+    with subprocess.Popen(
+        [*CASCKPT, "list", str(saved), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_an_interrupt_ends_it_without_a_traceback(saved: Path, store: casckpt.Store) -> None:
+    store.forget("a@1")
+    transaction = begin(store.repository, "a", 9)
+    with subprocess.Popen(
+        [*CASCKPT, "gc", str(saved), "--wait", "1h"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting for the save of a@9")
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+    transaction.abort("test")
+    assert process.returncode == 130
+    assert said.strip() == "casckpt: interrupted"
