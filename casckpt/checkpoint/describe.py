@@ -113,7 +113,7 @@ def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Describ
 
 
 def _check_whole(name: Name, tables: Sequence[tuple[int, ExtentTable]], table: ExtentTable) -> None:
-    if len(table) == 1 and table.region(0).is_whole and table.box[0] == 0:
+    if table.whole is not None:
         return
     holes, overlaps = holes_and_overlaps(table.shape, [table.region(row) for row in range(len(table))])
     if holes:

@@ -6,16 +6,17 @@ into a buffer and copied from there. Units that several destinations want are re
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import Event, Lock
 from typing import NamedTuple, Protocol
 
+from casckpt.checkpoint.workers import run_all, useful_threads
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound
 from casckpt.format.digest import cell_digest
+from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.regions import Region, normalise
@@ -45,10 +46,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One entry of the manifest (by its number) and one sink for it."""
+    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
 
     entry: int
     sink: Sink
+    table: ExtentTable | None = None
 
 
 class _Taker(NamedTuple):
@@ -90,34 +92,33 @@ class Download:
     def run(self, wants: Sequence[Want]) -> None:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
         traits = self.repo.storage.traits
-        items = self._items(wants)
+        items = list(self._items(wants))
         rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
         batches = plan_batches(rows, gap=traits.read_gap, most=_BATCH_BYTES)
-        threads = max(self.threads, traits.parallel if traits.remote else 1)
+        total = sum(batch.nbytes for batch in batches)
+        threads = traits.parallel if traits.remote else useful_threads(self.threads, total, len(items))
         readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches))
         stop = Event()
-        with ThreadPoolExecutor(threads, thread_name_prefix="casckpt-load") as pool:
-            futures = [pool.submit(self._read, readers, batch, stop) for batch in batches]
-            errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise min(errors, key=lambda error: not isinstance(error, CasckptError))
+        try:
+            run_all(lambda batch: self._read(readers, batch, stop), batches, threads)
+        finally:
+            readers.close()
 
     def _items(self, wants: Sequence[Want]) -> Iterable[_Item]:
         """One item for each distinct range of bytes."""
         items: dict[tuple[int, int, int], _Item] = {}
-        by_entry: dict[int, list[Sink]] = defaultdict(list)
         for want in wants:
-            by_entry[want.entry].append(want.sink)
-        for number, sinks in by_entry.items():
-            entry = self.manifest.body.entries[number]
-            table = self.manifest.extents(entry)
-            for sink in sinks:
-                region = normalise(sink.region, entry.shape)
-                for unit in plan_units(table, region, verify=self.verify):
-                    item = items.setdefault((unit.blob, unit.offset, unit.nbytes), _Item(unit, entry.key, []))
-                    item.takers.append(_Taker(sink, unit, _place(sink, region, unit)))
+            entry, sink = self.manifest.body.entries[want.entry], want.sink
+            table = self.manifest.extents(entry) if want.table is None else want.table
+            region = normalise(sink.region, entry.shape)
+            for unit in plan_units(table, region, verify=self.verify):
+                item = items.get(unit[:3])
+                if item is None:
+                    item = items[unit[:3]] = _Item(unit, entry.key, [])
+                item.takers.append(_Taker(sink, unit, _place(sink, region, unit)))
         for item in items.values():
-            item.takers.sort(key=lambda taker: taker.place is None)
+            if len(item.takers) > 1:
+                item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
 
     def _read(self, readers: _Readers, batch: Batch[_Item], stop: Event) -> None:
@@ -188,6 +189,11 @@ class _Readers:
                 context = self._repo.storage.open(blob_key(ref.uploader, ref.hash))
                 self._open[blob] = (context.__enter__(), context)
             return self._open[blob][0]
+
+    def close(self) -> None:
+        """Close what a failure left open."""
+        while self._open:
+            self._open.popitem()[1][1].__exit__(None, None, None)
 
     def skip(self, blob: int) -> None:
         """One batch of a blob is done with; the last one closes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.repository.repository import Repository
 
+State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
+"""What is to be saved, or what makes it: then what goes wrong in the making reaches all ranks."""
+
 
 @dataclass
 class SaveJob:
@@ -26,14 +29,15 @@ class SaveJob:
     repo: Repository
     ranks: Ranks
     memory: SaveMemory
-    state: Mapping[Any, Any]
+    state: State
     attachments: Mapping[str, bytes] | None
     allow_pickle: bool
     options: Mapping[str, Any] = field(kw_only=True)
 
     def prepare(self) -> Prepared:
         """Look at every leaf; see `casckpt.checkpoint.prepare.prepare`."""
-        return prepare(self.state, self.attachments, rank=self.ranks.rank, allow_pickle=self.allow_pickle)
+        state = self.state if isinstance(self.state, Mapping) or not callable(self.state) else self.state()
+        return prepare(state, self.attachments, rank=self.ranks.rank, allow_pickle=self.allow_pickle)
 
     def snapshot(self) -> Callable[[], Prepared]:
         """`prepare` with copies of all data, made now. Errors are raised by the call, where all ranks learn of them."""

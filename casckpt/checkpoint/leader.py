@@ -174,7 +174,8 @@ class Leader:
         found = [one for one in commits.visible() if (one.run, one.step) == (run, step)]
         if found and not self.options.overwrite:
             raise Conflict(
-                f"{run}@{step} exists already ({found[-1].id}); save another step, or pass overwrite=True",
+                f"{run}@{step} exists already ({found[-1].id}); save another step, or overwrite it "
+                "(overwrite=True, --overwrite)",
                 checkpoints=(found[-1].id,),
             )
         return found

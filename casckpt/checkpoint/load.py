@@ -17,6 +17,7 @@ import torch
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
+from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Entry, Manifest, ObjectEntry
 from casckpt.format.regions import whole
 from casckpt.format.tree import Leaf, Node, Path, decode_tree, find, join, leaves
@@ -195,11 +196,11 @@ class _Plan:
             check_destination(key, piece.data)
             if not covers(table, piece.region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
-            self._want(number, entry, piece)
+            self._want(number, table, piece, entry.dtype)
 
-    def _want(self, number: int, entry: Entry, piece: Piece) -> None:
+    def _want(self, number: int, table: ExtentTable, piece: Piece, stored: str) -> None:
         if piece.region.numel:
-            self._wants.append(Want(number, Destination(piece.region, piece.data, torch_dtype(entry.dtype))))
+            self._wants.append(Want(number, Destination(piece.region, piece.data, torch_dtype(stored)), table))
 
     def new_tensor(self, number: int, entry: Entry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
@@ -207,7 +208,7 @@ class _Plan:
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = _empty(entry, device)
-        self._want(number, entry, Piece(whole(entry.shape), data))
+        self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
         return data
 
     def _add_object(self, key: str, one: ObjectEntry) -> None:

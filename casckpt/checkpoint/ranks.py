@@ -15,16 +15,18 @@ After a death or a stall the group is dropped and made anew by the next call.
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from weakref import ref
 
 import torch
 
-from casckpt.errors import CasckptError, InvalidInput, RankFailed
+from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +35,9 @@ Up = TypeVar("Up")
 Down = TypeVar("Down")
 
 _WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
+_MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+_LOST = "lost"
 
 
 class Ranks(Protocol):
@@ -130,18 +134,16 @@ class _Message:
 class GroupRanks:
     """The ranks of a process group, over a gloo group of their own."""
 
-    def __init__(self, parent: ProcessGroup, drop: Callable[[], None]) -> None:
-        dist = torch.distributed
-        self._dist = dist
-        self._globals = dist.get_process_group_ranks(parent)
-        self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
+    def __init__(self, parent: ProcessGroup, name: str, drop: Callable[[], None]) -> None:
+        """``name``: alike on all ranks, and never used before in this process group."""
+        self._parent = ref(parent)
+        self._name = name
+        self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
         self._timeout = _timeout_of(parent)
-        self._patience = 2 * self._timeout + timedelta(seconds=30)  # of the others with rank 0, which waits for them
-        self._group = dist.new_group(
-            self._globals, timeout=self._patience, backend="gloo", use_local_synchronization=True
-        )
-        self._store = _store_of(self._group)
+        self._patience = 2 * self._timeout + _MARGIN  # of the others with rank 0, which waits for them
+        self._store = _store_for(parent, name)
+        self._group = _connect(self._store, self.rank, self.size, self._patience)
         self._drop_group = drop
         self._dead: RankFailed | None = None
         self._lock = Lock()
@@ -149,7 +151,11 @@ class GroupRanks:
     @property
     def name(self) -> str:
         """See `Ranks.name`."""
-        return str(self._group.group_name)
+        return self._name
+
+    def is_for(self, parent: ProcessGroup) -> bool:
+        """Is it of this very process group, not of an earlier one of the same name?"""
+        return self._parent() is parent
 
     def fail(self, error: CasckptError) -> NoReturn:
         """See `Ranks.fail`."""
@@ -177,7 +183,7 @@ class GroupRanks:
 
     def _attempt(self, call: Callable[[], Up]) -> _Message:
         try:
-            return _Message(call())
+            return _Message(call(), rank=self.rank)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
             return _Message(error=error, rank=self.rank)
 
@@ -254,21 +260,17 @@ class GroupRanks:
     # the wire
 
     def _irecv(self, data: torch.Tensor, rank: int) -> Any:
-        return self._dist.irecv(data, self._globals[rank], group=self._group)
+        return self._group.recv([data], rank, 0)
 
     def _send(self, data: bytes, rank: int) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for part in (torch.tensor([len(data)], dtype=torch.int64), payload):
-            self._dist.send(part, self._globals[rank], group=self._group)
+            self._group.send([part], rank, 0).wait(self._patience)
 
     # when somebody is gone
 
-    def _key(self) -> str:
-        return f"casckpt/lost/{self._group.group_name}"
-
     def _leave_word(self, error: RankFailed) -> None:
-        if self._store is not None:
-            self._store.set(self._key(), f"{error.rank}\n{error}")
+        self._store.set(_LOST, f"{error.rank}\n{error}")
 
     def _give_up(self, error: RankFailed) -> None:
         self._leave_word(error)
@@ -283,10 +285,9 @@ class GroupRanks:
 
     def _word_of_rank_0(self, error: RuntimeError) -> RankFailed:
         try:
-            if self._store is not None:
-                self._store.wait([self._key()], timedelta(seconds=_WORD_SECONDS))
-                rank, _, text = self._store.get(self._key()).decode().partition("\n")
-                return RankFailed(text, rank=int(rank), lost="late")
+            self._store.wait([_LOST], timedelta(seconds=_WORD_SECONDS))
+            rank, _, text = self._store.get(_LOST).decode().partition("\n")
+            return RankFailed(text, rank=int(rank), lost="late")
         except RuntimeError:  # DistStoreError: no word, or no store any more
             pass
         return _lost(0, error)
@@ -295,12 +296,16 @@ class GroupRanks:
 def _lost(rank: int, error: RuntimeError) -> RankFailed:
     late = _timed_out(error)
     how = "did not answer in time" if late else "died, or closed its connection"
-    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     return RankFailed(
-        f"rank {rank} {how}: nothing was saved or loaded. Look at the log of rank {rank}, then start again ({why})",
+        f"rank {rank} {how}: nothing was saved or loaded. Look at the log of rank {rank}, then start again "
+        f"({_first_line(error)})",
         rank=rank,
         lost="late" if late else "died",
     )
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
 
 
 def _timed_out(error: RuntimeError) -> bool:
@@ -312,13 +317,20 @@ def _wait(work: Any, deadline: float) -> None:
 
 
 def _pack(message: _Message) -> bytes:
+    error, rank = message.error, message.rank
+    if error is not None and not isinstance(error, CasckptError):  # many others pickle, but do not come back
+        return pickle.dumps(_Message(error=_failure(rank, error), rank=rank))
     try:
-        return pickle.dumps(message)
-    except Exception as problem:  # an error with a lock or a socket in it: its text must do
-        if message.error is None:
-            raise
-        text = f"{type(message.error).__name__}: {message.error} ({type(problem).__name__} while sending it)"
-        return pickle.dumps(_Message(error=RankFailed(text, rank=message.rank), rank=message.rank))
+        data = pickle.dumps(message)
+        if error is not None:
+            pickle.loads(data)  # noqa: S301 - made here
+        return data
+    except Exception as problem:  # noqa: BLE001 - something with a lock or a socket in it: its text must do
+        return pickle.dumps(_Message(error=_failure(rank, error or problem), rank=rank))
+
+
+def _failure(rank: int | None, error: BaseException) -> RankFailed:
+    return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
 
 
 def _seen_from(answer: _Message, rank: int) -> _Message:
@@ -328,10 +340,9 @@ def _seen_from(answer: _Message, rank: int) -> _Message:
         return answer
     if isinstance(error, CasckptError):
         like = type(error)(f"rank {origin}: {error}")
-        like.__dict__.update(error.__dict__ | {"rank": origin})
+        like.__dict__.update({"rank": origin} | error.__dict__)
         return _Message(error=like, rank=origin)
-    text = f"rank {origin} failed: {type(error).__name__}: {error}"
-    return _Message(error=RankFailed(text, rank=origin), rank=origin)
+    return _Message(error=_failure(origin, error), rank=origin)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -347,9 +358,28 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
     return _DEFAULT_TIMEOUT
 
 
-def _store_of(group: ProcessGroup) -> Any:
-    found = torch.distributed.distributed_c10d._world.pg_map.get(group)
-    return found[1] if found else None
+def _store_for(group: ProcessGroup, name: str) -> Any:
+    c10d = torch.distributed.distributed_c10d
+    return c10d.PrefixStore(name, c10d._world.pg_map[group][1])
+
+
+def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A gloo group. Made by hand: `new_group` names groups by how many a rank is in, which may differ between ranks."""
+    if not torch.distributed.is_gloo_available():
+        raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
+    store.set(f"here/{rank}", "")
+    try:
+        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+    except RuntimeError as error:
+        try:
+            absent = [other for other in range(size) if not store.check([f"here/{other}"])]
+        except RuntimeError:  # the store is gone, and with it whoever has it
+            absent = [0]
+        raise RankFailed(
+            f"not all ranks came to save or load together (absent: {absent or 'none by now'}); all of them must make "
+            f"the call ({_first_line(error)})",
+            rank=absent[0] if absent else None,
+        ) from error
 
 
 class _Groups:
@@ -357,18 +387,21 @@ class _Groups:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], GroupRanks] = {}
+        self._dropped: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
-        name = (parent.group_name, purpose)
+        key = (parent.group_name, purpose)
         with self._lock:
-            found = self._made.get(name)
-            if found is None or found._group not in torch.distributed.distributed_c10d._world.pg_map:
-                found = self._made[name] = GroupRanks(parent, lambda: self._forget(name))
+            found = self._made.get(key)
+            if found is None or not found.is_for(parent):
+                name = f"casckpt/{parent.group_name}/{purpose}/{self._dropped[key]}"
+                found = self._made[key] = GroupRanks(parent, name, lambda: self._drop(key))
             return found
 
-    def _forget(self, name: tuple[str, str]) -> None:
-        self._made.pop(name, None)
+    def _drop(self, key: tuple[str, str]) -> None:
+        self._made.pop(key, None)
+        self._dropped[key] += 1
 
 
 _groups = _Groups()

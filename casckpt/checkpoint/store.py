@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-    from casckpt.checkpoint.job import SaveJob
+    from casckpt.checkpoint.job import SaveJob, State
     from casckpt.checkpoint.leader import SaveMemory
     from casckpt.checkpoint.load import LoadOptions, Rename
 
@@ -98,7 +98,7 @@ class Store:
 
     def save(
         self,
-        state: Mapping[Any, Any],
+        state: State,
         *,
         run: str = "default",
         step: int,
@@ -115,6 +115,8 @@ class Store:
         progress: Progress | None = None,
     ) -> Checkpoint:
         """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
+
+        ``state`` may be a function that makes it: then its errors reach all ranks.
 
         Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
@@ -137,7 +139,7 @@ class Store:
 
     def save_async(
         self,
-        state: Mapping[Any, Any],
+        state: State,
         *,
         run: str = "default",
         step: int,
@@ -170,7 +172,7 @@ class Store:
 
     def _job(
         self,
-        state: Mapping[Any, Any],
+        state: State,
         attachments: Mapping[str, bytes] | None,
         allow_pickle: bool,
         process_group: ProcessGroup | None,

@@ -12,12 +12,11 @@ Memory is bounded by the workers' buffers, whatever the size of the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from typing import TypeVar
 
 from casckpt.checkpoint.sources import Cell, Source
+from casckpt.checkpoint.workers import run_all, useful_threads
 from casckpt.format import blob as blob_format
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.manifest import BlobRef
@@ -28,9 +27,8 @@ from casckpt.repository import blobs
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 
-T = TypeVar("T")
 _TASK_BYTES = 8 << 20
-_TASK_CELLS = 256
+_TASK_CELLS = 4096
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
@@ -61,22 +59,22 @@ class Upload:
     def place(self, work: Sequence[Sequence[Cell]]) -> list[list[Placed]]:
         """Find or store every cell. Blobs are durable when it returns; their names once the folder is settled."""
         placed: dict[int, Placed] = {}
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="casckpt-save") as pool:
-            unknown = self._compare(pool, work, placed) if self.known.any else [c for cells in work for c in cells]
-            if unknown:
-                self._pack(pool, unknown, placed)
+        unknown = self._compare(work, placed) if self.known.any else [cell for cells in work for cell in cells]
+        if unknown:
+            self._pack(unknown, placed)
         return [[placed[id(cell)] for cell in cells] for cells in work]
 
     # compare
 
-    def _compare(
-        self, pool: ThreadPoolExecutor, work: Sequence[Sequence[Cell]], placed: dict[int, Placed]
-    ) -> list[Cell]:
+    def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, Placed]) -> list[Cell]:
         probes = [cells[0] for cells in work if cells[0].memory.view(0, 0) is not None]
-        _run(pool, self._compare_all, _tasks(probes), placed)
-        likely = [cell for cells in work if id(cells[0]) in placed for cell in cells[1:]]
-        _run(pool, self._compare_all, _tasks(likely), placed)
+        self._compare_each(probes, placed)
+        self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
         return [cell for cells in work for cell in cells if id(cell) not in placed]
+
+    def _compare_each(self, cells: Sequence[Cell], placed: dict[int, Placed]) -> None:
+        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
+        run_all(lambda lot: self._compare_all(lot, placed), _tasks(cells), threads)
 
     def _compare_all(self, cells: Sequence[Cell], placed: dict[int, Placed]) -> None:
         for cell in cells:
@@ -94,20 +92,18 @@ class Upload:
 
     # pack
 
-    def _pack(self, pool: ThreadPoolExecutor, unknown: list[Cell], placed: dict[int, Placed]) -> None:
+    def _pack(self, unknown: list[Cell], placed: dict[int, Placed]) -> None:
         capacity = self.repo.marker.blob_bytes
-        queue = _Queue(unknown)
+        queue, stop = _Queue(unknown), Event()
         total = sum(cell.nbytes for cell in unknown)
-        workers = min(self.threads, -(-total // capacity) or 1)
+        workers = min(useful_threads(self.threads, total, len(unknown)), -(-total // capacity) or 1)
         buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
-        stop = Event()
         try:
-            _run(pool, self._work, [(queue, buffers, stop)] * workers, placed)
+            run_all(lambda _: self._work(queue, buffers, stop, placed), range(workers), workers)
         finally:
             buffers.close()
 
-    def _work(self, shared: tuple[_Queue, BufferPool, Event], placed: dict[int, Placed]) -> None:
-        queue, buffers, stop = shared
+    def _work(self, queue: _Queue, buffers: BufferPool, stop: Event, placed: dict[int, Placed]) -> None:
         try:
             with buffers.borrow() as buffer:
                 while not stop.is_set() and self._fill(queue, buffer.view, placed):
@@ -190,16 +186,3 @@ def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
             first, nbytes = i + 1, 0
     if first < len(cells):
         yield cells[first:]
-
-
-def _run(
-    pool: ThreadPoolExecutor,
-    call: Callable[[T, dict[int, Placed]], None],
-    tasks: Iterable[T],
-    placed: dict[int, Placed],
-) -> None:
-    """Run all tasks; the first error is raised once all have ended."""
-    futures = [pool.submit(call, task, placed) for task in tasks]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, full_box
+from casckpt.format.regions import Box, Region, Shape, full_box, whole
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 DIGEST_BYTES = 32
@@ -45,7 +45,7 @@ def unpack(data: bytes) -> Ints:
     return array.astype(np.int64)
 
 
-class PackedExtents(msgspec.Struct, frozen=True, array_like=True):
+class PackedExtents(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """Extents as they are stored: columns, see `ExtentTable`. ``boxes``: offset and shape of box 1, of box 2, ..."""
 
     boxes: bytes
@@ -56,6 +56,18 @@ class PackedExtents(msgspec.Struct, frozen=True, array_like=True):
     offset: bytes
     digests: bytes
     unhashed: bytes = b""
+
+
+class PackedWhole(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The extents of most tensors, as they are stored: a single one, which is the whole tensor."""
+
+    blob: int
+    offset: int
+    digests: bytes
+    unhashed: bool = False
+
+
+Packed: TypeAlias = PackedExtents | PackedWhole
 
 
 class CellPlace(NamedTuple):
@@ -69,20 +81,9 @@ class CellPlace(NamedTuple):
     unhashed: bool = False
 
 
-@dataclass(frozen=True)
-class ExtentTable:
-    """The extents of one tensor, as columns of equal length, sorted by (box, lo).
+class Columns(NamedTuple):
+    """See `ExtentTable`."""
 
-    ``boxes``: box 0 is always the whole tensor. ``box``: index into it. ``lo``, ``hi``: elements, in the row-major
-    order of the box. ``blob``: index into the manifest's blobs. ``offset``: bytes from the start of the blob file.
-    ``digests``: uint8 [cells, 32]. ``unhashed``: bool, True where the bytes were taken on the caller's word (frozen).
-    ``cell``: elements of a cell. ``itemsize``: bytes of an element.
-    """
-
-    shape: Shape
-    itemsize: int
-    cell: int
-    boxes: tuple[Box, ...]
     box: Ints
     lo: Ints
     hi: Ints
@@ -91,8 +92,73 @@ class ExtentTable:
     digests: npt.NDArray[np.uint8]
     unhashed: npt.NDArray[np.bool_]
 
+
+@dataclass(frozen=True)
+class ExtentTable:
+    """The extents of one tensor, as columns of equal length, sorted by (box, lo).
+
+    ``boxes``: box 0 is always the whole tensor. ``box``: index into it. ``lo``, ``hi``: elements, in the row-major
+    order of the box. ``blob``: index into the manifest's blobs. ``offset``: bytes from the start of the blob file.
+    ``digests``: uint8 [cells, 32]. ``unhashed``: bool, True where the bytes were taken on the caller's word (frozen).
+    ``cell``: elements of a cell. ``itemsize``: bytes of an element.
+
+    ``whole``: set where a single extent is the whole tensor. Most tables are like that, and so need no columns unless
+    they are asked for.
+    """
+
+    shape: Shape
+    itemsize: int
+    cell: int
+    boxes: tuple[Box, ...]
+    given: Columns | None
+    whole: PackedWhole | None = None
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All columns."""
+        if self.given is not None or self.whole is None:
+            return self.given or _NOTHING
+        one = np.array([0, 0, self.boxes[0].numel, self.whole.blob, self.whole.offset], dtype=np.int64)
+        digests = np.frombuffer(self.whole.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        return Columns(one[0:1], one[1:2], one[2:3], one[3:4], one[4:5], digests, np.array([self.whole.unhashed]))
+
+    @property
+    def box(self) -> Ints:
+        """Index of the box of each extent."""
+        return self.columns.box
+
+    @property
+    def lo(self) -> Ints:
+        """First element of each extent."""
+        return self.columns.lo
+
+    @property
+    def hi(self) -> Ints:
+        """Element behind the last one of each extent."""
+        return self.columns.hi
+
+    @property
+    def blob(self) -> Ints:
+        """Blob of each extent."""
+        return self.columns.blob
+
+    @property
+    def offset(self) -> Ints:
+        """Byte of the blob file at which each extent starts."""
+        return self.columns.offset
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint8]:
+        """Digests of all cells, in order."""
+        return self.columns.digests
+
+    @property
+    def unhashed(self) -> npt.NDArray[np.bool_]:
+        """Which extents were not hashed when they were saved."""
+        return self.columns.unhashed
+
     def __len__(self) -> int:
-        return len(self.lo)
+        return 1 if self.whole is not None else len(self.lo)
 
     @cached_property
     def cells(self) -> Ints:
@@ -121,14 +187,16 @@ class ExtentTable:
         for row in range(first, first + int(self.cells[index])):
             end = min((start // self.cell + 1) * self.cell, hi)
             digest = CellDigest(self.digests[row].tobytes())
-            nbytes = (end - start) * self.itemsize
-            yield CellPlace(
-                Region(box, start, end), blob, offset + (start - lo) * self.itemsize, nbytes, digest, unhashed
-            )
+            at, nbytes = offset + (start - lo) * self.itemsize, (end - start) * self.itemsize
+            yield CellPlace(Region(box, start, end), blob, at, nbytes, digest, unhashed)
             start = end
 
-    def packed(self) -> PackedExtents:
+    def packed(self) -> Packed:
         """As it is stored."""
+        return self.packed_columns() if self.whole is None else self.whole
+
+    def packed_columns(self) -> PackedExtents:
+        """The long form, which every table has."""
         numbers = [number for box in self.boxes[1:] for number in (*box.offset, *box.shape)]
         unhashed = np.packbits(self.unhashed).tobytes() if self.unhashed.any() else b""
         return PackedExtents(
@@ -145,25 +213,47 @@ class ExtentTable:
 
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[CellPlace]) -> ExtentTable:
     """A table from cells in any order: sorted, and joined to extents where they follow each other."""
+    if len(cells) == 1 and cells[0].region == whole(shape):
+        one = cells[0]
+        packed = PackedWhole(one.blob, one.offset, one.digest, one.unhashed)
+        return ExtentTable(shape, itemsize, cell, _only_box(shape), None, packed)
     order = sorted(cells, key=lambda c: (c.region.box.offset, c.region.box.shape, c.region.lo))
     boxes: dict[Box, int] = {full_box(shape): 0}
     rows: list[tuple[int, int, int, int, int, bool]] = []
     for one in order:
-        box = boxes.setdefault(one.region.box, len(boxes))
+        number = boxes.setdefault(one.region.box, len(boxes))
         if rows:
-            last_box, lo, hi, blob, offset, unhashed = rows[-1]
-            follows = last_box == box and hi == one.region.lo and hi % cell == 0 and blob == one.blob
-            if follows and offset + (hi - lo) * itemsize == one.offset and unhashed == one.unhashed:
-                rows[-1] = (box, lo, one.region.hi, blob, offset, unhashed)
+            last, begin, end, where, at, word = rows[-1]
+            follows = last == number and end == one.region.lo and end % cell == 0 and where == one.blob
+            if follows and at + (end - begin) * itemsize == one.offset and word == one.unhashed:
+                rows[-1] = (number, begin, one.region.hi, where, at, word)
                 continue
-        rows.append((box, one.region.lo, one.region.hi, one.blob, one.offset, one.unhashed))
+        rows.append((number, one.region.lo, one.region.hi, one.blob, one.offset, one.unhashed))
     digests = np.frombuffer(b"".join(c.digest for c in order), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-    columns = np.array([row[:5] for row in rows], dtype=np.int64).reshape(-1, 5)
-    by_box = np.argsort(columns[:, 0], kind="stable")  # box 0 may come late in the order of offsets
-    table = _table(
-        (shape, itemsize, cell), tuple(boxes), columns, digests, np.array([row[5] for row in rows], dtype=bool)
-    )
+    numbers = np.array([row[:5] for row in rows], dtype=np.int64).reshape(-1, 5)
+    box, lo, hi, blob, offset = numbers.T
+    columns = Columns(box, lo, hi, blob, offset, digests, np.array([row[5] for row in rows], dtype=bool))
+    table = _made(ExtentTable(shape, itemsize, cell, tuple(boxes), columns))
+    by_box = np.argsort(numbers[:, 0], kind="stable")  # box 0 may come late in the order of offsets
     return table if (by_box[:-1] < by_box[1:]).all() else _reordered(table, by_box)
+
+
+def _made(table: ExtentTable) -> ExtentTable:
+    """The same, in the short form if it has one."""
+    columns = table.given
+    if columns is None or len(columns.lo) != 1 or columns.box[0] or columns.lo[0]:
+        return table
+    if columns.hi[0] != table.boxes[0].numel:
+        return table
+    packed = PackedWhole(
+        int(columns.blob[0]), int(columns.offset[0]), columns.digests.tobytes(), bool(columns.unhashed[0])
+    )
+    return replace(table, boxes=table.boxes[:1], given=None, whole=packed)
+
+
+@lru_cache(maxsize=4096)
+def _only_box(shape: Shape) -> tuple[Box, ...]:
+    return (full_box(shape),)
 
 
 def join(tables: Sequence[ExtentTable]) -> ExtentTable:
@@ -172,49 +262,56 @@ def join(tables: Sequence[ExtentTable]) -> ExtentTable:
         return tables[0]
     first = tables[0]
     boxes: dict[Box, int] = {}
-    columns, digests = [], []
+    rows = []
     for table in tables:
         numbers = np.array([boxes.setdefault(box, len(boxes)) for box in table.boxes], dtype=np.int64)
-        columns.append(np.stack([numbers[table.box], table.lo, table.hi, table.blob, table.offset], axis=1))
-        digests.append(table.digests)
-    unhashed = np.concatenate([table.unhashed for table in tables])
-    joined = _table(
-        (first.shape, first.itemsize, first.cell),
-        tuple(boxes),
-        np.concatenate(columns),
-        np.concatenate(digests),
-        unhashed,
-    )
+        rows.append(table.columns._replace(box=numbers[table.box]))
+    columns = Columns(*(np.concatenate(column) for column in zip(*rows, strict=True)))
+    joined = ExtentTable(first.shape, first.itemsize, first.cell, tuple(boxes), columns)
     return _reordered(joined, np.lexsort((joined.lo, joined.box)))
 
 
 def with_blobs(table: ExtentTable, numbers: Ints) -> ExtentTable:
     """The same extents in other blobs: ``numbers[i]`` in place of blob i."""
-    return replace(table, blob=numbers[table.blob]) if len(table) else table
-
-
-def _table(
-    frame: tuple[Shape, int, int], boxes: tuple[Box, ...], columns: Ints, digests: Any, unhashed: Any
-) -> ExtentTable:
-    """``frame``: shape, itemsize, cell. ``columns``: [rows, 5]."""
-    shape, itemsize, cell = frame
-    box, lo, hi, blob, offset = columns.T
-    return ExtentTable(shape, itemsize, cell, boxes, box, lo, hi, blob, offset, digests, unhashed)
+    if table.whole is not None:
+        short = table.whole
+        moved = PackedWhole(int(numbers[short.blob]), short.offset, short.digests, short.unhashed)
+        return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, None, moved)
+    if not len(table):
+        return table
+    columns = table.columns._replace(blob=numbers[table.blob])
+    return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, columns)
 
 
 def _reordered(table: ExtentTable, order: npt.NDArray[np.intp]) -> ExtentTable:
     counts = table.cells[order]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     digests = table.digests[np.repeat(table.first_cell[order], counts) + within]
-    columns = np.stack([table.box, table.lo, table.hi, table.blob, table.offset], axis=1)[order]
-    return _table((table.shape, table.itemsize, table.cell), table.boxes, columns, digests, table.unhashed[order])
+    box, lo, hi, blob, offset, _, unhashed = table.columns
+    columns = Columns(box[order], lo[order], hi[order], blob[order], offset[order], digests, unhashed[order])
+    return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, columns)
 
 
-def unpacked(packed: PackedExtents, shape: Shape, itemsize: int, cell: int, blob_sizes: Ints) -> ExtentTable:
+def unpacked(packed: Packed, shape: Shape, itemsize: int, cell: int, blob_sizes: Ints) -> ExtentTable:
     """A table from what is stored. Raises Refused for anything that does not fit the tensor or the blobs.
 
     After it, no number of the table points outside the tensor, a box, a blob or the digests.
     """
+    if isinstance(packed, PackedExtents):
+        return _unpacked_columns(packed, (shape, itemsize, cell), blob_sizes)
+    boxes = _only_box(shape)
+    count = boxes[0].numel
+    if not 0 <= packed.blob < len(blob_sizes) or packed.offset < DATA_OFFSET or not count:
+        raise Refused("an extent names a blob that the manifest does not have, lies in its header, or is empty")
+    if count * itemsize > int(blob_sizes[packed.blob]) - packed.offset:
+        raise Refused("an extent lies outside its blob")
+    if len(packed.digests) != -(-count // cell) * DIGEST_BYTES:
+        raise Refused("an extent table has another number of digests than of cells")
+    return ExtentTable(shape, itemsize, cell, boxes, None, packed)
+
+
+def _unpacked_columns(packed: PackedExtents, frame: tuple[Shape, int, int], blob_sizes: Ints) -> ExtentTable:
+    shape, itemsize, cell = frame
     box, lo, hi, blob, offset = map(unpack, (packed.box, packed.lo, packed.hi, packed.blob, packed.offset))
     count, rank = len(lo), len(shape)
     numbers = unpack(packed.boxes)
@@ -237,7 +334,7 @@ def unpacked(packed: PackedExtents, shape: Shape, itemsize: int, cell: int, blob
     digests = np.frombuffer(packed.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
     bits = np.unpackbits(np.frombuffer(packed.unhashed, dtype=np.uint8), count=count) if packed.unhashed else None
     unhashed = np.zeros(count, dtype=bool) if bits is None else bits.astype(bool)
-    return ExtentTable(shape, itemsize, cell, boxes, box, lo, hi, blob, offset, digests, unhashed)
+    return ExtentTable(shape, itemsize, cell, boxes, Columns(box, lo, hi, blob, offset, digests, unhashed))
 
 
 def _sorted(box: Ints, lo: Ints, hi: Ints) -> bool:
@@ -251,3 +348,9 @@ def _boxes(numbers: Ints, shape: Shape) -> Iterable[Box]:
     if outside.any() or (numbers[:, 1] == 0).any():
         raise Refused("a box of an extent table lies outside its tensor")
     return (Box(tuple(offset), tuple(extent)) for offset, extent in numbers.tolist())
+
+
+_ZERO = np.empty(0, dtype=np.int64)
+_NOTHING = Columns(
+    _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, np.empty((0, DIGEST_BYTES), dtype=np.uint8), np.empty(0, dtype=bool)
+)

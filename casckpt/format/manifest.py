@@ -24,7 +24,7 @@ import msgspec
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import ExtentTable, Ints, PackedExtents, pack, unpack, unpacked
+from casckpt.format.extents import ExtentTable, Ints, Packed, pack, unpack, unpacked
 from casckpt.format.keys import check_hash, check_run, check_step, check_txid
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import MAX_METADATA_BYTES
@@ -194,7 +194,7 @@ class Manifest:
     def extents(self, entry: Entry) -> ExtentTable:
         """The extents of an entry, decoded and checked. Raises Refused."""
         try:
-            packed = msgspec.msgpack.decode(entry.extents, type=PackedExtents)
+            packed = msgspec.msgpack.decode(entry.extents, type=Packed)
             itemsize = dtypes.itemsize(entry.dtype)
             cell = self.body.cell_bytes // itemsize
             return unpacked(packed, entry.shape, itemsize, cell, self.blob_sizes)

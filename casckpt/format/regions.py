@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import TypeAlias
@@ -23,6 +24,7 @@ MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 2**62
 
 
+@lru_cache(maxsize=4096)
 def check_shape(shape: Shape) -> Shape:
     """``shape`` if its rank, extents and product are within the format's limits, else InvalidInput."""
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
@@ -41,7 +43,7 @@ class Box:
 
     def __post_init__(self) -> None:
         check_shape(self.shape)
-        if len(self.offset) != len(self.shape) or any(start < 0 for start in self.offset):
+        if len(self.offset) != len(self.shape) or (self.offset and min(self.offset) < 0):
             raise InvalidInput(f"offset {list(self.offset)[:8]} does not fit shape {list(self.shape)[:8]}")
 
     @property
@@ -89,6 +91,7 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
+@lru_cache(maxsize=4096)
 def full_box(shape: Shape) -> Box:
     """The box that is the whole tensor."""
     return Box((0,) * len(shape), shape)
@@ -121,6 +124,7 @@ class Region:
         return box if self.is_whole else f"{box} elements {self.lo}..{self.hi}"
 
 
+@lru_cache(maxsize=4096)
 def whole(shape: Shape) -> Region:
     """The region that is the whole tensor."""
     box = full_box(shape)

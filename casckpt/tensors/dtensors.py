@@ -52,6 +52,8 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
             )
     shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
+    if not all(map(len, indices)) and 0 in local:
+        return []  # where nothing is held, FSDP2 leaves other extents than those of the placements
     if tuple(len(held) for held in indices) != local:
         raise InvalidInput(
             f"{key!r}: a DTensor of shape {list(shape)} with placements {tensor.placements} holds a local tensor of "

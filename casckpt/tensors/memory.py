@@ -65,11 +65,15 @@ class TensorMemory:
             copy_bytes(buffer, source)
             return
         data = self.data if self.data.is_conj() or self.data.is_neg() else as_bits(self.data)
-        target = torch.frombuffer(buffer, dtype=torch.uint8).view(data.dtype)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        aligned = raw if _is_aligned(raw, data.dtype) else torch.empty_like(raw)
+        target = aligned.view(data.dtype)
         shape = tuple(data.shape)
         for box, start in flat_boxes(Region(full_box(shape), lo, hi)):
             piece = target[start - lo : start - lo + box.numel].view(box.shape)
             piece.copy_(narrow(data, box))
+        if aligned is not raw:
+            raw.copy_(aligned)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
@@ -92,6 +96,13 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
     if not nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * nbytes).from_address(data.data_ptr())).cast("B")
+
+
+def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Does it begin where elements of ``dtype`` may? What is stored as bytes may lie anywhere in a blob, and torch's copies
+    of 16 bytes at once crash elsewhere.
+    """
+    return raw.data_ptr() % dtype.itemsize == 0
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -134,7 +145,8 @@ class Destination:
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy what ``buffer``, which holds the elements of ``region``, has of this piece."""
-        source = torch.frombuffer(buffer, dtype=torch.uint8).view(self._read_as)
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        source = (raw if _is_aligned(raw, self._read_as) else raw.clone()).view(self._read_as)
         mine = [(box, self._piece(box, start)) for box, start in flat_boxes(self.region)]
         for box, start in flat_boxes(region):
             held = source[start - region.lo : start - region.lo + box.numel].view(box.shape)

@@ -120,21 +120,20 @@ def check_in_place(key: str, leaf: Any) -> None:
     """Raise InvalidInput for a flat `Shard` whose data only a copy could hold flat: a load would fill the copy."""
     shards = [leaf] if isinstance(leaf, Shard) else leaf if isinstance(leaf, list) else []
     for shard in shards:
-        if shard.flat is None:
-            continue
-        try:
-            shard.data.detach().view(-1)
-        except RuntimeError as error:
+        memory = shard.data.untyped_storage().data_ptr()
+        if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
             raise InvalidInput(
                 f"{key!r}: the data of a flat Shard has strides {list(shard.data.stride())} and cannot be loaded into; "
                 "give a contiguous one",
                 key=key,
-            ) from error
+            )
 
 
 def check_destination(key: str, data: torch.Tensor) -> None:
     """Raise InvalidInput for a tensor that cannot be loaded into."""
     check_storable(key, data)
+    if data.is_contiguous():
+        return
     reach = 1
     for stride, extent in sorted((s, n) for s, n in zip(data.stride(), data.shape, strict=True) if n > 1):
         if stride < reach and data.numel():

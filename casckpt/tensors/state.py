@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
@@ -70,14 +70,25 @@ def replace_leaves(state: Any, values: Mapping[str, Any], is_tensor_like: IsTens
     InvalidInput, before anything changes, for a key that the state does not have or that stands in a mapping that
     cannot be changed.
     """
+    for write in _writes(state, values, is_tensor_like):
+        write()
+
+
+def check_replaceable(state: Any, keys: Iterable[str]) -> None:
+    """Raise InvalidInput where `replace_leaves` would, for new values under these keys. Nothing changes."""
+    _writes(state, {key: object() for key in keys}, None)
+
+
+def _writes(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike | None) -> list[Callable[[], None]]:
     _check_state(state)
+    if not values:
+        return []
     writer = _Writer(_Rules(is_tensor_like), values)
     writer.replaced(state, ())
     missing = [key for key in values if key not in writer.found]
     if missing:
         raise InvalidInput(f"the state has no key {missing[0]!r} to put a value in", keys=tuple(missing))
-    for write in writer.writes:
-        write()
+    return writer.writes
 
 
 def _check_state(state: Any) -> None:

@@ -13,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Refused
-from casckpt.format.extents import DIGEST_BYTES, CellPlace, ExtentTable, Ints, PackedExtents, build, pack, unpack, unpacked
+from casckpt.format.extents import (
+    DIGEST_BYTES,
+    CellPlace,
+    ExtentTable,
+    Ints,
+    Packed,
+    PackedExtents,
+    PackedWhole,
+    build,
+    pack,
+    unpack,
+    unpacked,
+)
 from casckpt.format.regions import Box, Region, Shape, full_box, intersect
 from casckpt.plan.cells import plan_cells
 from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions
@@ -35,7 +47,7 @@ class Case:
     def table(self) -> ExtentTable:
         return build(self.shape, self.itemsize, self.cell, self.cells)
 
-    def unpacked(self, packed: PackedExtents) -> ExtentTable:
+    def unpacked(self, packed: Packed) -> ExtentTable:
         return unpacked(packed, self.shape, self.itemsize, self.cell, self.blob_sizes)
 
 
@@ -65,7 +77,8 @@ def test_a_column_is_as_narrow_as_can_be(top: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"]
+    "data",
+    [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"],
 )
 def test_no_other_bytes_are_a_column(data: bytes) -> None:
     with pytest.raises(Refused, match="a column of the manifest"):
@@ -99,7 +112,7 @@ def test_a_table_holds_its_cells(case: Case) -> None:
 def test_a_table_comes_back(case: Case) -> None:
     table = case.table
     wire = msgspec.msgpack.encode(table.packed())
-    again = case.unpacked(msgspec.msgpack.decode(wire, type=PackedExtents))
+    again = case.unpacked(msgspec.msgpack.decode(wire, type=Packed))
     assert again.packed() == table.packed()
     assert again.boxes == table.boxes
     for name in ("box", "lo", "hi", "blob", "offset", "digests", "unhashed"):
@@ -108,7 +121,10 @@ def test_a_table_comes_back(case: Case) -> None:
 
 def test_cells_that_follow_each_other_are_one_extent() -> None:
     box = full_box((100,))
-    cells = [CellPlace(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10))) for lo in range(0, 100, 10)]
+    cells = [
+        CellPlace(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10)))
+        for lo in range(0, 100, 10)
+    ]
     table = build((100,), 1, 10, cells[::-1])
     assert len(table) == 1
     assert len(table.packed().digests) == 10 * DIGEST_BYTES
@@ -132,7 +148,9 @@ def _check_inside(case: Case, table: ExtentTable) -> None:
     """Nothing in it points outside the tensor, a box, a blob or the digests, and no element of a box stands twice."""
     tensor = full_box(case.shape)
     assert all(box.inside(tensor) for box in table.boxes)
-    assert len({len(column) for column in (table.box, table.lo, table.hi, table.blob, table.offset, table.unhashed)}) == 1
+    assert (
+        len({len(column) for column in (table.box, table.lo, table.hi, table.blob, table.offset, table.unhashed)}) == 1
+    )
     seen: dict[Box, set[int]] = {}
     for row in range(len(table)):
         region = table.region(row)
@@ -146,7 +164,7 @@ def _check_inside(case: Case, table: ExtentTable) -> None:
             assert place.offset + place.nbytes <= case.blob_sizes[place.blob]
 
 
-def _try(case: Case, packed: PackedExtents) -> None:
+def _try(case: Case, packed: Packed) -> None:
     try:
         table = case.unpacked(packed)
     except Refused:
@@ -162,7 +180,7 @@ def numbers_near(draw: st.DrawFn) -> int:
 
 @given(cases(), st.data())
 def test_a_changed_number_is_refused_or_harmless(case: Case, data: st.DataObject) -> None:
-    packed = case.table.packed()
+    packed = case.table.packed_columns()
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(COLUMNS))
         values = unpack(getattr(packed, name)).tolist()
@@ -196,7 +214,7 @@ def _swap(values: list[int]) -> None:
 
 @given(cases(), st.data())
 def test_changed_bytes_are_refused_or_harmless(case: Case, data: st.DataObject) -> None:
-    packed = case.table.packed()
+    packed = case.table.packed_columns()
     name = data.draw(st.sampled_from([*COLUMNS, "digests", "unhashed"]))
     raw = bytearray(getattr(packed, name))
     if raw and data.draw(st.booleans()):
@@ -218,7 +236,14 @@ def _huge(shape: Shape, itemsize: int, cell: int, packed: PackedExtents) -> None
 
 def test_sums_that_wrap_around_are_refused() -> None:
     rows, top = 1024, 2**62
-    columns = {"boxes": [], "box": [0] * rows, "lo": [0] * rows, "hi": [top] * rows, "blob": [0] * rows, "offset": [0] * rows}
+    columns = {
+        "boxes": [],
+        "box": [0] * rows,
+        "lo": [0] * rows,
+        "hi": [top] * rows,
+        "blob": [0] * rows,
+        "offset": [0] * rows,
+    }
     _huge((top,), 16, 256, _packed(**columns))  # 2**66 bytes of each extent, 2**64 cells in all: both 0 in 64 bits
     _huge((top,), 4, 2**20, _packed(**{name: values[:1] for name, values in columns.items()}))
     beyond = {"boxes": [top, top], "box": [1], "lo": [0], "hi": [1], "blob": [0], "offset": [0]}
@@ -242,7 +267,43 @@ def test_overlapping_extents_of_one_box_are_refused() -> None:
 
 def test_the_extents_of_a_built_table_are_disjoint() -> None:
     box = Box((0, 1), (4, 2))
-    cells = [CellPlace(region, 0, 4096, region.numel, digest(region)) for region in (Region(box, 0, 8), Region(full_box((4, 4)), 0, 1))]
+    cells = [
+        CellPlace(region, 0, 4096, region.numel, digest(region))
+        for region in (Region(box, 0, 8), Region(full_box((4, 4)), 0, 1))
+    ]
     table = build((4, 4), 1, 256, cells)
     assert table.boxes == (full_box((4, 4)), box)
     assert not intersect(table.region(0), table.region(1))
+
+
+@given(cases())
+def test_the_long_form_of_a_whole_tensor_says_the_same(case: Case) -> None:
+    short, long = case.unpacked(case.table.packed()), case.unpacked(case.table.packed_columns())
+    assert [list(short.places(row)) for row in range(len(short))] == [
+        list(long.places(row)) for row in range(len(long))
+    ]
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        PackedWhole(1, 4096, bytes(64)),
+        PackedWhole(-1, 4096, bytes(64)),
+        PackedWhole(0, 4095, bytes(64)),
+        PackedWhole(0, -(2**62), bytes(64)),
+        PackedWhole(0, 4097, bytes(64)),
+        PackedWhole(0, 2**63 - 1, bytes(64)),
+        PackedWhole(0, 4096, bytes(32)),
+        PackedWhole(0, 4096, b""),
+    ],
+)
+def test_a_short_form_that_does_not_fit_is_refused(packed: PackedWhole) -> None:
+    sizes = np.array([4096 + 20])
+    assert len(unpacked(PackedWhole(0, 4096, bytes(64)), (20,), 1, 10, sizes)) == 1
+    with pytest.raises(Refused):
+        unpacked(packed, (20,), 1, 10, sizes)
+
+
+def test_a_short_form_of_an_empty_tensor_is_refused() -> None:
+    with pytest.raises(Refused):
+        unpacked(PackedWhole(0, 4096, b""), (0, 3), 1, 10, np.array([8192]))
