@@ -13,6 +13,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     import casckpt
+    from tests.support.ranks import Pool
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
@@ -96,3 +97,12 @@ def store(store_path: Path) -> casckpt.Store:
     import casckpt
 
     return casckpt.open(store_path)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder: None) -> Iterator[Pool]:
+    """Processes that make up process groups."""
+    from tests.support.ranks import Pool
+
+    with Pool(tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool

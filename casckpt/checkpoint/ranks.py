@@ -15,8 +15,8 @@ After a death or a stall the group is dropped and made anew by the next call.
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
@@ -134,17 +134,18 @@ class _Message:
 class GroupRanks:
     """The ranks of a process group, over a gloo group of their own."""
 
-    def __init__(self, parent: ProcessGroup, name: str, drop: Callable[[], None]) -> None:
-        """``name``: alike on all ranks, and never used before in this process group."""
+    def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
+        """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
         self._parent = ref(parent)
-        self._name = name
+        self._name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
+        self.generation = generation
+        self.dropped = False
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
         self._timeout = _timeout_of(parent)
         self._patience = 2 * self._timeout + _MARGIN  # of the others with rank 0, which waits for them
-        self._store = _store_for(parent, name)
+        self._store = _store_for(parent, self._name)
         self._group = _connect(self._store, self.rank, self.size, self._patience)
-        self._drop_group = drop
         self._dead: RankFailed | None = None
         self._lock = Lock()
 
@@ -221,8 +222,8 @@ class GroupRanks:
                 _wait(self._irecv(data, rank), max(deadline, monotonic() + 60))
                 received[rank] = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of the same job
             except RuntimeError as error:
-                lost.append(_lost(rank, error))
-                if _timed_out(error):  # gloo closes all connections of a group after a timeout
+                lost.append(self._why_lost(rank, error))
+                if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
                     self._leave_word(lost[-1])
                     break
         return received, lost
@@ -249,8 +250,8 @@ class GroupRanks:
             data = torch.empty(int(length), dtype=torch.uint8)
             _wait(self._irecv(data, 0), deadline)
         except RuntimeError as error:
-            failure = self._word_of_rank_0(error)
-            self._drop(failure)
+            failure = self._why_lost(0, error)
+            self._give_up(failure)
             raise failure from error
         answer: _Message = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from rank 0 of the same job
         if isinstance(answer.error, RankFailed) and answer.error.lost:
@@ -270,10 +271,12 @@ class GroupRanks:
     # when somebody is gone
 
     def _leave_word(self, error: RankFailed) -> None:
-        self._store.set(_LOST, f"{error.rank}\n{error}")
+        with suppress(RuntimeError):  # the store is gone, and with it whoever has it
+            self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
 
     def _give_up(self, error: RankFailed) -> None:
-        self._leave_word(error)
+        if error.lost == "late":
+            self._leave_word(error)
         self._drop(error)
 
     def _drop(self, error: RankFailed) -> None:
@@ -281,16 +284,16 @@ class GroupRanks:
         if error.lost == "died":
             self._dead = error
         else:
-            self._drop_group()
+            self.dropped = True
 
-    def _word_of_rank_0(self, error: RuntimeError) -> RankFailed:
-        try:
-            self._store.wait([_LOST], timedelta(seconds=_WORD_SECONDS))
-            rank, _, text = self._store.get(_LOST).decode().partition("\n")
-            return RankFailed(text, rank=int(rank), lost="late")
-        except RuntimeError:  # DistStoreError: no word, or no store any more
-            pass
-        return _lost(0, error)
+    def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
+        """What an error of the connection to a rank means: who gives up on somebody closes all, and leaves word of it."""
+        if not _timed_out(error):
+            with suppress(RuntimeError):  # no word, or no store any more
+                self._store.wait([_LOST], timedelta(seconds=_WORD_SECONDS))
+                who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
+                return RankFailed(text, rank=int(who), lost=lost)
+        return _lost(rank, error)
 
 
 def _lost(rank: int, error: RuntimeError) -> RankFailed:
@@ -387,7 +390,6 @@ class _Groups:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], GroupRanks] = {}
-        self._dropped: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
 
     def get(self, parent: ProcessGroup, purpose: str) -> GroupRanks:
@@ -395,13 +397,10 @@ class _Groups:
         with self._lock:
             found = self._made.get(key)
             if found is None or not found.is_for(parent):
-                name = f"casckpt/{parent.group_name}/{purpose}/{self._dropped[key]}"
-                found = self._made[key] = GroupRanks(parent, name, lambda: self._drop(key))
+                found = self._made[key] = GroupRanks(parent, purpose, 0)
+            elif found.dropped:
+                found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1)
             return found
-
-    def _drop(self, key: tuple[str, str]) -> None:
-        self._made.pop(key, None)
-        self._dropped[key] += 1
 
 
 _groups = _Groups()

@@ -22,13 +22,16 @@ from casckpt.format.extents import (
     PackedExtents,
     PackedWhole,
     build,
+    join,
     pack,
     unpack,
     unpacked,
+    with_blobs,
 )
 from casckpt.format.regions import Box, Region, Shape, full_box, intersect
 from casckpt.plan.cells import plan_cells
 from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions
+from tests.support.manifests import as_columns
 
 COLUMNS = ("boxes", "box", "lo", "hi", "blob", "offset")
 
@@ -128,8 +131,18 @@ def test_cells_that_follow_each_other_are_one_extent() -> None:
     table = build((100,), 1, 10, cells[::-1])
     assert len(table) == 1
     assert len(table.packed().digests) == 10 * DIGEST_BYTES
-    numbers = msgspec.msgpack.encode(table.packed())
-    assert len(numbers) - 10 * DIGEST_BYTES <= 60
+    assert isinstance(table.packed(), PackedWhole)
+    assert len(msgspec.msgpack.encode(table.packed())) - 10 * DIGEST_BYTES <= 16
+
+
+def test_an_extent_takes_at_most_60_bytes_beside_its_digests() -> None:
+    shape, rows = (1 << 40, 64), 1000
+    cells = []
+    for row in range(rows):
+        region = Region(Box((row << 20, 7), (1 << 20, 50)), 0, 10)
+        cells.append(CellPlace(region, row * 1000, (1 << 30) - 64 * row, 10, digest(region)))
+    packed = build(shape, 1, 1 << 20, cells).packed()
+    assert len(msgspec.msgpack.encode(packed)) <= rows * (60 + DIGEST_BYTES)
 
 
 def test_a_boundary_off_the_grid_begins_an_extent() -> None:
@@ -210,6 +223,19 @@ def _twice(values: list[int]) -> None:
 
 def _swap(values: list[int]) -> None:
     values.reverse()
+
+
+@given(full_shapes, st.sampled_from([1, 4, 16]), st.data())
+def test_a_short_form_is_refused_or_harmless(shape: Shape, itemsize: int, data: st.DataObject) -> None:
+    numel = full_box(shape).numel
+    count = -(-numel // 10)
+    packed = PackedWhole(
+        data.draw(st.integers(-1, 3) | numbers_near()),
+        data.draw(st.sampled_from([4096, 8192, 8192 - numel * itemsize, 8193 - numel * itemsize]) | numbers_near()),
+        bytes(32 * data.draw(st.sampled_from([count, count, count, count - 1, count + 1]))),
+    )
+    case = Case(shape, itemsize, 10, [], np.array([8192, 4096, 2**30], dtype=np.int64))
+    _try(case, packed)
 
 
 @given(cases(), st.data())
@@ -307,3 +333,20 @@ def test_a_short_form_that_does_not_fit_is_refused(packed: PackedWhole) -> None:
 def test_a_short_form_of_an_empty_tensor_is_refused() -> None:
     with pytest.raises(Refused):
         unpacked(PackedWhole(0, 4096, b""), (0, 3), 1, 10, np.array([8192]))
+
+
+@given(cases(), st.data())
+def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    of = [data.draw(st.integers(0, ranks - 1)) for _ in case.cells]
+    shares = [[cell for cell, rank in zip(case.cells, of, strict=True) if rank == one] for one in range(ranks)]
+    tables = [build(case.shape, case.itemsize, case.cell, share) for share in shares if share]
+    if not tables:
+        return
+    numbers = np.array([7, 5, 6], dtype=np.int64)
+    joined = join([with_blobs(table, numbers) for table in tables])
+    found = [place._replace(blob=place.blob - 5) for row in range(len(joined)) for place in joined.places(row)]
+    want = [place._replace(blob=(2, 0, 1)[place.blob]) for place in case.cells]
+    assert sorted(found, key=repr) == sorted(want, key=repr)
+    keys = list(zip(joined.box.tolist(), joined.lo.tolist(), strict=True))
+    assert keys == sorted(keys)

@@ -36,6 +36,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
 from tests.support.geometry import table_of
+from tests.support.ids import named
 
 UPLOADERS = [TxId(f"20260102T030405000000Z-{n:016x}-{n:016x}-{n}") for n in range(2)]
 BLOBS = [BlobRef(BlobHash(f"{n:064x}"), 4096 + 5000 * n, UPLOADERS[n % 2], worn=n == 2) for n in range(3)]
@@ -203,7 +204,7 @@ def test_forged_fields_are_refused_or_harmless(data_: st.DataObject) -> None:
         {"blobs": msgspec.structs.replace(body()[0].blobs, hashes=b"")},
         {"blobs": msgspec.structs.replace(body()[0].blobs, sizes=pack([4096, 4096, MAX_BLOB_BYTES + 1]))},
     ],
-    ids=str,
+    ids=named,
 )
 def test_fields_outside_the_limits_are_refused(fields: dict[str, Any]) -> None:
     want, places = body(**fields)
@@ -219,7 +220,7 @@ def test_fields_outside_the_limits_are_refused(fields: dict[str, Any]) -> None:
         Places(uploaders=[UPLOADERS[0]], index=pack([0, 0, 1])),
         Places(uploaders=[UPLOADERS[0]], index=pack([0, 0])),
     ],
-    ids=str,
+    ids=named,
 )
 def test_places_outside_the_store_are_refused(places: Places) -> None:
     found, raw = encode(body()[0], places)
@@ -287,7 +288,7 @@ def test_metadata_that_json_cannot_hold_stands_in_the_manifest_alone() -> None:
         ("text", "not a str"),
         ({"a": "\ud800"}, "surrogate"),
     ],
-    ids=repr,
+    ids=named,
 )
 def test_metadata_that_no_json_can_hold_is_refused(metadata: Any, names: str) -> None:
     with pytest.raises(InvalidInput) as caught:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from casckpt.errors import Refused
 from casckpt.format import plain
+from tests.support.ids import named
 from tests.support.plain_examples import EXAMPLES, nested
 
 HOSTILE: list[Any] = [
@@ -168,7 +169,7 @@ def test_states_that_numpy_would_read_beyond_are_refused(bits: str, field: str, 
         {"entropy": 2**5000},
         {"x": 1},
     ],
-    ids=str,
+    ids=named,
 )
 def test_seeds_that_would_take_long_are_refused(change: dict[str, Any]) -> None:
     seed = {**np.random.SeedSequence(1).state, **change}

@@ -34,6 +34,7 @@ from casckpt.format.records import (
     encode,
     encode_marker,
 )
+from tests.support.ids import named
 
 TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
 HASH = "0123456789abcdef" * 4
@@ -121,7 +122,7 @@ def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
         {"parent": "0"},
         {"metadata": [1]},
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_could_become_a_key_is_checked(change: dict[str, Any]) -> None:
     fields = msgspec.json.decode(msgspec.json.encode(COMMITTED)) | change
@@ -164,7 +165,7 @@ def test_the_marker_comes_back() -> None:
         ({"cell_bytes": 64 << 20}, "limits"),
         ({"blob_bytes": (1 << 30) + 1}, "limits"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_a_marker_outside_the_limits_is_refused(change: dict[str, Any], error: str) -> None:
     marker = msgspec.structs.replace(Marker(format=1, store_id="abc", created_at=5), **change)

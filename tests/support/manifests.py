@@ -7,7 +7,7 @@ from itertools import count
 
 import msgspec
 
-from casckpt.format.extents import CellPlace, build
+from casckpt.format.extents import CellPlace, Packed, PackedExtents, build, pack
 from casckpt.format.manifest import TENSOR, BlobRef, Body, Manifest, decode, encode, packed_blobs, packed_entry
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
@@ -56,3 +56,11 @@ def manifest(
     )
     found, data = encode(body, table)
     return decode(data, found)
+
+
+def as_columns(packed: Packed, numel: int) -> PackedExtents:
+    """The long form of extents, which says the same."""
+    if isinstance(packed, PackedExtents):
+        return packed
+    columns = [pack([value]) for value in (0, 0, numel, packed.blob, packed.offset)]
+    return PackedExtents(pack([]), *columns, digests=packed.digests)

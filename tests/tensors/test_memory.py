@@ -47,6 +47,19 @@ def test_bytes_out_of_conjugated_and_negated_views(name: str) -> None:
         assert out(memory, 2, 7) == bytes_of(tensor)[2 * memory.itemsize : 7 * memory.itemsize]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_buffer_may_begin_anywhere(name: str) -> None:
+    """What is stored as bytes lies at any byte of a blob; torch's copy of 16 bytes at once would crash there."""
+    source, target = raw(name, (9, 8)).t(), raw(name, (9, 8), 2).t()
+    nbytes = len(bytes_of(source))
+    buffer = memoryview(bytearray(nbytes + 1))[1:]
+    TensorMemory(source).copy_out(0, 72, buffer)
+    assert bytes(buffer) == bytes_of(source)
+    region = Region(full_box((8, 9)), 0, 72)
+    Destination(region, target, dtype_of(name)).copy_in(region, buffer)
+    assert same(target, source)
+
+
 @given(full_shapes, st.data())
 def test_any_range_of_any_permutation(shape: Shape, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))

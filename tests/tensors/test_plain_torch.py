@@ -13,6 +13,7 @@ from casckpt.format import plain
 from casckpt.format.plain import Tagged
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from tests.support.exact import same
+from tests.support.ids import named
 
 VALUES = [
     torch.bfloat16,
@@ -26,7 +27,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=named)
 def test_comes_back_exactly(value: Any) -> None:
     data = plain.encode({"x": [value]}, extensions=TORCH_EXTENSIONS)
     assert same(plain.decode(data, extensions=TORCH_EXTENSIONS), {"x": [value]})
@@ -73,7 +74,7 @@ def test_what_is_refused_says_what_to_do(value: Any, message: str) -> None:
         ["torch.Generator", 1],
         ["torch.Tensor", 1],
     ],
-    ids=str,
+    ids=named,
 )
 def test_hostile_payloads_are_refused(wire: Any) -> None:
     with pytest.raises(Refused):

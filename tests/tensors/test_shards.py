@@ -122,4 +122,5 @@ def test_a_flat_shard_of_strided_data_cannot_be_loaded_into() -> None:
             check_in_place("w", [shard])
     check_in_place("w", Shard(torch.zeros(48)[::2], (48,), flat=(0, 24)))
     check_in_place("w", Shard(strided, (4, 6)))
+    check_in_place("w", Shard(strided, (4, 6), flat=(0, 24)))
     check_in_place("w", torch.zeros(3))

@@ -171,7 +171,7 @@ def test_cycles_and_depth_are_refused() -> None:
     with pytest.raises(InvalidInput, match="levels deep"):
         flatten(deep)
     with pytest.raises(InvalidInput, match="levels deep"):
-        replace_leaves(deep, {})
+        replace_leaves(deep, {"x": 1})
 
 
 def test_a_list_of_itself_without_tensors_is_refused_as_plain_data() -> None:

@@ -12,6 +12,7 @@ import torch
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, whole
 from casckpt.tensors.values import PerRank, Shard
+from tests.support.ids import named
 
 
 def test_the_whole_tensor() -> None:
@@ -41,7 +42,7 @@ def test_flat_ranges_of_the_whole_and_of_a_box() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"flat": (5, 5)}, {"flat": []}, {"offset": (8, 0), "shape": (0, 8)}],
-    ids=str,
+    ids=named,
 )
 def test_empty_shards_have_no_regions(options: dict[str, Any]) -> None:
     data = torch.zeros(options.get("shape", (0,)))

@@ -1,0 +1,407 @@
+"""Ranks exchange values, or all of them fail alike: whatever is raised, whoever dies or stalls, in whatever phase."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+from casckpt.checkpoint import ranks as module
+from casckpt.checkpoint.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
+from casckpt.errors import CasckptError, Conflict, InvalidInput, MissingKey, RankFailed
+from tests.support.ranks import die, outcome_of, tell, wait_for
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Outcome, Pool
+
+SHORT = 3.0  # seconds until a stalled rank is given up on
+
+
+def total(ranks: Ranks) -> int:
+    """An exchange in which nothing goes wrong."""
+    return ranks.exchange(lambda: ranks.rank, lambda values: everyone(sum(values), ranks.size))
+
+
+# values
+
+
+def answers(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    first = ranks.exchange(lambda: rank * 10, lambda values: [(values, number) for number in range(size)])
+    second = ranks.exchange(lambda: bytes([rank]) * 3_000_000, lambda values: [value[:1] for value in values])
+    return first, second, ranks.rank, ranks.size, ranks.exchanges
+
+
+def test_rank_0_sees_all_in_order_and_each_rank_gets_its_own_answer(ranks: Pool) -> None:
+    for rank, found in enumerate(ranks.run(4, answers)):
+        assert found == (([0, 10, 20, 30], rank), bytes([rank]), rank, 4, 2)
+
+
+def test_one_process_is_its_own_rank_0() -> None:
+    ranks = open_ranks()
+    assert isinstance(ranks, Solo)
+    assert ranks.exchange(lambda: 7, lambda values: [value + 1 for value in values]) == 8
+    assert (ranks.rank, ranks.size, ranks.exchanges) == (0, 1, 1)
+    with pytest.raises(MissingKey):
+        ranks.fail(MissingKey("no"))
+
+
+def alone(rank: int, size: int) -> list[type]:
+    single = dist.new_group([rank], use_local_synchronization=True)
+    return [type(open_ranks()), type(open_ranks(no_dist=True)), type(open_ranks(single))]
+
+
+def test_alone_in_a_group_or_by_choice(ranks: Pool) -> None:
+    assert ranks.run(2, alone) == [[GroupRanks, Solo, Solo]] * 2
+    assert ranks.run(1, alone) == [[Solo, Solo, Solo]]
+
+
+# groups
+
+
+def subgroup(rank: int, size: int) -> Any:
+    inner = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return outcome_of(lambda: open_ranks(inner))
+    ranks = open_ranks(inner)
+    return ranks.rank, ranks.size, total(ranks)
+
+
+def test_a_group_of_some_ranks_counts_its_own(ranks: Pool) -> None:
+    found = ranks.run(4, subgroup)
+    assert (found[1], found[3]) == ((0, 2, 1), (1, 2, 1))
+    for outside in (found[0], found[2]):
+        assert isinstance(outside, InvalidInput)
+        assert "not in process_group" in str(outside)
+
+
+def test_a_group_needs_torch_distributed() -> None:
+    with pytest.raises(InvalidInput, match="not initialised"):
+        open_ranks(object())  # type: ignore[arg-type]
+
+
+def several_groups(rank: int, size: int) -> Any:
+    """Two halves at the same time, all of them in between, and another purpose in a thread."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, every = open_ranks(halves[rank // 2]), open_ranks()
+    behind = open_ranks(purpose="async")
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(total(behind) for _ in range(20)))
+    thread.start()
+    sums = [(total(mine), total(every)) for _ in range(20)]
+    thread.join()
+    assert len({mine.name, every.name, behind.name}) == 3
+    return set(sums), set(found), open_ranks() is every
+
+
+def test_groups_do_not_disturb_each_other(ranks: Pool) -> None:
+    assert ranks.run(4, several_groups) == [({(1, 6)}, {6}, True)] * 4
+
+
+def lopsided(rank: int, size: int) -> Any:
+    """Rank 0 is in more groups than the others, as the first stage of a pipeline may be."""
+    groups = [dist.new_group(members) for members in ([0, 3], [0, 1], [0, 1, 2])]
+    inner = total(open_ranks(groups[2])) if rank < 3 else None
+    return inner, total(open_ranks())
+
+
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: Pool) -> None:
+    assert ranks.run(4, lopsided) == [(3, 6), (3, 6), (3, 6), (None, 6)]
+
+
+def test_the_default_group_need_not_carry_anything(ranks: Pool) -> None:
+    """As NCCL, which has no way for objects of the host."""
+    assert ranks.run(4, answers, backend="fake") == ranks.run(4, answers)
+
+
+def anew(rank: int, size: int) -> Any:
+    first = open_ranks()
+    before = total(first)
+    dist.destroy_process_group()
+    alone = type(open_ranks())
+    store = dist.FileStore("again", size)
+    dist.init_process_group("gloo", store=store, rank=size - 1 - rank, world_size=size)
+    second = open_ranks()
+    return before, alone, second is first, second.rank, total(second)
+
+
+def test_a_new_process_group_gets_new_connections(ranks: Pool) -> None:
+    assert ranks.run(3, anew) == [(3, Solo, False, 2 - rank, 3) for rank in range(3)]
+
+
+# errors
+
+
+class OfTwoArguments(Exception):  # noqa: N818 - as others name theirs
+    """Pickles, but does not come back."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def with_a_lock() -> Exception:
+    error = InvalidInput("locked", key="some.key")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    return error
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "ours": lambda: MissingKey("no such key", key="some.key", keys=("a", "b")),
+    "another's": lambda: ZeroDivisionError("by nothing"),
+    "not from a pickle": lambda: OfTwoArguments("one", "two"),
+    "not into a pickle": with_a_lock,
+}
+TEXTS = {
+    "ours": "no such key",
+    "another's": "ZeroDivisionError: by nothing",
+    "not from a pickle": "OfTwoArguments: one two",
+    "not into a pickle": "InvalidInput: locked",
+}
+
+
+def raising(rank: int, size: int, kind: str, who: int, *, decides: bool) -> Any:
+    ranks = open_ranks()
+
+    def call() -> int:
+        if rank == who and not decides:
+            raise ERRORS[kind]()
+        return rank
+
+    def decide(values: Sequence[int]) -> list[int]:
+        if decides:
+            raise ERRORS[kind]()
+        return everyone(sum(values), size)
+
+    error = outcome_of(lambda: ranks.exchange(call, decide))
+    assert total(ranks) == total(open_ranks()) == 6
+    assert open_ranks() is ranks
+    mine = type(ERRORS[kind]()).__name__ if rank == who else type(error).__name__
+    return type(error).__name__, str(error), getattr(error, "rank", None), getattr(error, "key", None), mine
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("who", range(4))
+def test_an_error_of_one_rank_is_raised_by_all(ranks: Pool, who: int, kind: str) -> None:
+    for rank, (name, text, named, key, mine) in enumerate(ranks.run(4, raising, kind, who, decides=False)):
+        assert name == mine
+        if rank == who:
+            assert text in TEXTS[kind]
+            continue
+        assert f"rank {who}" in text
+        assert TEXTS[kind] in text
+        assert named == who
+        assert name == ("MissingKey" if kind == "ours" else "RankFailed")
+        assert key == ("some.key" if kind == "ours" else None)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_of_what_rank_0_decides_is_raised_by_all(ranks: Pool, kind: str) -> None:
+    for rank, (_, text, named, _, _) in enumerate(ranks.run(4, raising, kind, 0, decides=True)):
+        assert text in TEXTS[kind] if rank == 0 else TEXTS[kind] in text
+        assert rank == 0 or named == 0
+
+
+def blaming(rank: int, size: int) -> Any:
+    def decide(values: Sequence[int]) -> list[int]:
+        raise Conflict("rank 2 has another shape", rank=2)
+
+    return outcome_of(lambda: open_ranks().exchange(lambda: rank, decide))
+
+
+def test_who_is_blamed_stays_blamed(ranks: Pool) -> None:
+    assert [error.rank for error in ranks.run(4, blaming)] == [2, 2, 2, 2]
+
+
+def failing_before(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    if rank == 1:
+        return outcome_of(lambda: ranks.fail(InvalidInput("step is negative", key="k")))
+    return outcome_of(lambda: total(ranks))
+
+
+def test_an_error_before_an_exchange_is_told_in_it(ranks: Pool) -> None:
+    for rank, error in enumerate(ranks.run(3, failing_before)):
+        assert isinstance(error, InvalidInput)
+        assert str(error) == ("step is negative" if rank == 1 else "rank 1: step is negative")
+        assert error.key == "k"
+
+
+def two_at_once(rank: int, size: int) -> Any:
+    def call() -> int:
+        if rank in (1, 2):
+            raise InvalidInput(f"mine, {rank}")
+        return rank
+
+    return str(outcome_of(lambda: open_ranks().exchange(call, lambda values: values)))
+
+
+def test_of_several_errors_each_keeps_its_own_and_the_others_hear_of_the_first(ranks: Pool) -> None:
+    assert ranks.run(4, two_at_once) == ["rank 1: mine, 1", "mine, 1", "mine, 2", "rank 1: mine, 1"]
+
+
+def unsendable(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    error = outcome_of(lambda: ranks.exchange(threading.Lock if rank == 1 else int, lambda values: everyone(0, size)))
+    return type(error), error.rank, total(ranks)
+
+
+def test_a_value_that_cannot_be_sent_fails_on_all(ranks: Pool) -> None:
+    assert ranks.run(3, unsendable) == [(RankFailed, 1, 3)] * 3
+
+
+# deaths
+
+PHASES = ("first", "call", "decide", "answered")
+
+
+def dying(rank: int, size: int, who: int, phase: str) -> Any:
+    """``who`` dies: before any exchange, in its own part, while rank 0 decides, or when it has its answer."""
+    if phase == "first" and rank == who:
+        die()
+    ranks = open_ranks()
+    assert total(ranks) == 6
+
+    def call() -> int:
+        if phase == "call" and rank == who:
+            die()
+        return rank
+
+    def decide(values: Sequence[int]) -> list[int]:
+        if phase == "decide" and who == 0:
+            die()
+        if phase == "decide":
+            tell("decides")
+            wait_for("death")
+        return everyone(sum(values), size)
+
+    if phase == "decide" and rank == who != 0:
+        threading.Thread(target=_die_when_told, daemon=True).start()
+    found = outcome_of(lambda: ranks.exchange(call, decide))
+    if phase == "answered" and rank == who:
+        die()
+    again = outcome_of(lambda: total(ranks)) if phase in ("decide", "answered") else None
+    last = outcome_of(lambda: total(open_ranks()))
+    return found, again, last
+
+
+def _die_when_told() -> None:
+    wait_for("decides")
+    tell("death")
+    die()
+
+
+def survivors(outcomes: Sequence[Outcome], who: int) -> list[Any]:
+    """What the others returned, after a look at who died."""
+    assert [outcome.died for outcome in outcomes] == [-9 if rank == who else None for rank in range(len(outcomes))]
+    assert all(outcome.ok for rank, outcome in enumerate(outcomes) if rank != who), outcomes
+    return [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
+
+
+def _check_failed(error: Any, who: int) -> None:
+    assert isinstance(error, RankFailed)
+    assert error.rank == who
+    assert f"rank {who} died" in str(error)
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["file", "tcp"])
+@pytest.mark.parametrize("phase", ["call", "answered"])
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_a_death_is_seen_by_all_and_named(ranks: Pool, who: int, phase: str, tcp: bool) -> None:
+    for found, again, last in survivors(ranks.outcomes(4, dying, who, phase, tcp=tcp), who):
+        if phase == "answered":
+            assert found == 6
+            _check_failed(again, who)
+        else:
+            _check_failed(found, who)
+        _check_failed(last, who)  # the process group has lost a rank: this one is of no use any more
+
+
+def test_rank_0_dies_while_it_decides(ranks: Pool) -> None:
+    for found, _, last in survivors(ranks.outcomes(4, dying, 0, "decide"), 0):
+        _check_failed(found, 0)
+        _check_failed(last, 0)
+
+
+def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ranks: Pool) -> None:
+    for found, again, last in survivors(ranks.outcomes(4, dying, 2, "decide"), 2):
+        if isinstance(found, RankFailed):  # seen when its answer was sent, if its connection was closed by then
+            _check_failed(found, 2)
+        else:
+            assert found == 6
+        _check_failed(again, 2)
+        _check_failed(last, 2)
+
+
+def two_dead(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
+
+
+def test_of_two_dead_the_first_is_named(ranks: Pool) -> None:
+    outcomes = ranks.outcomes(5, two_dead)
+    assert [outcome.died for outcome in outcomes] == [None, -9, None, -9, None]
+    for rank in (0, 2, 4):
+        _check_failed(outcomes[rank].value, 1)
+
+
+# stalls
+
+
+def stalling(rank: int, size: int, who: int) -> Any:
+    """``who`` does not answer until the others have given up; then all of them try again."""
+    module._MARGIN = timedelta(0)
+    ranks = open_ranks()
+    assert total(ranks) == 6
+
+    def call() -> int:
+        if rank == who:
+            wait_for("the others")
+        return rank
+
+    error = outcome_of(lambda: ranks.exchange(call, lambda values: everyone(sum(values), size)))
+    if rank != who:
+        tell(f"given up {rank}")
+    if rank == (who + 1) % size:
+        for other in range(size):
+            if other != who:
+                wait_for(f"given up {other}")
+        tell("the others")
+    return error, total(open_ranks()), open_ranks() is ranks
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["file", "tcp"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_who_stalls_is_named_and_the_next_exchange_works(ranks: Pool, who: int, tcp: bool) -> None:
+    for rank, (error, again, same) in enumerate(ranks.run(4, stalling, who, timeout=SHORT, tcp=tcp)):
+        assert isinstance(error, RankFailed)
+        assert error.rank == who, rank
+        assert f"rank {who} did not answer in time" in str(error)
+        assert again == 6
+        assert not same
+
+
+def absent(rank: int, size: int) -> Any:
+    module._MARGIN = timedelta(0)
+    if rank == 1:
+        wait_for("the others")
+        return None
+    found = outcome_of(open_ranks)
+    tell("the others")
+    return found
+
+
+def test_who_does_not_come_is_named(ranks: Pool) -> None:
+    found = ranks.run(3, absent, timeout=1)
+    for rank in (0, 2):
+        assert isinstance(found[rank], RankFailed)
+        assert found[rank].rank == 1
+        assert "absent: [1]" in str(found[rank])
+
+
+def test_answers_are_as_many_as_ranks() -> None:
+    assert everyone("x", 3) == ["x", "x", "x"]
+    assert issubclass(RankFailed, CasckptError)

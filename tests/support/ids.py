@@ -1,0 +1,10 @@
+"""Names of test cases that are the same in every process."""
+
+from __future__ import annotations
+
+import re
+
+
+def named(value: object) -> str:
+    """A short text of a value, without the address of an object: the workers of xdist must agree on names."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))[:60]

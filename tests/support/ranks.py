@@ -1,0 +1,259 @@
+"""Ranks for tests: worker processes that live as long as the session, each job in a process group of its own.
+
+::
+
+    def total(rank: int, size: int, more: int) -> int: ...      # at the top of a test module: workers import it
+
+    ranks.run(4, total, 1)                       # [value of rank 0, ...]; raises JobFailed if any rank failed
+    ranks.outcomes(4, total, 1, timeout=2)       # [Outcome, ...]: values, errors, how a process died
+
+Workers are forked from a server that has imported torch, so a new one costs little: those of a job in which a process
+died or hung are thrown away. Inside a job, `tell` and `wait_for` let ranks wait for each other without sleeping.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
+
+Job = Callable[..., Any]
+PATIENCE = 120.0  # seconds for a job; none is meant to take as long
+
+# What torch says of itself, and no test can help. (message, category)
+_KNOWN_WARNINGS = ()
+
+
+class JobFailed(AssertionError):
+    """Some rank of a job failed where none should have."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on one rank: with a value, with an error (and its traceback), or with the end of its process."""
+
+    value: Any = None
+    error: BaseException | None = None
+    text: str = ""
+    died: int | None = None
+    hung: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Did it return?"""
+        return self.error is None and not self.text and self.died is None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a worker is sent. ``folder``: where the ranks of this job meet. ``tcp``: a store that lives in rank 0."""
+
+    rank: int
+    size: int
+    folder: str
+    timeout: float
+    tcp: bool
+    backend: str
+    job: bytes
+
+
+class _Worker:
+    """One process."""
+
+    def __init__(self, context: Any) -> None:
+        self.pipe, other = context.Pipe()
+        self.process: BaseProcess = context.Process(target=_serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def stop(self) -> None:
+        """End it, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """The workers of a session; see the module's docstring."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.support.preload"])
+        self._workers: list[_Worker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop(self._workers)
+
+    def run(self, size: int, job: Job, *args: Any, timeout: float = 60, tcp: bool = False, backend: str = "gloo", **kwargs: Any) -> list[Any]:
+        """The values that ``job(rank, size, *args)`` returns. Raises JobFailed if any rank did not return."""
+        outcomes = self.outcomes(size, job, *args, timeout=timeout, tcp=tcp, backend=backend, **kwargs)
+        if not all(outcome.ok for outcome in outcomes):
+            raise JobFailed("\n".join(f"rank {rank}: {_told(outcome)}" for rank, outcome in enumerate(outcomes)))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        size: int,
+        job: Job,
+        *args: Any,
+        timeout: float = 60,
+        tcp: bool = False,
+        backend: str = "gloo",
+        patience: float = PATIENCE,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """How it ended on every rank. ``timeout``: of the process group, in seconds. ``patience``: for all of it."""
+        while len(self._workers) < size:
+            self._workers.append(_Worker(self._context))
+        workers = self._workers[:size]
+        folder = tempfile.mkdtemp(dir=self._folder)
+        packed = pickle.dumps((job, args, kwargs))
+        for rank, worker in enumerate(workers):
+            worker.pipe.send(_Request(rank, size, folder, timeout, tcp, backend, packed))
+        outcomes = _collect(workers, monotonic() + patience)
+        if any(outcome.hung or outcome.died is not None for outcome in outcomes):
+            self._stop(workers)
+        return outcomes
+
+    def _stop(self, workers: Sequence[_Worker]) -> None:
+        for worker in workers:
+            worker.stop()
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+
+def _collect(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(workers):
+        pipes = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in outcomes}
+        ready = wait(list(pipes), max(deadline - monotonic(), 0))
+        if not ready:
+            outcomes |= {rank: Outcome(text="it hung", hung=True) for rank in pipes.values()}
+        for pipe in ready:
+            if isinstance(pipe, Connection):
+                outcomes[pipes[pipe]] = _received(workers[pipes[pipe]])
+    return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _received(worker: _Worker) -> Outcome:
+    try:
+        value, error, text = pickle.loads(worker.pipe.recv_bytes())
+    except EOFError:
+        worker.process.join()
+        return Outcome(text="it died", died=worker.process.exitcode)
+    return Outcome(value, error, text)
+
+
+def _told(outcome: Outcome) -> str:
+    return f"died ({outcome.died})" if outcome.died is not None else outcome.text or f"returned {outcome.value!r:.200}"
+
+
+# inside a worker
+
+_job_store: Store | None = None
+
+
+def outcome_of(call: Callable[[], Any]) -> Any:
+    """What it returns, or the error that it raises."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test is to see it
+        return error
+
+
+def tell(name: str) -> None:
+    """Let those go who `wait_for` this name in this job."""
+    _store().set(f"tests/{name}", "")
+
+
+def wait_for(name: str) -> None:
+    """Wait until some rank of this job has told ``name``."""
+    _store().wait([f"tests/{name}"], timedelta(seconds=PATIENCE))
+
+
+def die() -> None:
+    """The end of this process, without a word to anybody."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _store() -> Store:
+    if _job_store is None:
+        raise RuntimeError("only a job can do this")
+    return _job_store
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    _strict()
+    while True:
+        try:
+            request: _Request = pipe.recv()
+        except EOFError:
+            return
+        pipe.send_bytes(_answer(request))
+
+
+def _strict() -> None:
+    warnings.simplefilter("error")
+    for message, category in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=message, category=category)
+
+
+def _answer(request: _Request) -> bytes:
+    try:
+        value, error, text = _run(request), None, ""
+    except BaseException as caught:  # noqa: BLE001 - whatever it is, the test is to see it
+        value, error, text = None, caught, traceback.format_exc()
+    try:
+        packed = pickle.dumps((value, error, text))
+        pickle.loads(packed)
+    except Exception as problem:  # noqa: BLE001 - its text must do
+        packed = pickle.dumps((None, None, text or f"its value does not pickle: {problem!r}"))
+    return packed
+
+
+def _run(request: _Request) -> Any:
+    global _job_store
+    rank, size = request.rank, request.size
+    os.chdir(request.folder)
+    own = dist.FileStore(f"{request.folder}/meeting", size)
+    _job_store = dist.PrefixStore("job", own)
+    timeout = timedelta(seconds=request.timeout)
+    store = _tcp_store(own, rank, size) if request.tcp else dist.PrefixStore("group", own)
+    dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    try:
+        job, args, kwargs = pickle.loads(request.job)
+        return job(rank, size, *args, **kwargs)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _tcp_store(own: Store, rank: int, size: int) -> Store:
+    """A store in rank 0, as where rank 0 is started by hand: it is gone when rank 0 is."""
+    if rank == 0:
+        served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        own.set("port", str(served.port))
+        return served
+    return dist.TCPStore("127.0.0.1", int(own.get("port")), size, is_master=False)

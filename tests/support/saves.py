@@ -1,0 +1,119 @@
+"""Stores with small cells and blobs, exact comparison of states, and looks behind a store's back."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casckpt.checkpoint.store import Store
+from casckpt.checkpoint.store import open as open_store
+from casckpt.format.keys import parse_object
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.counts import IoCounts
+from tests.support import exact
+from tests.support.repositories import memory
+from tests.support.tensors import same
+
+CELL, BLOB = 4096, 64 << 10  # bytes
+_ORDER = random.Random(1)
+_NUMBERS = itertools.count()
+
+
+def small(storage: ObjectStore | None = None, *, cell_bytes: int = CELL, blob_bytes: int = BLOB) -> Store:
+    """A store in memory (or in ``storage``) whose cells and blobs are small."""
+    store = Store(Repository(memory() if storage is None else storage))
+    store.create(cell_bytes=cell_bytes, blob_bytes=blob_bytes)
+    return store
+
+
+def small_folder(path: Path) -> Store:
+    """The same in a folder."""
+    store = open_store(path)
+    store.create(cell_bytes=CELL, blob_bytes=BLOB)
+    return store
+
+
+def cells(count: float, seed: int | None = None) -> torch.Tensor:
+    """float32 of so many cells; other numbers at each call, the same for each seed."""
+    generator = torch.Generator().manual_seed(next(_NUMBERS) + 10_000 if seed is None else seed)
+    return torch.randn(int(count * CELL // 4), generator=generator)
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Are two nested states equal: types, order, dtypes, every bit?"""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and same(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):
+        extras = vars(one) == vars(other) if isinstance(one, OrderedDict) else True
+        pairs = zip(one.items(), other.items(), strict=False)
+        return extras and len(one) == len(other) and all(exact.same(a, b) and same_state(v, w) for (a, v), (b, w) in pairs)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(itertools.starmap(same_state, zip(one, other, strict=True)))
+    return exact.same(one, other)
+
+
+@dataclass
+class Delta:
+    """What a storage did meanwhile."""
+
+    counts: IoCounts
+
+
+@contextmanager
+def counted(store: Store) -> Iterator[IoCounts]:
+    """What the storage does inside the block; filled in at its end."""
+    storage: Any = store.repository.storage
+    counts = getattr(storage, "inner", storage).counts
+    before = {field.name: getattr(counts, field.name) for field in fields(IoCounts)}
+    delta = IoCounts()
+    yield delta
+    for name, value in before.items():
+        setattr(delta, name, getattr(counts, name) - value)
+
+
+def blob_keys(store: Store) -> list[str]:
+    """Keys of all blobs in a store."""
+    return [entry.key for entry in store.repository.storage.list("objects/") if _kind(entry.key) == "safetensors"]
+
+
+def manifest_keys(store: Store) -> list[str]:
+    """Keys of all manifests in a store."""
+    return [entry.key for entry in store.repository.storage.list("objects/") if _kind(entry.key) == "manifest"]
+
+
+def _kind(key: str) -> str | None:
+    name = parse_object(key)
+    return name.kind if name else None
+
+
+def content(store: Store, key: str) -> bytes:
+    """The bytes of an object."""
+    return store.repository.storage.get(key, limit=1 << 30)
+
+
+def overwrite(store: Store, key: str, data: bytes) -> None:
+    """Put other bytes in the place of an object."""
+    store.repository.storage.replace(key, data)
+
+
+def flip(store: Store, key: str, position: int) -> None:
+    """Change one bit of an object."""
+    data = bytearray(content(store, key))
+    data[position] ^= 1
+    overwrite(store, key, bytes(data))
+
+
+def steps(store: Store) -> list[tuple[str, int]]:
+    """Run and step of all that is visible."""
+    return [(ckpt.run, ckpt.step) for ckpt in store.checkpoints()]
