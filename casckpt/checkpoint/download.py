@@ -81,13 +81,14 @@ class _Target:
 
 @dataclass
 class Download:
-    """All reads of one load by one rank."""
+    """All reads of one load by one rank of ``ranks``."""
 
     repo: Repository
     manifest: Manifest
     verify: bool
     threads: int
     progress: Callable[[int], None] = lambda nbytes: None
+    ranks: int = 1
 
     def run(self, wants: Sequence[Want]) -> None:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
@@ -97,7 +98,9 @@ class Download:
         batches = plan_batches(rows, gap=traits.read_gap, most=_BATCH_BYTES)
         total = sum(batch.nbytes for batch in batches)
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, len(items))
-        readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches))
+        # ranks that want more than their part want the same bytes, and on one host a cache serves them all
+        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
+        readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches), shared=shared)
         stop = Event()
         try:
             run_all(lambda batch: self._read(readers, batch, stop), batches, threads)
@@ -168,8 +171,8 @@ def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
 class _Readers:
     """Opened blobs: each is opened once, by the first thread that reads it, and closed after its last batch."""
 
-    def __init__(self, repo: Repository, manifest: Manifest, batches: Mapping[int, int]) -> None:
-        self._repo, self._manifest = repo, manifest
+    def __init__(self, repo: Repository, manifest: Manifest, batches: Mapping[int, int], *, shared: bool) -> None:
+        self._repo, self._manifest, self._shared = repo, manifest, shared
         self._left = dict(batches)
         self._open: dict[int, tuple[Reader, AbstractContextManager[Reader]]] = {}
         self._lock = Lock()
@@ -186,7 +189,7 @@ class _Readers:
     def _reader(self, blob: int, ref: BlobRef) -> Reader:
         with self._lock:
             if blob not in self._open:
-                context = self._repo.storage.open(blob_key(ref.uploader, ref.hash))
+                context = self._repo.storage.open(blob_key(ref.uploader, ref.hash), shared=self._shared)
                 self._open[blob] = (context.__enter__(), context)
             return self._open[blob][0]
 

@@ -45,6 +45,7 @@ class LoadOptions:
     allow_pickle: bool = False
     threads: int = 4
     rank: int = 0
+    ranks: int = 1
     progress: Callable[[int], None] = lambda nbytes: None
 
 
@@ -237,7 +238,10 @@ class _Plan:
         options = self.options
         for _, _, below in self._below.values():
             self._wants += below._wants
-        Download(repo, self.contents.manifest, options.verify, options.threads, options.progress).run(self._wants)
+        download = Download(
+            repo, self.contents.manifest, options.verify, options.threads, options.progress, options.ranks
+        )
+        download.run(self._wants)
         return self._built()
 
     def _built(self) -> dict[str, Any]:

@@ -14,10 +14,8 @@ After a death or a stall the group is dropped and made anew by the next call.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
 from time import monotonic
@@ -26,6 +24,7 @@ from weakref import ref
 
 import torch
 
+from casckpt.checkpoint.messages import Message, broken, first_line, pack, seen_from, timed_out, unpack
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 
 if TYPE_CHECKING:
@@ -122,15 +121,6 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-@dataclass
-class _Message:
-    """What goes through the wire: a value or an error."""
-
-    value: Any = None
-    error: BaseException | None = None
-    rank: int | None = None
-
-
 class GroupRanks:
     """The ranks of a process group, over a gloo group of their own."""
 
@@ -182,45 +172,45 @@ class GroupRanks:
         found: Down = answer.value
         return found
 
-    def _attempt(self, call: Callable[[], Up]) -> _Message:
+    def _attempt(self, call: Callable[[], Up]) -> Message:
         try:
-            return _Message(call(), rank=self.rank)
+            return Message(call(), rank=self.rank)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
-            return _Message(error=error, rank=self.rank)
+            return Message(error=error, rank=self.rank)
 
     # rank 0
 
-    def _lead(self, mine: _Message, decide: Callable[[list[Any]], Sequence[Any]]) -> _Message:
+    def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
         received, lost = self._receive_all(mine)
         failed = [message for message in received if message is not None and message.error is not None]
         if lost:
-            answers = [_Message(error=lost[0], rank=lost[0].rank)] * self.size
+            answers = [Message(error=lost[0], rank=lost[0].rank)] * self.size
         elif failed:
-            answers = [_Message(error=failed[0].error, rank=failed[0].rank)] * self.size
+            answers = [Message(error=failed[0].error, rank=failed[0].rank)] * self.size
         else:
             outcome = self._attempt(lambda: list(decide([message.value for message in received if message])))
             if outcome.error is not None:
-                answers = [_Message(error=outcome.error, rank=0)] * self.size
+                answers = [Message(error=outcome.error, rank=0)] * self.size
             else:
-                same: dict[int, _Message] = {}  # what all are told alike is packed once
-                answers = [same.setdefault(id(value), _Message(value)) for value in outcome.value]
+                same: dict[int, Message] = {}  # what all are told alike is packed once
+                answers = [same.setdefault(id(value), Message(value)) for value in outcome.value]
         self._send_all(answers, skip={error.rank for error in lost})
         if lost:
             self._give_up(lost[0])
-        return _seen_from(answers[0], 0)
+        return seen_from(answers[0], 0)
 
-    def _receive_all(self, mine: _Message) -> tuple[list[_Message | None], list[RankFailed]]:
+    def _receive_all(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
         deadline = monotonic() + self._timeout.total_seconds()
         lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in range(1, self.size)}
         works = {rank: self._irecv(length, rank) for rank, length in lengths.items()}
-        received: list[_Message | None] = [mine] + [None] * (self.size - 1)
+        received: list[Message | None] = [mine] + [None] * (self.size - 1)
         lost: list[RankFailed] = []
         for rank, work in works.items():
             try:
                 _wait(work, deadline)
                 data = torch.empty(int(lengths[rank]), dtype=torch.uint8)
                 _wait(self._irecv(data, rank), max(deadline, monotonic() + 60))
-                received[rank] = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of the same job
+                received[rank] = unpack(data.numpy().tobytes())
             except RuntimeError as error:
                 lost.append(self._why_lost(rank, error))
                 if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
@@ -228,12 +218,12 @@ class GroupRanks:
                     break
         return received, lost
 
-    def _send_all(self, answers: Sequence[_Message], skip: set[int | None]) -> None:
+    def _send_all(self, answers: Sequence[Message], skip: set[int | None]) -> None:
         packed: dict[int, bytes] = {}
         for rank in range(1, self.size):
             if rank not in skip:
                 message = answers[rank]
-                data = packed.get(id(message)) or packed.setdefault(id(message), _pack(message))
+                data = packed.get(id(message)) or packed.setdefault(id(message), pack(message))
                 try:
                     self._send(data, rank)
                 except RuntimeError:
@@ -241,10 +231,10 @@ class GroupRanks:
 
     # the others
 
-    def _follow(self, mine: _Message) -> _Message:
+    def _follow(self, mine: Message) -> Message:
         deadline = monotonic() + self._patience.total_seconds()
         try:
-            self._send(_pack(mine), 0)
+            self._send(pack(mine), 0)
             length = torch.zeros(1, dtype=torch.int64)
             _wait(self._irecv(length, 0), deadline)
             data = torch.empty(int(length), dtype=torch.uint8)
@@ -253,15 +243,18 @@ class GroupRanks:
             failure = self._why_lost(0, error)
             self._give_up(failure)
             raise failure from error
-        answer: _Message = pickle.loads(data.numpy().tobytes())  # noqa: S301 - from rank 0 of the same job
+        answer = unpack(data.numpy().tobytes())
         if isinstance(answer.error, RankFailed) and answer.error.lost:
             self._drop(answer.error)
-        return _seen_from(answer, self.rank)
+        return seen_from(answer, self.rank)
 
     # the wire
 
     def _irecv(self, data: torch.Tensor, rank: int) -> Any:
-        return self._group.recv([data], rank, 0)
+        try:
+            return self._group.recv([data], rank, 0)
+        except RuntimeError as error:  # the connection is broken already
+            return _Broken(error)
 
     def _send(self, data: bytes, rank: int) -> None:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -287,65 +280,28 @@ class GroupRanks:
             self.dropped = True
 
     def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
-        """What an error of the connection to a rank means: who gives up on somebody closes all, and leaves word of it."""
-        if not _timed_out(error):
+        """Why a connection failed: who gives up on somebody closes all of its own, and leaves word of it."""
+        if not timed_out(error):
             with suppress(RuntimeError):  # no word, or no store any more
                 self._store.wait([_LOST], timedelta(seconds=_WORD_SECONDS))
                 who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
                 return RankFailed(text, rank=int(who), lost=lost)
-        return _lost(rank, error)
+        return broken(rank, error)
 
 
-def _lost(rank: int, error: RuntimeError) -> RankFailed:
-    late = _timed_out(error)
-    how = "did not answer in time" if late else "died, or closed its connection"
-    return RankFailed(
-        f"rank {rank} {how}: nothing was saved or loaded. Look at the log of rank {rank}, then start again "
-        f"({_first_line(error)})",
-        rank=rank,
-        lost="late" if late else "died",
-    )
+class _Broken:
+    """What never comes."""
 
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-
-
-def _timed_out(error: RuntimeError) -> bool:
-    return "imed out" in str(error) or "timeout" in str(error).lower()
+    def wait(self, timeout: timedelta) -> NoReturn:
+        """Say why."""
+        raise self._error
 
 
 def _wait(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
-
-
-def _pack(message: _Message) -> bytes:
-    error, rank = message.error, message.rank
-    if error is not None and not isinstance(error, CasckptError):  # many others pickle, but do not come back
-        return pickle.dumps(_Message(error=_failure(rank, error), rank=rank))
-    try:
-        data = pickle.dumps(message)
-        if error is not None:
-            pickle.loads(data)  # noqa: S301 - made here
-        return data
-    except Exception as problem:  # noqa: BLE001 - something with a lock or a socket in it: its text must do
-        return pickle.dumps(_Message(error=_failure(rank, error or problem), rank=rank))
-
-
-def _failure(rank: int | None, error: BaseException) -> RankFailed:
-    return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}", rank=rank)
-
-
-def _seen_from(answer: _Message, rank: int) -> _Message:
-    """An answer as this rank is to raise it: errors of other ranks name them."""
-    error, origin = answer.error, answer.rank
-    if error is None or origin is None or origin == rank or (isinstance(error, RankFailed) and error.rank is not None):
-        return answer
-    if isinstance(error, CasckptError):
-        like = type(error)(f"rank {origin}: {error}")
-        like.__dict__.update({"rank": origin} | error.__dict__)
-        return _Message(error=like, rank=origin)
-    return _Message(error=_failure(origin, error), rank=origin)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -380,7 +336,7 @@ def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             absent = [0]
         raise RankFailed(
             f"not all ranks came to save or load together (absent: {absent or 'none by now'}); all of them must make "
-            f"the call ({_first_line(error)})",
+            f"the call ({first_line(error)})",
             rank=absent[0] if absent else None,
         ) from error
 

@@ -228,7 +228,7 @@ class Store:
         def options() -> LoadOptions:
             return self._load_options(
                 strict=strict, rename=rename, cast=cast, verify=verify, allow_pickle=allow_pickle, threads=threads,
-                rank=ranks.rank, progress=progress,
+                rank=ranks.rank, ranks=ranks.size, progress=progress,
             )  # fmt: skip
 
         commit, missing, unread = load_together(self.repository, ranks, state, lambda: self._resolve(ref), options)

@@ -83,8 +83,11 @@ class ObjectStore(Protocol):
     def get(self, key: str, *, limit: int) -> bytes:
         """The whole object. Raises `casckpt.errors.NotFound`; an object of more than ``limit`` bytes is `Refused`."""
 
-    def open(self, key: str) -> AbstractContextManager[Reader]:
-        """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones)."""
+    def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
+        """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones).
+
+        ``shared``: others on this host are about to read the same bytes, so that a cache for all of them pays.
+        """
 
     def size(self, key: str) -> int | None:
         """Size in bytes, None if there is no such object."""

@@ -9,78 +9,23 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from casckpt.errors import CasckptError, NotFound, Refused, StorageError
-from casckpt.storage.base import AlreadyExists, Entry, ShortObject, Traits
+from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.storage.base import AlreadyExists, Entry, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
+from casckpt.storage.failures import reporting
 from casckpt.storage.folders import Folders, refuse_symlink
+from casckpt.storage.localreader import LocalReader
 from casckpt.storage.names import split_key
 from casckpt.storage.newfile import FileMaker, is_temporary
 
-_MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
 # Non-blocking, or opening a fifo that somebody left in the store would wait for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-_ADVICE = {
-    errno.ENOSPC: "the disk is full: free space, for instance with `casckpt gc`, and try again",
-    errno.EDQUOT: "the disk quota is used up: free space, for instance with `casckpt gc`, and try again",
-    errno.EROFS: "the file system is read-only: mount it writable or use another store",
-    errno.EACCES: "permission denied: check who owns the folder and its files",
-    errno.EPERM: "not permitted: check who owns the folder and its attributes",
-    errno.EIO: "the disk reports an error: look at the kernel log, then run `casckpt verify`",
-    errno.ESTALE: "the network file system lost the file: check the mount and try again",
-    errno.EMFILE: "too many open files: raise `ulimit -n`",
-    errno.ENFILE: "too many open files on this machine: close some and try again",
-    errno.ENOTDIR: "a part of the path is a file: give the path of a folder",
-    errno.ENAMETOOLONG: "the path is too long: use a store with a shorter path",
-}
-
-
-class LocalReader:
-    """One open file, read at any offset by any number of threads."""
-
-    def __init__(self, fd: int, size: int, key: str, path: Path, counts: IoCounts) -> None:
-        self._fd = fd
-        self._size = size
-        self._key = key
-        self._path = path
-        self._counts = counts
-
-    @property
-    def size(self) -> int:
-        """Size in bytes when the file was opened."""
-        return self._size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `casckpt.storage.base.Reader`."""
-        self._counts.add(requests=1, reads=1)
-        with _reporting("read", self._path):
-            count = _fill(self._fd, offset, buffers, self._key)
-        self._counts.add(bytes_read=count)
-
-    def read_all(self) -> bytes:
-        """The whole file, not counted as a request of its own."""
-        data = bytearray(self._size)
-        with _reporting("read", self._path):
-            _fill(self._fd, 0, [memoryview(data)], self._key)
-        return bytes(data)
-
-    def close(self) -> None:
-        """Close the file. Harmless when done twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> LocalReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class LocalStore:
@@ -152,7 +97,7 @@ class LocalStore:
         """See `casckpt.storage.base.ObjectStore`. A folder that is not there has no names to settle."""
         self.counts.add(requests=1)
         with (
-            _reporting("make durable", self.path / folder),
+            reporting("make durable", self.path / folder),
             suppress(FileNotFoundError),
             self._folders.open(folder) as fd,
         ):
@@ -168,17 +113,17 @@ class LocalStore:
         self.counts.add(bytes_read=len(data))
         return data
 
-    def open(self, key: str) -> LocalReader:
+    def open(self, key: str, *, shared: bool = False) -> LocalReader:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
-        return self._open(key)
+        return self._open(key, shared=shared)
 
     def size(self, key: str) -> int | None:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
         folder, name = split_key(key)
         path = self.path / key
-        with _reporting("look at", path):
+        with reporting("look at", path):
             try:
                 with self._folders.open(folder) as above:
                     found = os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -206,7 +151,7 @@ class LocalStore:
         self.counts.add(requests=1)
         folder, name = split_key(key)
         with (
-            _reporting("delete", self.path / key),
+            reporting("delete", self.path / key),
             suppress(FileNotFoundError),
             self._folders.open(folder) as above,
         ):
@@ -216,65 +161,31 @@ class LocalStore:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
         freed = 0
-        with _reporting("sweep", self.path / folder):
+        with reporting("sweep", self.path / folder):
             with suppress(FileNotFoundError), self._folders.open(folder) as fd:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
             self._folders.remove(folder)
         return freed
 
-    def _open(self, key: str) -> LocalReader:
+    def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)
         path = self.path / key
-        with _reporting("open", path):
+        with reporting("open", path):
             try:
                 with self._folders.open(folder) as above:
                     fd = _open_file(above, name, path)
             except FileNotFoundError:
                 raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written") from None
-        return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts)
+        return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
 
     def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
         """Call ``act`` with the folder open; again where somebody sweeps the folder meanwhile."""
         path = self.path / key
-        with _reporting("write", path):
+        with reporting("write", path):
             for _ in range(_ATTEMPTS):
                 with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
                     return act(fd)
         raise StorageError(f"cannot write {path}: its folder was removed again and again; see who does, and try again")
-
-
-@contextmanager
-def _reporting(verb: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system says into a `StorageError` that says what to do."""
-    try:
-        yield
-    except CasckptError:
-        raise  # some of these are OSErrors too
-    except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
-        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error
-
-
-def _fill(fd: int, offset: int, buffers: Sequence[memoryview], key: str) -> int:
-    """Fill all of ``buffers``, however short the reads are; bytes read. Raises `ShortObject`."""
-    pending = [buffer for buffer in buffers if buffer.nbytes]
-    total = 0
-    while pending:
-        count = os.preadv(fd, pending[:_MAX_BUFFERS], offset + total)
-        if count == 0:
-            raise ShortObject(key, os.fstat(fd).st_size)
-        total += count
-        pending = _rest(pending, count)
-    return total
-
-
-def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left to fill of ``buffers`` after ``count`` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < buffer.nbytes:
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= buffer.nbytes
-    return []
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:
@@ -282,7 +193,7 @@ def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:
     files: list[Entry] = []
     deeper: list[str] = []
     with (
-        _reporting("list", folders.root / folder),
+        reporting("list", folders.root / folder),
         suppress(FileNotFoundError),
         folders.open(folder) as fd,
         os.scandir(fd) as found,

@@ -101,7 +101,7 @@ class MemoryStore:
         self.counts.add(reads=1, bytes_read=len(data))
         return data
 
-    def open(self, key: str) -> MemoryReader:
+    def open(self, key: str, *, shared: bool = False) -> MemoryReader:
         """See `casckpt.storage.base.ObjectStore`."""
         return MemoryReader(key, self._find(key), self.counts)
 

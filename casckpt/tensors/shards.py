@@ -78,7 +78,8 @@ def _from_shards(key: str, shards: Sequence[Shard]) -> LocalTensor:
     for shard in shards:
         check_storable(key, shard.data)
         pieces += _shard_pieces(shard)
-    return LocalTensor(key, shards[0].data.dtype, shards[0].global_shape, pieces)
+    replicated = all(shard.replicated for shard in shards)
+    return LocalTensor(key, shards[0].data.dtype, shards[0].global_shape, pieces, replicated)
 
 
 def _shard_pieces(shard: Shard) -> list[Piece]:

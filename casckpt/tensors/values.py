@@ -22,8 +22,9 @@ class Shard:
 
     ``offset`` and ``shape``: a box of the global tensor; the whole of it if ``offset`` is None, and ``shape`` is that
     of ``data`` if it is None. ``flat``: a range ``(lo, hi)``, or a list of them in the order in which ``data`` holds
-    them, in the row-major order of that box; then ``data`` may have any shape with as many elements. Raises
-    InvalidInput where the numbers do not fit each other.
+    them, in the row-major order of that box; then ``data`` may have any shape with as many elements. ``replicated``:
+    where several ranks hold these elements, they hold the same, so that they may share the writing; else the lowest
+    rank writes all of them. Raises InvalidInput where the numbers do not fit each other.
     """
 
     data: torch.Tensor
@@ -31,6 +32,7 @@ class Shard:
     offset: Shape
     shape: Shape
     flat: tuple[Range, ...] | None
+    replicated: bool
 
     def __init__(
         self,
@@ -39,6 +41,8 @@ class Shard:
         offset: Sequence[int] | None = None,
         shape: Sequence[int] | None = None,
         flat: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        replicated: bool = False,
     ) -> None:
         if not isinstance(data, torch.Tensor):
             raise InvalidInput(f"the data of a Shard is a tensor, not a {type(data).__name__}")
@@ -53,6 +57,7 @@ class Shard:
         for name, value in (("global_shape", whole), ("offset", box.offset), ("shape", box.shape), ("flat", ranges)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "data", data)
+        object.__setattr__(self, "replicated", bool(replicated))
 
     @property
     def box(self) -> Box:

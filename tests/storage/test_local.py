@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from casckpt.errors import InvalidInput, NotFound, Refused, StorageError, Unsupported
-from casckpt.storage import folders, local, newfile, syscalls
+from casckpt.storage import folders, local, localreader, newfile, syscalls
 from casckpt.storage.base import AlreadyExists, Entry, ObjectStore, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.local import LocalStore
@@ -560,3 +560,35 @@ def test_memory_of_folders_is_bounded(store: LocalStore, monkeypatch: pytest.Mon
     for number in range(20):
         store.put(f"objects/{number}/a", b"")
     assert len(store._folders._anchored) <= 6
+
+
+def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom((9 << 20) + 17)
+    store.put("a", data)
+    for cached in (False, True):
+        monkeypatch.setattr(localreader, "is_cached", lambda fd, size, answer=cached: answer)
+        with store.open("a") as reader:
+            for offset, nbytes in ((0, len(data)), (1, len(data) - 1), (4097, 8 << 20), (len(data) - (1 << 20), 1 << 20)):
+                first, second = bytearray(nbytes // 3), bytearray(nbytes - nbytes // 3)
+                reader.read_into(offset, [memoryview(first), memoryview(second)])
+                assert bytes(first + second) == data[offset : offset + nbytes]
+            with pytest.raises(ShortObject):
+                reader.read_into(10, [memoryview(bytearray(len(data)))])
+
+
+def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a", bytes(2 << 20))
+    asked: list[int] = []
+    monkeypatch.setattr(localreader, "is_cached", lambda fd, size: bool(asked.append(size)))
+    for shared in (True, False):
+        with store.open("a", shared=shared) as reader:
+            reader.read_into(0, [memoryview(bytearray(2 << 20))])
+    assert asked == [2 << 20]
+
+
+def test_what_was_just_written_to_the_cache_is_cached(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        assert localreader.is_cached(file.fileno(), 1 << 20)
+        assert localreader.is_cached(file.fileno(), 0)

@@ -142,9 +142,9 @@ class FaultyStore:
             return bytes(data)
 
     @contextmanager
-    def open(self, key: str) -> Iterator[Reader]:
+    def open(self, key: str, *, shared: bool = False) -> Iterator[Reader]:
         with self.faults("open", key):
-            opened = self.inner.open(key)
+            opened = self.inner.open(key, shared=shared)
         with opened as reader:
             yield FaultyReader(self, key, reader)
 

@@ -152,9 +152,9 @@ class SteppedStore:
         self._stop("get", key)
         return self._inner.get(key, limit=limit)
 
-    def open(self, key: str) -> AbstractContextManager[Reader]:
+    def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
         self._stop("open", key)
-        return self._inner.open(key)
+        return self._inner.open(key, shared=shared)
 
     def size(self, key: str) -> int | None:
         self._stop("size", key)

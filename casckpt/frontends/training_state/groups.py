@@ -1,4 +1,7 @@
-"""Which parameter of an optimizer is which of a checkpoint, and which saved options go to which of its groups."""
+"""Which parameter of an optimizer is which of a checkpoint, and which saved options go to which of its groups.
+
+Groups of several ranks are one list in a checkpoint, also where ranks have other parameters each (pipeline stages).
+"""
 
 from __future__ import annotations
 
@@ -55,16 +58,12 @@ def match(here: Sequence[Sequence[Named]], saved: Sequence[Mapping[str, Any]]) -
 
 
 def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise MissingKey or Mismatch, naming parameters or options, unless the optimizers are alike."""
-    if found.missing or found.unused:
-        lacks = f" It lacks {listed(found.missing)}." if found.missing else ""
-        more = f" Only it has {listed(found.unused)}." if found.unused else ""
-        kind = MissingKey if found.missing else Mismatch
-        raise kind(
-            f"the optimizer in {where} has other parameters than this one.{lacks}{more} Pass strict=False to load what "
-            "both have",
-            keys=found.missing or found.unused,
-        )
+    """Raise MissingKey or Mismatch, naming parameters or options, unless the checkpoint has all that is here.
+
+    That nothing else is in it, `check_unused` is for: another rank may have it.
+    """
+    if found.missing:
+        raise MissingKey(_other_parameters(where, found.missing, found.unused), keys=found.missing)
     for group in saved:
         lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
         unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
@@ -74,6 +73,39 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
                 f"{listed(lacking)}. Make the same optimizer as was saved, or pass strict=False",
                 keys=tuple(lacking),
             )
+
+
+def check_unused(unused: Sequence[str], where: str) -> None:
+    """Raise Mismatch if there is a name in the checkpoint's optimizer that nobody has."""
+    if unused:
+        raise Mismatch(_other_parameters(where, (), unused), keys=tuple(unused))
+
+
+def _other_parameters(where: str, missing: Sequence[str], unused: Sequence[str]) -> str:
+    lacks = f" It lacks {listed(missing)}." if missing else ""
+    more = f" Only it has {listed(unused)}." if unused else ""
+    return (
+        f"the optimizer in {where} has other parameters than this one.{lacks}{more} Pass strict=False to load what "
+        "both have"
+    )
+
+
+def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The groups of ranks that have other parameters each: those of one number and with the same options are one."""
+    found: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for groups in groups_of_ranks:
+        for number, group in enumerate(groups):
+            new = [at for at, name in enumerate(group["params"]) if name not in known]
+            known.update(group["params"])
+            mine = dict(group) | {key: [group[key][at] for at in new] for key in ("params", _NAMES) if key in group}
+            if number < len(found) and _same(_without_parameters(found[number]), _without_parameters(mine)):
+                for key in ("params", _NAMES):
+                    if key in mine:
+                        found[number][key] = [*found[number].get(key, []), *mine[key]]
+            elif new or not group["params"]:
+                found.append(mine)
+    return found
 
 
 def _options(
@@ -109,6 +141,8 @@ def _same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, list | tuple) and type(one) is type(other):
         return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     return type(one) is type(other) and bool(one == other)
 
 

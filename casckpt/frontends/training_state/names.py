@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from casckpt.errors import InvalidInput
+from casckpt.frontends.training_state.flat import flat_parts, reshard
 
 WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
@@ -46,10 +47,16 @@ def plain_name(model: nn.Module, name: str) -> str:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """The plain names of each parameter by its id(); a tied one has several, the first of which is its own."""
+    """The plain names of each parameter by its id(); a tied one has several, the first of which is its own.
+
+    Of what stands in a parameter's place while FSDP has it whole, the names are those of the parameter.
+    """
+    reshard(model)
+    parts = flat_parts(model)
     names: dict[int, tuple[str, ...]] = {}
     owners: dict[str, int] = {}
-    for raw, parameter in model.named_parameters(remove_duplicate=False):
+    for raw, shown in model.named_parameters(remove_duplicate=False):
+        parameter = parts[id(shown)].parameter if id(shown) in parts else shown
         name = plain_name(model, raw)
         if owners.setdefault(name, id(parameter)) != id(parameter):
             raise InvalidInput(f"two parameters of the model have the plain name {name!r}; rename one", key=name)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from casckpt.errors import InvalidInput
 from casckpt.format import tree
+from casckpt.frontends.training_state.flat import flat_parts
+from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import parameter_names
 from casckpt.tensors.state import flatten, inflate
 
@@ -47,7 +49,28 @@ def optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
 
     Raises InvalidInput for a parameter that is not the model's, or an optimizer that keeps state anywhere else.
     """
-    groups = named_groups(model, optim)
+    return _state_of(optim, named_groups(model, optim))
+
+
+def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
+    """`optimizer_state` as `Store.save` takes it from many ranks: it is known of each tensor which part is here.
+
+    Raises InvalidInput as `optimizer_state` does, and for a tensor that may be any part of some whole.
+    """
+    groups, parts = named_groups(model, optim), flat_parts(model)
+    found = _state_of(optim, groups)
+    state = found["state"]
+    for one in (member for group in groups for member in group):
+        name = one.names[0]
+        holding = Holding(name, one.parameter, parts.get(id(one.parameter)))
+        if name in state and holding.is_nothing:
+            del state[name]
+        elif name in state:
+            state[name] = holding.as_saved(state[name])
+    return found
+
+
+def _state_of(optim: Optimizer, groups: Sequence[Sequence[Named]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
     keys: list[Any] = list(optim.state)  # torch's types say tensors, but anything is allowed
     for key in keys:

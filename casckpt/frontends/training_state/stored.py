@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch.optim import ASGD, Optimizer
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Damaged, Mismatch, MissingKey
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import Entry, Manifest
 from casckpt.format.regions import whole
 from casckpt.format.tree import DICT, Container, Element, Leaf, Node, decode_tree, find, join, leaves
 from casckpt.plan.reads import covers
 from casckpt.repository import manifests
-from casckpt.tensors.dtypes import torch_dtype
+from casckpt.repository.commits import Commit
 from casckpt.tensors.state import inflate
 
 GROUPS = "optim.param_groups"
@@ -24,19 +23,28 @@ STATE = "optim.state"
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
-Place: TypeAlias = Callable[[Element, str, Entry], torch.Tensor]
-"""(name of the parameter, flat key below it, what is stored) -> the tensor to fill."""
+Place: TypeAlias = Callable[[Element, str, Entry], Any]
+"""(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
+
+StoredGroups: TypeAlias = list[dict[str, Any]]
+"""The groups of an optimizer, with their parameters by name."""
 
 
 class Stored:
     """One checkpoint: its keys, and its optimizer's groups and state by name."""
 
-    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+    def __init__(self, store: Store, commit: Commit, manifest: Manifest) -> None:
         self.store = store
-        self.checkpoint = checkpoint
-        self.where = f"{checkpoint.run}@{checkpoint.step}"
-        self._manifest = manifests.get(store.repository, checkpoint.commit)
-        self._tree = decode_tree(self._manifest.body.tree)
+        self.commit, self.manifest = commit, manifest
+        self.checkpoint = Checkpoint(store.repository, commit)
+        self.where = f"{commit.run}@{commit.step}"
+        self._tree = decode_tree(manifest.body.tree)
+
+    @classmethod
+    def read(cls, store: Store, ref: str | Checkpoint) -> Stored:
+        """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
+        commit = store.get(ref).commit
+        return cls(store, commit, manifests.get(store.repository, commit))
 
     def keys_below(self, prefix: str) -> list[str]:
         """The flat keys below ``prefix``, without it."""
@@ -49,7 +57,7 @@ class Stored:
         """Was an optimizer saved along?"""
         return find(self._tree, GROUPS) is not None
 
-    def groups(self, **options: Any) -> list[dict[str, Any]]:
+    def groups(self, **options: Any) -> StoredGroups:
         """The groups, with their parameters by name; ``options``: as in `Store.read`.
 
         Raises MissingKey if there are none, Mismatch if they were saved by number.
@@ -68,7 +76,7 @@ class Stored:
                 "read it with store.read",
                 key=GROUPS,
             )
-        groups: list[dict[str, Any]] = found
+        groups: StoredGroups = found
         return groups
 
     def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
@@ -92,7 +100,7 @@ class Stored:
             prefix = f"{name}."
 
             def leaf(key: str, kind: Leaf, name: Element = name, prefix: str = prefix) -> Any:
-                entry = self._manifest.tensors.get(f"{STATE}.{key}")
+                entry = self.manifest.tensors.get(f"{STATE}.{key}")
                 return None if entry is None else place(name, key.removeprefix(prefix), self._whole(entry))
 
             filled |= inflate(Container(DICT, ((name, node),)), leaf, keep)
@@ -100,17 +108,9 @@ class Stored:
 
     def _whole(self, entry: Entry) -> Entry:
         """Before memory is asked for: a shape that nothing stands behind is caught here."""
-        if not covers(self._manifest.extents(entry), whole(entry.shape)):
+        if not covers(self.manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         return entry
-
-
-def new_tensor(entry: Entry, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor of the state of the parameter ``like``, in the dtype in which it was saved, on ``device``."""
-    dtype = torch_dtype(entry.dtype)
-    if like is not None and tuple(like.shape) == entry.shape and like.device == device:
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.ranks import this_rank
+from casckpt.checkpoint.ranks import open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry
 from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.holding import new_tensor
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
-from casckpt.frontends.training_state.stored import STATE, Stored, is_step, new_tensor, steps_on_cpu
+from casckpt.frontends.training_state.stored import STATE, Stored, StoredGroups, is_step, steps_on_cpu
+from casckpt.frontends.training_state.together import find
 
 
 def unshard_model_state(
@@ -33,20 +35,27 @@ def unshard_model_state(
     """The model's state_dict, ``{name: tensor}``, in new tensors on ``device``.
 
     ``keys``: fnmatch patterns on the names (or, where a pattern matches none of them, on whole keys of the checkpoint).
-    ``rank0_only``: ``{}`` on every other rank. ``no_dist``: no rank waits for another. ``options``: as in `Store.read`.
+    Every rank makes the call, and gets all of the same checkpoint; with ``rank0_only`` the others get ``{}``.
+    ``no_dist``: this rank for itself, no rank waits for another. ``options``: as in `Store.read`.
 
-    Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, InvalidInput (a
-    ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
+    Raises MissingKey if nothing matches, NotFound, Damaged and StorageError as `Store.read` does, on every rank alike;
+    InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
     """
-    if not _is_wanted(rank0_only, no_dist):
-        return {}
-    opened = as_store(store)
-    stored = Stored(opened, opened.get(ref))
+
+    def read(stored: Stored, groups: StoredGroups | None) -> dict[str, Any]:
+        return _model_of(stored, keys, device, options)
+
+    return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist)
+
+
+def _model_of(
+    stored: Stored, keys: Sequence[str] | None, device: str | torch.device, options: Mapping[str, Any]
+) -> dict[str, Any]:
     names = stored.keys_below("model")
     if not names:
         raise MissingKey(f"{stored.where} holds no model; `casckpt show` lists its keys", keys=("model",))
     patterns = [_pattern(pattern, names, stored.where) for pattern in (["*"] if keys is None else keys)]
-    state = opened.read(stored.checkpoint, keys=patterns, device=device, **options)
+    state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
     found: OrderedDict[str, Any] = OrderedDict()
     for key, value in _named_values(state, ""):
         if key.startswith("model."):
@@ -104,22 +113,32 @@ def unshard_optim_state(
 
     Raises as `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
     """
-    if not _is_wanted(rank0_only, no_dist):
-        return {}
-    opened = as_store(store)
-    stored = Stored(opened, opened.get(ref))
-    groups = stored.groups(allow_pickle=allow_pickle)
-    target = torch.device(device)
+    options["allow_pickle"] = allow_pickle
+
+    def read(stored: Stored, groups: StoredGroups | None) -> dict[str, Any]:
+        state = _optimizer_of(stored, groups or [], keys, torch.device(device), options)
+        return {"state": state, "param_groups": groups} if by_name else by_number(state, groups or [])
+
+    return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist, optimizer=True, allow_pickle=allow_pickle)
+
+
+def _optimizer_of(
+    stored: Stored,
+    groups: StoredGroups,
+    keys: Sequence[str] | None,
+    target: torch.device,
+    options: Mapping[str, Any],
+) -> dict[Element, Any]:
     on_cpu = {name: steps_on_cpu(None, group) for group in groups for name in group["params"]}
 
     def place(name: Element, key: str, entry: Entry) -> torch.Tensor:
         stays = is_step(entry, key) and on_cpu.get(str(name), False)
-        return new_tensor(entry, None, torch.device("cpu") if stays else target)
+        return new_tensor(entry, torch.device("cpu") if stays else target)
 
     wanted = None if keys is None else _wanted(stored, keys, list(on_cpu))
     state = stored.template(stored.nodes(on_cpu), place, lambda key: wanted is None or key in wanted)
-    opened.load({"optim": {"state": state}}, stored.checkpoint, allow_pickle=allow_pickle, no_dist=True, **options)
-    return {"state": state, "param_groups": groups} if by_name else by_number(state, groups)
+    stored.store.load({"optim": {"state": state}}, stored.checkpoint, no_dist=True, **options)
+    return state
 
 
 def _wanted(stored: Stored, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
@@ -137,9 +156,27 @@ def _wanted(stored: Stored, patterns: Sequence[str], names: Sequence[str]) -> se
     return wanted
 
 
-def _is_wanted(rank0_only: bool, no_dist: bool) -> bool:
-    """Is this rank to read anything? Raises InvalidInput for ``no_dist`` with ``rank0_only`` off rank 0."""
+def _unshard(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    read: Callable[[Stored, StoredGroups | None], dict[str, Any]],
+    *,
+    rank0_only: bool,
+    no_dist: bool,
+    optimizer: bool = False,
+    allow_pickle: bool = False,
+) -> dict[str, Any]:
+    """What ``read`` makes of the checkpoint on each rank that is to have it, all of the same one; ``{}`` elsewhere."""
     rank = this_rank()
     if rank0_only and no_dist and rank != 0:
         raise InvalidInput(f"rank0_only with no_dist on rank {rank}: only rank 0 may call it so; leave no_dist out")
-    return rank == 0 or not rank0_only
+    ranks = open_ranks(no_dist=no_dist)
+    found: list[dict[str, Any]] = [{}]
+
+    def run() -> None:
+        if rank == 0 or not rank0_only:
+            found[0] = read(stored, groups)
+
+    stored, groups = find(ranks, as_store(store), ref, optimizer=optimizer, required=True, allow_pickle=allow_pickle)
+    ranks.exchange(run, lambda done: done)
+    return found[0]

@@ -1,0 +1,161 @@
+"""How this process holds a parameter, and with it the state of an optimizer that has the parameter's shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.manifest import Entry
+from casckpt.frontends.training_state.flat import FlatPart
+from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.values import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this process behind a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A parameter as this process has it: whole, as a DTensor, or a ``part`` of it in a flat parameter.
+
+    ``name``: for messages.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    part: FlatPart | None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Has this rank no element of it? Then FSDP gives it no gradient here, and no optimizer keeps up its state."""
+        return self.part is not None and self.part.lo == self.part.hi
+
+    # saving
+
+    def as_saved(self, value: Any) -> Any:
+        """State of an optimizer, nested as it is, with tensors of the parameter's shape held like the parameter.
+
+        Raises InvalidInput for a tensor that may be a part of one, nobody knows which.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._tensor_as_saved(value)
+        if isinstance(value, Mapping):
+            changed = copy.copy(value) if isinstance(value, dict) else dict(value)
+            for key, child in value.items():
+                changed[key] = self.as_saved(child)
+            return changed
+        if type(value) in (list, tuple):
+            return type(value)([_alone(self.as_saved(child)) for child in value])
+        return value
+
+    def _tensor_as_saved(self, value: torch.Tensor) -> Any:
+        shape = tuple(value.shape)
+        if self.part is not None:
+            if self.part.has_form(shape):
+                return self.part.shard(value)
+            is_part = value.numel() > 1 and not self.part.is_whole
+        elif is_dtensor(self.parameter):
+            here = tuple(self.parameter.to_local().shape)
+            is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
+        else:
+            alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
+            return Shard(value, shape, replicated=True) if alike else value
+        if is_part:
+            raise InvalidInput(
+                f"the optimizer has state of shape {list(shape)} for {self.name!r}, of which this rank holds only a "
+                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard",
+                key=self.name,
+            )
+        return value
+
+    # loading
+
+    def destination(self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int]) -> Any:
+        """Where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
+
+        ``taken``: addresses of memory that holds something else already: some optimizers share one ``step``.
+        """
+        part, parameter = self.part, self.parameter
+        if part is not None and entry.shape == part.shape:
+            fits = there is not None and part.has_form(tuple(there.shape)) and _fits(there, entry, taken)
+            return part.shard(there if fits and there is not None else _new_like(part.data, entry))
+        if there is not None and tuple(there.shape) == entry.shape and _fits(there, entry, taken):
+            return there
+        if is_dtensor(parameter) and not _is_plain(there, entry, parameter):
+            return _new_dtensor(parameter, entry)
+        alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
+        return _new_like(parameter, entry) if alike else new_tensor(entry, device)
+
+
+def _alone(value: Any) -> Any:
+    """In a list of its own, what is a `Shard`: a list of several would be one tensor in pieces."""
+    return [value] if isinstance(value, Shard) else value
+
+
+def apart(value: Any) -> Any:
+    """The template of a state as `Store.load` takes it: lists of shards as lists of tensors."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            value[key] = apart(child)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)([_alone(apart(child)) for child in value])
+    return value
+
+
+def unwrapped(value: Any) -> Any:
+    """A filled template as the optimizer is to have it."""
+    if isinstance(value, Shard):
+        return value.data
+    if isinstance(value, dict):
+        for key, child in value.items():
+            value[key] = unwrapped(child)
+        return value
+    if type(value) is list and len(value) == 1 and isinstance(value[0], Shard):
+        return value[0].data
+    return type(value)([unwrapped(child) for child in value]) if type(value) in (list, tuple) else value
+
+
+def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
+    """Memory for a whole tensor, in the dtype in which it was saved, on ``device``."""
+    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+
+
+def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return torch.empty_like(tensor, dtype=torch_dtype(entry.dtype), requires_grad=False)
+
+
+def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
+    here = local(there)
+    alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
+    return alike and here.is_contiguous() and here.data_ptr() not in taken
+
+
+def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor) -> bool:
+    """Is the state of a DTensor to be no DTensor? As it was before, or as torch keeps single numbers."""
+    return entry.shape == () != tuple(parameter.shape) if there is None else not is_dtensor(there)
+
+
+def _new_dtensor(parameter: DTensor, entry: Entry) -> DTensor:
+    """Sharded like the parameter if it has its shape, else whole on every rank."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    here, mesh = parameter.to_local(), parameter.device_mesh
+    if tuple(parameter.shape) == entry.shape:
+        data = _new_like(here, entry)
+        return DTensor.from_local(
+            data, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+    whole = new_tensor(entry, here.device)
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

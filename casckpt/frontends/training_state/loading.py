@@ -1,0 +1,158 @@
+"""One rank's part of a load: a template of the model and of the optimizer, filled by `Store.load`, then handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import Mismatch
+from casckpt.format.manifest import Entry
+from casckpt.format.tree import Element
+from casckpt.frontends.training_state.flat import flat_parts
+from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
+from casckpt.frontends.training_state.holding import Holding, apart, local, new_tensor, unwrapped
+from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
+from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
+from casckpt.frontends.training_state.stored import (
+    GROUPS,
+    STATE,
+    Stored,
+    StoredGroups,
+    is_step,
+    steps_on_cpu,
+)
+from casckpt.frontends.training_state.together import on_no_rank
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Names in the checkpoint that a rank has no use for: of its model, and of its optimizer."""
+
+    model: Sequence[str]
+    optimizer: Sequence[str]
+
+
+class Loading:
+    """A load of one checkpoint, with its optimizer's groups if they are wanted."""
+
+    def __init__(self, stored: Stored, groups: StoredGroups | None, strict: bool) -> None:
+        self.state: dict[str, Any] = {}
+        self._stored, self._groups, self._strict = stored, groups, strict
+        self._optimizer: _OptimizerPlan | None = None
+        self._absent: tuple[str, ...] = ()
+
+    def plan(self, model: nn.Module, optim: Optimizer | None) -> Unused:
+        """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
+        self._model = ModelTemplate(model)
+        self.state["model"] = self._model.values
+        if optim is not None and self._groups is None:
+            self._absent = (GROUPS,)
+        elif optim is not None and self._groups is not None:
+            self._optimizer = _OptimizerPlan(self._stored, self._groups, model, optim, self._strict)
+            self._absent = tuple(f"{STATE}.{name}" for name in self._optimizer.match.missing)
+            self.state["optim"] = {"state": self._optimizer.template}
+        return Unused(
+            _unused_keys(self._stored, self._model), () if self._optimizer is None else self._optimizer.match.unused
+        )
+
+    def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
+        """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
+        if self._strict:
+            _check_unused_keys(on_no_rank([unused.model for unused in found]), self._stored.where)
+            check_unused(on_no_rank([unused.optimizer for unused in found]), self._stored.where)
+        return [None] * len(found)
+
+    def install(self, loaded: Checkpoint) -> Checkpoint:
+        """Hand what was loaded to the model and the optimizer."""
+        self._model.install({key.removeprefix("model.") for key in loaded.missing_keys}, self._strict)
+        unread = loaded.unread_keys
+        if self._optimizer is not None:
+            self._optimizer.install()
+            known = (GROUPS, *(f"{STATE}.{name}" for name in self._optimizer.nothing_of))
+            starts = tuple(f"{key}." for key in known)
+            unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
+        return replace(loaded, missing_keys=(*loaded.missing_keys, *self._absent), unread_keys=unread)
+
+
+def _unused_keys(stored: Stored, weights: ModelTemplate) -> list[str]:
+    extra = tuple(f"{name}." for name in weights.values if is_extra_state(name))
+    return [name for name in stored.keys_below("model") if name not in weights.values and not name.startswith(extra)]
+
+
+def _check_unused_keys(names: Sequence[str], where: str) -> None:
+    if names:
+        raise Mismatch(
+            f"the model in {where} has {listed(names)}, which this model has not; pass strict=False to leave them out",
+            keys=tuple(names),
+        )
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where the state of one parameter goes: beside the parameter, into the tensors that are there already."""
+
+    holding: Holding
+    steps_on_cpu: bool
+    there: Mapping[str, torch.Tensor]
+
+
+class _OptimizerPlan:
+    """What a load does to an optimizer, known in full before anything is read."""
+
+    def __init__(self, stored: Stored, saved: StoredGroups, model: nn.Module, optim: Optimizer, strict: bool) -> None:
+        self._optim = optim
+        here = named_groups(model, optim)
+        self.match: Match = match(here, saved)
+        if strict:
+            check(self.match, getattr(optim, "defaults", {}), saved, stored.where)
+        members = [one.parameter for group in here for one in group]
+        self._parameters = {self.match.saved[id(one)]: one for one in members if id(one) in self.match.saved}
+        self._without = [one for one in members if id(one) not in self.match.saved]
+        self._homes = self._make_homes(model)
+        self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
+        self._taken = {local(parameter).data_ptr() for parameter in model.parameters()}
+        left_out = self.nothing_of | set(self.match.unused)
+        nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
+        nodes = {name: node for name, node in nodes.items() if name not in left_out}
+        self.template = apart(stored.template(nodes, self._place, lambda key: True))
+
+    def _make_homes(self, model: nn.Module) -> dict[str, _Home]:
+        homes = {}
+        parts = flat_parts(model)
+        for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
+            on_cpu = steps_on_cpu(self._optim, {**group, **options})
+            for parameter in group["params"]:
+                name = self.match.saved.get(id(parameter))
+                if name is not None:
+                    there = dict(tensors_below(self._optim.state.get(parameter, {}), ""))
+                    holding = Holding(name, parameter, parts.get(id(parameter)))
+                    homes[name] = _Home(holding, on_cpu, there)
+        return homes
+
+    def _place(self, name: Element, key: str, entry: Entry) -> Any:
+        """What to load one piece of state into."""
+        home = self._homes.get(str(name))
+        cpu = torch.device("cpu")
+        if home is None:
+            return new_tensor(entry, cpu)
+        on_cpu = home.steps_on_cpu and is_step(entry, key)
+        device = cpu if on_cpu else home.holding.parameter.device
+        found = home.holding.destination(entry, home.there.get(f".{key}"), device, self._taken)
+        self._taken.add(local(unwrapped(found)).data_ptr())
+        return found
+
+    def install(self) -> None:
+        """Hand over what was loaded. Parameters that the checkpoint lacks keep what they have."""
+        state: dict[Any, Any] = {}
+        for parameter in self._without:
+            if parameter in self._optim.state:
+                state[parameter] = self._optim.state[parameter]
+        for name, value in self.template.items():
+            state[self._parameters.get(str(name), name)] = unwrapped(value)
+        install(self._optim, state, self.match.options)

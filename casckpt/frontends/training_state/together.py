@@ -1,0 +1,61 @@
+"""What the ranks of a save or load of training state tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.checkpoint.store import Store
+from casckpt.format.digest import hex_digest
+from casckpt.format.manifest import Manifest
+from casckpt.frontends.training_state.groups import merged
+from casckpt.frontends.training_state.stored import Stored, StoredGroups
+from casckpt.repository.commits import Commit
+
+
+def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """This rank's state, in which ``optim.param_groups``, if there are any, are those of all ranks.
+
+    What goes wrong in the making is raised on all of them.
+    """
+    made: list[dict[str, Any]] = []
+
+    def groups() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = made[0].get("optim", {}).get("param_groups", [])
+        return found
+
+    def names() -> str:
+        made.append(make())
+        return hex_digest(repr([group["params"] for group in groups()]).encode())
+
+    differ = ranks.exchange(names, lambda digests: everyone(len(set(digests)) > 1, ranks.size))
+    if differ:
+        of_all = ranks.exchange(groups, lambda found: everyone(merged(found), ranks.size))
+        made[0]["optim"] = {**made[0].get("optim", {"state": {}}), "param_groups": of_all}
+    return made[0]
+
+
+def find(
+    ranks: Ranks, store: Store, ref: str | Checkpoint, *, optimizer: bool, required: bool, allow_pickle: bool
+) -> tuple[Stored, StoredGroups | None]:
+    """The checkpoint that ``ref`` names, and its optimizer's groups if any rank wants an ``optimizer``; rank 0 reads.
+
+    ``required``: there must be one. Raises NotFound, MissingKey, Mismatch, Damaged, StorageError on all ranks.
+    """
+
+    def look(wanted: Sequence[bool]) -> Sequence[tuple[Commit, Manifest, StoredGroups | None]]:
+        stored = Stored.read(store, ref)
+        reads = any(wanted) and (required or stored.has_optimizer)
+        groups = stored.groups(allow_pickle=allow_pickle) if reads else None
+        return everyone((stored.commit, stored.manifest, groups), ranks.size)
+
+    commit, manifest, groups = ranks.exchange(lambda: optimizer, look)
+    return Stored(store, commit, manifest), groups
+
+
+def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
+    """Of the names that each rank does not have, those that none has."""
+    first, *others = [dict.fromkeys(names) for names in found]
+    return [name for name in first if all(name in other for other in others)]

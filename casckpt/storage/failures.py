@@ -1,0 +1,36 @@
+"""What the operating system says of a failure, in words that say what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from casckpt.errors import CasckptError, StorageError
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space, for instance with `casckpt gc`, and try again",
+    errno.EDQUOT: "the disk quota is used up: free space, for instance with `casckpt gc`, and try again",
+    errno.EROFS: "the file system is read-only: mount it writable or use another store",
+    errno.EACCES: "permission denied: check who owns the folder and its files",
+    errno.EPERM: "not permitted: check who owns the folder and its attributes",
+    errno.EIO: "the disk reports an error: look at the kernel log, then run `casckpt verify`",
+    errno.ESTALE: "the network file system lost the file: check the mount and try again",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.ENFILE: "too many open files on this machine: close some and try again",
+    errno.ENOTDIR: "a part of the path is a file: give the path of a folder",
+    errno.ENAMETOOLONG: "the path is too long: use a store with a shorter path",
+}
+
+
+@contextmanager
+def reporting(verb: str, path: Path) -> Iterator[None]:
+    """Turn what the operating system says into a `StorageError` that says what to do."""
+    try:
+        yield
+    except CasckptError:
+        raise  # some of these are OSErrors too
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, f"{error.strerror or error}: check the disk and try again")
+        raise StorageError(f"cannot {verb} {path}: {advice}", path=str(path)) from error
