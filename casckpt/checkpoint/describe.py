@@ -64,7 +64,9 @@ def share_of(
                 raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
             number = numbers.setdefault(ref, len(numbers))
             region = Region(cell.group.box, cell.cut.lo, cell.cut.hi)
-            cells[cell.source].append(CellPlace(region, number, place.offset, cell.nbytes, place.digest))
+            cells[cell.source].append(
+                CellPlace(region, number, place.offset, cell.nbytes, place.digest, place.unhashed)
+            )
     extents = {}
     for source, mine in zip(sources, cells, strict=True):
         size = dtypes.itemsize(source.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.leader import SaveMemory, SaveOptions
-from casckpt.checkpoint.prepare import Prepared, prepare, snapshot
+from casckpt.checkpoint.prepare import Frozen, Prepared, prepare, snapshot
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.save import save
 from casckpt.errors import CasckptError, InvalidInput
@@ -32,12 +32,19 @@ class SaveJob:
     state: State
     attachments: Mapping[str, bytes] | None
     allow_pickle: bool
+    frozen: Frozen = field(kw_only=True)
     options: Mapping[str, Any] = field(kw_only=True)
 
     def prepare(self) -> Prepared:
         """Look at every leaf; see `casckpt.checkpoint.prepare.prepare`."""
         state = self.state if isinstance(self.state, Mapping) or not callable(self.state) else self.state()
-        return prepare(state, self.attachments, rank=self.ranks.rank, allow_pickle=self.allow_pickle)
+        return prepare(
+            state,
+            self.attachments,
+            rank=self.ranks.rank,
+            allow_pickle=self.allow_pickle,
+            frozen=self.frozen,
+        )
 
     def snapshot(self) -> Callable[[], Prepared]:
         """`prepare` with copies of all data, made now. Errors are raised by the call, where all ranks learn of them."""

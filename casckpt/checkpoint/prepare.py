@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
 
 import torch
 
@@ -37,11 +38,21 @@ class Prepared:
         return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
 
 
+Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
+"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
+
+
 def prepare(
-    state: Mapping[Any, Any], attachments: Mapping[str, bytes] | None, *, rank: int, allow_pickle: bool
+    state: Mapping[Any, Any],
+    attachments: Mapping[str, bytes] | None,
+    *,
+    rank: int,
+    allow_pickle: bool,
+    frozen: Frozen = None,
 ) -> Prepared:
     """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored."""
     flat = flatten(state)
+    is_frozen = _predicate(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
     for key, leaf in flat.leaves.items():
@@ -50,7 +61,17 @@ def prepare(
             tensor = local_tensor(key, leaf.value)
             name = dtype_name(tensor.dtype)
             sources.append(
-                Source(TENSOR, key, 0, mine, name, tensor.shape, tensor.pieces, replicated=tensor.replicated)
+                Source(
+                    TENSOR,
+                    key,
+                    0,
+                    mine,
+                    name,
+                    tensor.shape,
+                    tensor.pieces,
+                    replicated=tensor.replicated,
+                    frozen=is_frozen(key),
+                )
             )
             continue
         parts: list[bytes] = []
@@ -64,6 +85,17 @@ def prepare(
         sources += [_stream(PART, key, i, mine, part) for i, part in enumerate(parts)]
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
+
+
+def _predicate(frozen: Frozen) -> Callable[[str], bool]:
+    if frozen is None:
+        return lambda key: False
+    if callable(frozen):
+        return frozen
+    if isinstance(frozen, str):
+        raise InvalidInput(f"frozen={frozen!r} is one text; give a list of patterns, or a function of a key")
+    patterns = list(frozen)
+    return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def snapshot(prepared: Prepared) -> Prepared:

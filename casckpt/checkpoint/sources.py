@@ -26,6 +26,7 @@ class Source:
 
     ``limits``: of each piece, the elements [lo, hi) of its region (normalised) that this rank writes; None for all.
     ``buffer``: in place of pieces, the whole stream, for what is not a tensor. ``replicated``: see `LocalTensor`.
+    ``frozen``: the caller says that it is as in the parent.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Source:
     buffer: bytes | None = None
     replicated: bool = False
     limits: Sequence[tuple[int, int]] | None = None
+    frozen: bool = False
 
     @property
     def name(self) -> Name:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.job import SaveJob, State
     from casckpt.checkpoint.leader import SaveMemory
     from casckpt.checkpoint.load import LoadOptions, Rename
+    from casckpt.checkpoint.prepare import Frozen
 
 Dedup = Literal["store", "run"]
 Progress = Callable[[int], None]
@@ -106,6 +107,7 @@ class Store:
         overwrite: bool = False,
         ephemeral: bool = False,
         attachments: Mapping[str, bytes] | None = None,
+        frozen: Frozen = None,
         dedup: Dedup = "store",
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -123,7 +125,9 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able, shown in listings. ``attachments``: files by name that travel along (rank 0's count).
-        ``overwrite``: commit, then forget what was saved under this run and step before. ``dedup``: reuse cells of the
+        ``overwrite``: commit, then forget what was saved under this run and step before. ``frozen``: tensors that did not
+        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
+        promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: reuse cells of the
         whole store, or of this run only. ``check_replicas``: compare what several ranks hold, and refuse differences.
         ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash and write.
 
@@ -131,7 +135,8 @@ class Store:
         RankFailed; on every rank alike. After an error nothing of the save is visible.
         """
         job = self._job(
-            state, attachments, allow_pickle, process_group, no_dist, run=run, step=step, metadata=metadata,
+            state, attachments, frozen=frozen, allow_pickle=allow_pickle, process_group=process_group,
+            no_dist=no_dist, run=run, step=step, metadata=metadata,
             overwrite=overwrite, ephemeral=ephemeral, dedup=dedup, check_replicas=check_replicas, threads=threads,
             progress=progress,
         )  # fmt: skip
@@ -147,6 +152,7 @@ class Store:
         overwrite: bool = False,
         ephemeral: bool = False,
         attachments: Mapping[str, bytes] | None = None,
+        frozen: Frozen = None,
         dedup: Dedup = "store",
         check_replicas: bool = False,
         allow_pickle: bool = False,
@@ -160,7 +166,8 @@ class Store:
         Saves of one store run one after the other. What fails shows in the future.
         """
         job = self._job(
-            state, attachments, allow_pickle, process_group, no_dist, run=run, step=step, metadata=metadata,
+            state, attachments, frozen=frozen, allow_pickle=allow_pickle, process_group=process_group,
+            no_dist=no_dist, run=run, step=step, metadata=metadata,
             overwrite=overwrite, ephemeral=ephemeral, dedup=dedup, check_replicas=check_replicas, threads=threads,
             progress=progress,
             purpose="async",
@@ -174,10 +181,11 @@ class Store:
         self,
         state: State,
         attachments: Mapping[str, bytes] | None,
+        *,
+        frozen: Frozen,
         allow_pickle: bool,
         process_group: ProcessGroup | None,
         no_dist: bool,
-        *,
         purpose: str = "main",
         **options: Any,
     ) -> SaveJob:
@@ -186,7 +194,16 @@ class Store:
 
         ranks = open_ranks(process_group, no_dist=no_dist, purpose=purpose)
         memory = self._memories.setdefault(ranks.name, None) or self._new_memory(ranks.name)
-        return SaveJob(self.repository, ranks, memory, state, attachments, allow_pickle=allow_pickle, options=options)
+        return SaveJob(
+            self.repository,
+            ranks,
+            memory,
+            state,
+            attachments,
+            allow_pickle=allow_pickle,
+            frozen=frozen,
+            options=options,
+        )
 
     def _new_memory(self, name: str) -> SaveMemory:
         from casckpt.checkpoint.leader import SaveMemory

@@ -34,6 +34,13 @@ class Cut(NamedTuple):
     offset: int = 0
     digest: CellDigest | None = None
 
+    @property
+    def known_digest(self) -> CellDigest:
+        """The digest of a cell that the parent has. Raises ValueError for another."""
+        if self.digest is None:
+            raise ValueError("the parent has no such cell")
+        return self.digest
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
