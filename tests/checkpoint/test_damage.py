@@ -91,7 +91,13 @@ def test_a_damaged_blob_is_an_error_that_names_what_is_hit(store: Store, damage:
         assert caught.value.blob == key.split("/")[2].split(".")[0]
         assert caught.value.checkpoints == users
         text = str(caught.value)
-        for part in ("'m.shared'", caught.value.blob, f"a@1 ({users[0][:12]}), a@2 ({users[1][:12]})", "undefined", "casckpt repair"):
+        for part in (
+            "'m.shared'",
+            caught.value.blob,
+            f"a@1 ({users[0][:12]}), a@2 ({users[1][:12]})",
+            "undefined",
+            "casckpt repair",
+        ):
             assert part in text
     assert same_state(store.read("a@2", keys=["m.own"]), {"m": {"own": cells(3, seed=2)}})
     assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
@@ -123,7 +129,9 @@ def test_a_cell_that_is_not_read_is_not_checked(store: Store, cell: int) -> None
     for part in range(3):
         shard = Shard(torch.zeros(1024), (3072,), offset=(1024 * part,))
         if part == cell:
-            with pytest.raises(Damaged, match=rf"its bytes {DATA_OFFSET + 4096 * cell} to {DATA_OFFSET + 4096 * cell + 4096}"):
+            with pytest.raises(
+                Damaged, match=rf"its bytes {DATA_OFFSET + 4096 * cell} to {DATA_OFFSET + 4096 * cell + 4096}"
+            ):
                 store.load({"own": shard}, "b@1")
         else:
             store.load({"own": shard}, "b@1")

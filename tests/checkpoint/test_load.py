@@ -105,7 +105,9 @@ def test_not_strict_leaves_and_lists_them(store: Store) -> None:
     template = {"model": {"b": torch.zeros(5), "bias": left}, "new": "kept", "none": None}
     ckpt = store.load(template, REF, strict=False)
     assert ckpt.missing_keys == ("model.bias", "new", "none")
-    assert same_state(template, {"model": {"b": torch.arange(5.0), "bias": torch.full((2,), 9.0)}, "new": "kept", "none": None})
+    assert same_state(
+        template, {"model": {"b": torch.arange(5.0), "bias": torch.full((2,), 9.0)}, "new": "kept", "none": None}
+    )
 
 
 def test_rename_by_a_callable(store: Store) -> None:
@@ -119,7 +121,9 @@ def test_rename_by_a_callable(store: Store) -> None:
 
 def test_rename_by_regular_expressions(store: Store) -> None:
     template = {"module": {"net": {"b": torch.zeros(5)}}, "epoch": 0, "other": {"b": torch.zeros(5)}}
-    store.load(template, REF, rename={r"module\.net\.(\w+)": r"model.\1", "other": "no", r"other\.(?P<x>.*)": r"model.\g<x>"})
+    store.load(
+        template, REF, rename={r"module\.net\.(\w+)": r"model.\1", "other": "no", r"other\.(?P<x>.*)": r"model.\g<x>"}
+    )
     assert torch.equal(template["module"]["net"]["b"], torch.arange(5.0))  # type: ignore[index]
     assert torch.equal(template["other"]["b"], torch.arange(5.0))  # type: ignore[index]
 
@@ -137,7 +141,9 @@ def test_another_shape_is_a_mismatch(store: Store, shape: tuple[int, ...]) -> No
     assert f"'model.b' has shape {list(shape)} here, but [5] in the checkpoint" in str(caught.value)
     assert caught.value.key == "model.b"
     assert isinstance(caught.value, ValueError)
-    assert same_state(template, {"epoch": 0, "model": {"n": torch.zeros((), dtype=torch.int64), "b": torch.zeros(shape)}})
+    assert same_state(
+        template, {"epoch": 0, "model": {"n": torch.zeros((), dtype=torch.int64), "b": torch.zeros(shape)}}
+    )
 
 
 def test_another_dtype_is_a_mismatch_unless_it_is_cast(store: Store) -> None:
@@ -178,7 +184,9 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
                 assert "torch cannot convert" in str(error)
                 continue
             want = torch.empty(6, dtype=dtype_of(target))
-            want.copy_(stored[source]) if source != target else want.view(torch.uint8).copy_(stored[source].view(torch.uint8))
+            want.copy_(stored[source]) if source != target else want.view(torch.uint8).copy_(
+                stored[source].view(torch.uint8)
+            )
             assert same(template["x"], want)
     assert 0 < refused < len(DTYPES) ** 2
 
@@ -214,10 +222,17 @@ def test_lists_take_the_saved_length(store: Store) -> None:
 
 
 def test_none_is_made_on_the_cpu(store: Store) -> None:
-    template: dict[str, Any] = {"model": {"w": None, "b": torch.zeros(5)}, "optim": None, "epoch": None, "tensors": None}
+    template: dict[str, Any] = {
+        "model": {"w": None, "b": torch.zeros(5)},
+        "optim": None,
+        "epoch": None,
+        "tensors": None,
+    }
     ckpt = store.load(template, REF)
     whole = state()
-    assert same_state(template, {key: whole[key] for key in template} | {"model": {k: whole["model"][k] for k in ("w", "b")}})
+    assert same_state(
+        template, {key: whole[key] for key in template} | {"model": {k: whole["model"][k] for k in ("w", "b")}}
+    )
     assert set(ckpt.unread_keys) == {"model.n", "history"}
 
 

@@ -255,13 +255,9 @@ def test_a_value_that_cannot_be_sent_fails_on_all(ranks: Pool) -> None:
 
 # deaths
 
-PHASES = ("first", "call", "decide", "answered")
-
-
 def dying(rank: int, size: int, who: int, phase: str) -> Any:
-    """``who`` dies: before any exchange, in its own part, while rank 0 decides, or when it has its answer."""
-    if phase == "first" and rank == who:
-        die()
+    """``who`` dies: in its own part ("call"), while rank 0 decides ("decide"), or when it has its answer ("answered")."""
+    module._WORD_SECONDS = 1
     ranks = open_ranks()
     assert total(ranks) == 6
 
@@ -337,6 +333,7 @@ def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ra
 
 
 def two_dead(rank: int, size: int) -> Any:
+    module._WORD_SECONDS = 1
     ranks = open_ranks()
     return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
 

@@ -157,7 +157,11 @@ def test_per_rank_values() -> None:
     store.save(state, step=1)
     want = {"rng": torch.arange(5), "n": {"seed": 5, "x": torch.ones(2)}, "b": b"x" * 5000}
     assert same_state(store.read("default@1"), want)
-    template: dict[str, Any] = {"rng": PerRank(torch.zeros(5, dtype=torch.int64)), "n": PerRank(None), "b": PerRank(None)}
+    template: dict[str, Any] = {
+        "rng": PerRank(torch.zeros(5, dtype=torch.int64)),
+        "n": PerRank(None),
+        "b": PerRank(None),
+    }
     store.load(template, "default@1")
     assert same_state({key: value.value for key, value in template.items()}, want)
 
@@ -169,7 +173,8 @@ class TestShards:
 
     def rows(self, *bounds: int) -> list[Shard]:
         return [
-            Shard(self.whole[lo:hi].clone(), (12, 20), offset=(lo, 0)) for lo, hi in zip(bounds, bounds[1:], strict=False)
+            Shard(self.whole[lo:hi].clone(), (12, 20), offset=(lo, 0))
+            for lo, hi in zip(bounds, bounds[1:], strict=False)
         ]
 
     def saved(self, shards: Any) -> Store:
@@ -226,7 +231,9 @@ class TestShards:
         else:
             shards = [*self.rows(0, 5, 12), self.rows(4, 6)[0]]
         store = small()
-        with pytest.raises(InvalidInput, match=r"'m\.w' of shape \[12, 20\]: .* and .* overlap.*Nothing was saved") as caught:
+        with pytest.raises(
+            InvalidInput, match=r"'m\.w' of shape \[12, 20\]: .* and .* overlap.*Nothing was saved"
+        ) as caught:
             store.save({"m": {"w": shards}}, step=1)
         assert caught.value.key == "m.w"
         assert steps(store) == []
@@ -329,9 +336,9 @@ tensors = st.builds(
 )
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
 large = st.builds(lambda n, seed: random.Random(seed).randbytes(n), st.integers(4000, 9000), st.integers(0, 3))
-keys = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0."), min_size=1, max_size=5) | st.integers(
-    -(2**63), 2**63 - 1
-)
+keys = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0."), min_size=1, max_size=5
+) | st.integers(-(2**63), 2**63 - 1)
 
 
 def _distinct(mapping: dict[Any, Any]) -> bool:

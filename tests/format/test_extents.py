@@ -31,7 +31,6 @@ from casckpt.format.extents import (
 from casckpt.format.regions import Box, Region, Shape, full_box, intersect
 from casckpt.plan.cells import plan_cells
 from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions
-from tests.support.manifests import as_columns
 
 COLUMNS = ("boxes", "box", "lo", "hi", "blob", "offset")
 

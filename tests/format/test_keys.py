@@ -15,7 +15,11 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 HASH = "0123456789abcdef" * 4
 times = st.datetimes(datetime(2000, 1, 1), datetime(9000, 1, 1), timezones=st.just(UTC))
 txids = st.builds(
-    keys.make_txid, times, st.binary(min_size=8, max_size=8), st.sampled_from(["a", "b/c"]), st.integers(0, keys.MAX_STEP)
+    keys.make_txid,
+    times,
+    st.binary(min_size=8, max_size=8),
+    st.sampled_from(["a", "b/c"]),
+    st.integers(0, keys.MAX_STEP),
 )
 HOSTILE = [
     "", "/", ".", "..", "commits", "commits/", "commits/../x", "commits//x", "/commits/x", "commits/x\n",

@@ -61,7 +61,10 @@ def body(**fields: Any) -> tuple[Body, Places]:
         "cell_bytes": 4096,
         "metadata": raw,
         "blobs": stored,
-        "entries": [packed_entry(TENSOR, "w", "complex128", table), packed_entry(PART, "o", "uint8", table_of((0,), 4096, []))],
+        "entries": [
+            packed_entry(TENSOR, "w", "complex128", table),
+            packed_entry(PART, "o", "uint8", table_of((0,), 4096, [])),
+        ],
         "objects": [ObjectEntry("o", None, b"\x01", 1)],
         "attachments": [Attachment("a.txt", b"hello")],
         "tree": encode_tree(Container("dict", (("w", Leaf("tensor")), ("o", Leaf("object"))))),
@@ -165,7 +168,12 @@ def test_forged_bytes_are_refused_or_harmless(data_: st.DataObject) -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=9),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
     max_leaves=8,
 )

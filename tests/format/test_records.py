@@ -51,7 +51,13 @@ COMMITTED = Committed(
 )
 EXAMPLES: list[Record] = [
     Settings(created_at=1, min_age_seconds=2.5),
-    Began(txid=TXID, run="a/b", step=0, time=1, process=Process(host="h", boot_id="b", pid=1, pid_namespace="n", started=3)),
+    Began(
+        txid=TXID,
+        run="a/b",
+        step=0,
+        time=1,
+        process=Process(host="h", boot_id="b", pid=1, pid_namespace="n", started=3),
+    ),
     SignOfLife(txid=TXID, time=2),
     COMMITTED,
     Revoked(txid=TXID, time=1, reason="dead"),
@@ -98,7 +104,9 @@ def test_any_change_is_damage(data: st.DataObject) -> None:
 def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
     line = bytearray(msgspec.json.encode(COMMITTED))
     for _ in range(data.draw(st.integers(1, 4))):
-        line[data.draw(st.integers(0, len(line) - 1))] = data.draw(st.sampled_from([*b'"{}[]:,0-9eu\\\xff\n', data.draw(st.integers(0, 255))]))
+        line[data.draw(st.integers(0, len(line) - 1))] = data.draw(
+            st.sampled_from([*b'"{}[]:,0-9eu\\\xff\n', data.draw(st.integers(0, 255))])
+        )
     try:
         found = decode(forged(bytes(line)), FirstRecord, "key")
     except (Damaged, Refused):

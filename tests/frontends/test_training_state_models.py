@@ -23,12 +23,12 @@ from casckpt.frontends.training_state import (
     load_model_and_optim_state,
     save_model_and_optim_state,
     unflatten_optimizer_state,
-    unshard,
     unshard_model_state,
     unshard_optim_state,
 )
+from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import WRAPPERS, parameter_names, plain_name, wrapped_child
-from casckpt.frontends.training_state.stored import is_step, new_tensor, steps_on_cpu
+from casckpt.frontends.training_state.stored import is_step, steps_on_cpu
 from tests.support.training import Network, bytes_of, everything, identical, train
 
 # --- names ---
@@ -396,10 +396,11 @@ def test_where_a_fresh_optimizer_gets_its_state(
     asgd = optim.ASGD([torch.ones(1)])
     assert not steps_on_cpu(asgd, options)  # the one optimizer of torch that counts on the device
     like = torch.empty(2, 3, device="meta").t()
-    made = new_tensor(entry, like, torch.device("meta"))
+    holding = Holding("w", like, None)
+    made = holding.destination(entry, None, torch.device("meta"), set())
     assert made.is_meta
     assert made.shape == entry.shape
-    assert new_tensor(entry, like, torch.device("cpu")).device.type == "cpu"
+    assert holding.destination(entry, None, torch.device("cpu"), set()).device.type == "cpu"
 
 
 def test_the_only_rank_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
@@ -407,14 +408,6 @@ def test_the_only_rank_is_rank_0(store: casckpt.Store, saved: tuple[Network, opt
     for flags in choices:
         assert identical(unshard_model_state(store, "a@2", **flags), saved[0].state_dict())
         assert identical(unshard_optim_state(store, "a@2", **flags), saved[1].state_dict())
-
-
-def test_ranks_beyond_0(store: casckpt.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unshard, "this_rank", lambda: 3)
-    for read in (unshard_model_state, unshard_optim_state):
-        assert read(store, "a@2", rank0_only=True) == {}
-        with pytest.raises(ValueError, match="rank 3"):
-            read(store, "a@2", rank0_only=True, no_dist=True)
 
 
 def test_a_flat_state_must_be_whole() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.extents import CellPlace, ExtentTable, build
-from casckpt.format.regions import Box, Region, Shape, full_box, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, normalise, whole
 from casckpt.plan.cells import UNKNOWN, Group, plan_cells
 from tests.support.geometry import (
     cells_of,

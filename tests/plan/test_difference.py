@@ -35,9 +35,7 @@ def test_the_same_checkpoint() -> None:
 
 def test_everything_at_once() -> None:
     old = _manifest(same="ab", cells="abcd", gone="xyz", dtype=("uint8", "a", (CELL,)), shape=("uint8", "a", (CELL,)))
-    new = _manifest(
-        same="ab", cells="aBcD", new="q", dtype=("int8", "a", (CELL,)), shape=("uint8", "ab", (2 * CELL,))
-    )
+    new = _manifest(same="ab", cells="aBcD", new="q", dtype=("int8", "a", (CELL,)), shape=("uint8", "ab", (2 * CELL,)))
     found = difference(old, new)
     assert found.added == ("new",)
     assert found.removed == ("gone",)
@@ -71,7 +69,9 @@ def test_cells_that_were_cut_again_are_unchanged_where_they_fit() -> None:
     """As after a save from more ranks: the first cell is in two parts now, the second is what it was."""
     shape = (2 * CELL,)
     box = full_box(shape)
-    old = manifest({"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL]), _digests("ab"), strict=True)))})
+    old = manifest(
+        {"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL]), _digests("ab"), strict=True)))}
+    )
     parts = [Region(box, 0, 100), Region(box, 100, CELL), Region(box, CELL, 2 * CELL)]
     new = manifest({"w": ("uint8", 1, shape, list(zip(parts, _digests("xyb"), strict=True)))})
     assert difference(old, new).bytes_changed == CELL

@@ -156,7 +156,9 @@ def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int
 @pytest.mark.parametrize("loaded", [1, 2, 5])
 def test_all_ranks_together_read_all_of_it(verify: bool, saved: int, loaded: int) -> None:
     shape, cell = (60, 7), 16
-    table = table_of(shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))])
+    table = table_of(
+        shape, cell, [c for part in rows(shape, saved) for c in cells_of(plan_cells(part, shape, cell, None))]
+    )
     for split in (rows, columns):
         held = [list(plan_units(table, part, verify=verify)) for part in split(shape, loaded)]
         assert {i for units in held for i in _all_elements(units, shape)} == set(range(420))

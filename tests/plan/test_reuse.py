@@ -90,7 +90,9 @@ def test_a_blob_that_turns_out_to_be_gone() -> None:
 def test_digests_with_one_beginning_are_told_apart() -> None:
     shape = (3 * CELL,)
     digests = [CellDigest(bytes(8) + bytes([i]) * 24) for i in (1, 2, 3)]
-    one = manifest({"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL, 3 * CELL]), digests, strict=True)))})
+    one = manifest(
+        {"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL, 3 * CELL]), digests, strict=True)))}
+    )
     known = _known(one)
     assert [known.find(digest) for digest in digests] == [(0, CELL), (0, 2 * CELL), (0, 3 * CELL)]
     assert known.find(CellDigest(bytes(32))) is None

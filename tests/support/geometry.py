@@ -103,7 +103,9 @@ def rows(shape: Shape, ranks: int) -> list[Region]:
     """What each of ``ranks`` holds of a tensor that is split along its first dimension, as torch.chunk does."""
     step = -(-shape[0] // ranks)
     starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
-    split = (Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in zip(starts, starts[1:], strict=False))
+    split = (
+        Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in zip(starts, starts[1:], strict=False)
+    )
     return [Region(box, 0, box.numel) for box in split if box.numel]
 
 

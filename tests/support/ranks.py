@@ -13,6 +13,7 @@ died or hung are thrown away. Inside a job, `tell` and `wait_for` let ranks wait
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -36,7 +37,8 @@ from torch.distributed import Store
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 
 Job = Callable[..., Any]
-PATIENCE = 120.0  # seconds for a job; none is meant to take as long
+PATIENCE = 100.0  # seconds for a job; none is meant to take as long
+_GRACE = 20.0  # seconds more, for one that cannot even say where it hangs
 
 # What torch says of itself, and no test can help. (message, category)
 _KNOWN_WARNINGS = ()
@@ -72,7 +74,13 @@ class _Request:
     timeout: float
     tcp: bool
     backend: str
+    patience: float
     job: bytes
+
+    @property
+    def stacks(self) -> Path:
+        """Where a rank that hangs says at what."""
+        return Path(self.folder, f"hung-{self.rank}")
 
 
 class _Worker:
@@ -130,10 +138,11 @@ class Pool:
         workers = self._workers[:size]
         folder = tempfile.mkdtemp(dir=self._folder)
         packed = pickle.dumps((job, args, kwargs))
-        for rank, worker in enumerate(workers):
-            worker.pipe.send(_Request(rank, size, folder, timeout, tcp, backend, packed))
-        outcomes = _collect(workers, monotonic() + patience)
-        if any(outcome.hung or outcome.died is not None for outcome in outcomes):
+        requests = [_Request(rank, size, folder, timeout, tcp, backend, patience, packed) for rank in range(size)]
+        for request, worker in zip(requests, workers, strict=True):
+            worker.pipe.send(request)
+        outcomes = _collect(workers, requests, monotonic() + patience + _GRACE)
+        if any(outcome.died is not None for outcome in outcomes):
             self._stop(workers)
         return outcomes
 
@@ -143,30 +152,33 @@ class Pool:
         self._workers = [worker for worker in self._workers if worker not in workers]
 
 
-def _collect(workers: Sequence[_Worker], deadline: float) -> list[Outcome]:
+def _collect(workers: Sequence[_Worker], requests: Sequence[_Request], deadline: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(workers):
         pipes = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in outcomes}
         ready = wait(list(pipes), max(deadline - monotonic(), 0))
-        if not ready:
-            outcomes |= {rank: Outcome(text="it hung", hung=True) for rank in pipes.values()}
-        for pipe in ready:
-            if isinstance(pipe, Connection):
-                outcomes[pipes[pipe]] = _received(workers[pipes[pipe]])
+        for rank in pipes.values():
+            if not ready:
+                workers[rank].process.kill()
+            if not ready or workers[rank].pipe in ready:
+                outcomes[rank] = _received(workers[rank], requests[rank])
     return [outcomes[rank] for rank in range(len(workers))]
 
 
-def _received(worker: _Worker) -> Outcome:
+def _received(worker: _Worker, request: _Request) -> Outcome:
     try:
         value, error, text = pickle.loads(worker.pipe.recv_bytes())
     except EOFError:
         worker.process.join()
-        return Outcome(text="it died", died=worker.process.exitcode)
+        stacks = request.stacks.read_text() if request.stacks.exists() else ""
+        return Outcome(text=stacks or "it died", died=worker.process.exitcode, hung=bool(stacks))
     return Outcome(value, error, text)
 
 
 def _told(outcome: Outcome) -> str:
-    return f"died ({outcome.died})" if outcome.died is not None else outcome.text or f"returned {outcome.value!r:.200}"
+    if outcome.died is not None:
+        return f"hung at\n{outcome.text}" if outcome.hung else f"died ({outcome.died})"
+    return outcome.text or f"returned {outcome.value!r:.200}"
 
 
 # inside a worker
@@ -222,9 +234,13 @@ def _strict() -> None:
 
 def _answer(request: _Request) -> bytes:
     try:
-        value, error, text = _run(request), None, ""
+        with request.stacks.open("w") as stacks:
+            faulthandler.dump_traceback_later(request.patience, exit=True, file=stacks)
+            value, error, text = _run(request), None, ""
     except BaseException as caught:  # noqa: BLE001 - whatever it is, the test is to see it
         value, error, text = None, caught, traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     try:
         packed = pickle.dumps((value, error, text))
         pickle.loads(packed)

@@ -57,7 +57,9 @@ def same_state(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping):
         extras = vars(one) == vars(other) if isinstance(one, OrderedDict) else True
         pairs = zip(one.items(), other.items(), strict=False)
-        return extras and len(one) == len(other) and all(exact.same(a, b) and same_state(v, w) for (a, v), (b, w) in pairs)
+        return (
+            extras and len(one) == len(other) and all(exact.same(a, b) and same_state(v, w) for (a, v), (b, w) in pairs)
+        )
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(itertools.starmap(same_state, zip(one, other, strict=True)))
     return exact.same(one, other)

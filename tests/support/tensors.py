@@ -90,7 +90,9 @@ def wrong(problem: str) -> Any:
     makers: dict[str, Callable[[], torch.Tensor]] = {
         "meta": lambda: torch.empty(3, device="meta"),
         "sparse": lambda: torch.eye(3).to_sparse(),
-        "sparse_csr": lambda: torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 1)),
+        "sparse_csr": lambda: torch.sparse_csr_tensor(
+            torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1.0]), (1, 1)
+        ),
         "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "nested jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),

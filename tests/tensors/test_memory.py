@@ -161,7 +161,10 @@ def test_a_permuted_destination(shape: Shape, data: st.DataObject) -> None:
 
 def test_a_destination_with_a_conjugate_bit() -> None:
     source = torch.randn(3, 4, dtype=torch.complex64)
-    for target in (torch.zeros(3, 4, dtype=torch.complex64).conj(), torch.zeros(4, 3, dtype=torch.complex64).t().conj()):
+    for target in (
+        torch.zeros(3, 4, dtype=torch.complex64).conj(),
+        torch.zeros(4, 3, dtype=torch.complex64).t().conj(),
+    ):
         region = Region(full_box((3, 4)), 0, 12)
         destination = Destination(region, target, torch.complex64)
         assert destination.view(0, 12) is None
