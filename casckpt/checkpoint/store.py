@@ -125,8 +125,8 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able, shown in listings. ``attachments``: files by name that travel along (rank 0's count).
-        ``overwrite``: commit, then forget what was saved under this run and step before. ``frozen``: tensors that did not
-        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
+        ``overwrite``: commit, then forget what was saved under this run and step before. ``frozen``: tensors that did
+        not change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
         promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: reuse cells of the
         whole store, or of this run only. ``check_replicas``: compare what several ranks hold, and refuse differences.
         ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash and write.

@@ -291,6 +291,8 @@ def _blob_sizes(sizes: dict[str, int], but: Iterable[str] = ()) -> list[int]:
 
 
 def _check_storage(repo: Repository) -> None:
+    if repo.storage.traits.stale:
+        raise Unsupported(f"gc would act on listings that may be old: {repo.storage.traits.stale}")
     refuses = repo.storage.traits.exclusive
     known = repo.settings.exclusive_create if refuses is None else refuses
     if known is False and not repo.single_writer:

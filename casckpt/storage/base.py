@@ -23,17 +23,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What the layers above may want to know about a storage, to plan well. Nothing here is about safety.
+    """What the layers above may want to know about a storage, to plan well and to refuse what is not safe.
 
     ``remote`` is True where a request costs a round trip. ``read_gap`` is the number of unwanted bytes worth reading
     to merge two ranges; ``parallel`` the number of requests worth having in flight; ``exclusive`` tells whether the
-    storage refuses a second create of a key (None: not known, to be probed).
+    storage refuses a second create of a key (None: not known, to be probed). ``stale``: why its listings may lag behind
+    what others wrote, and what to do about it; "" where they do not. Then nothing may be deleted on their word.
     """
 
     remote: bool
     read_gap: int
     parallel: int
     exclusive: bool | None
+    stale: str = ""
 
 
 class Reader(Protocol):

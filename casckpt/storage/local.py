@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
 from casckpt.errors import NotFound, Refused, StorageError
@@ -20,6 +21,7 @@ from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.folders import Folders, refuse_symlink
 from casckpt.storage.localreader import LocalReader
+from casckpt.storage.mounts import stale_listings
 from casckpt.storage.names import split_key
 from casckpt.storage.newfile import FileMaker, is_temporary
 
@@ -51,10 +53,10 @@ class LocalStore:
         """The absolute path."""
         return str(self.path)
 
-    @property
+    @cached_property
     def traits(self) -> Traits:
         """A gap of 128 KiB takes about as long to read as another request."""
-        return Traits(remote=False, read_gap=128 << 10, parallel=8, exclusive=True)
+        return Traits(remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path))
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `casckpt.storage.base.ObjectStore`.

@@ -99,8 +99,9 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Does it begin where elements of ``dtype`` may? What is stored as bytes may lie anywhere in a blob, and torch's copies
-    of 16 bytes at once crash elsewhere.
+    """Does it begin where elements of ``dtype`` may?
+
+    What is stored as bytes may lie anywhere in a blob, and torch's copies of 16 bytes at once crash elsewhere.
     """
     return raw.data_ptr() % dtype.itemsize == 0
 

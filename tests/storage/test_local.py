@@ -568,7 +568,12 @@ def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: 
     for cached in (False, True):
         monkeypatch.setattr(localreader, "is_cached", lambda fd, size, answer=cached: answer)
         with store.open("a") as reader:
-            for offset, nbytes in ((0, len(data)), (1, len(data) - 1), (4097, 8 << 20), (len(data) - (1 << 20), 1 << 20)):
+            for offset, nbytes in (
+                (0, len(data)),
+                (1, len(data) - 1),
+                (4097, 8 << 20),
+                (len(data) - (1 << 20), 1 << 20),
+            ):
                 first, second = bytearray(nbytes // 3), bytearray(nbytes - nbytes // 3)
                 reader.read_into(offset, [memoryview(first), memoryview(second)])
                 assert bytes(first + second) == data[offset : offset + nbytes]
