@@ -4,7 +4,7 @@
 
     import casckpt
 
-    store = casckpt.open("checkpoints")            # a folder, or s3://bucket/prefix, or memory://
+    store = casckpt.open("checkpoints")            # a folder, or memory://
     store.save({"model": model.state_dict()}, run="sft", step=100)
     store.load({"model": model.state_dict()}, "sft@latest")
 

@@ -1,13 +1,22 @@
-"""docs/format.md says what the code does: names, fields, defaults and limits are compared with it."""
+"""The documentation says what the code does: its examples are run, and names, fields, defaults and limits are compared.
+
+The tables of modules in docs/design.md are made of docstrings: ``python -m tests.test_docs`` writes them anew.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
+from contextlib import chdir
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+import torch
 
+from casckpt import errors
 from casckpt.format import (
     blob,
     dtypes,
@@ -21,9 +30,18 @@ from casckpt.format import (
     regions,
     tree,
 )
+from tests.support.pages import Block, Reader, blocks
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
+DESIGN = DOCS / "design.md"
+PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md"]
+EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+LAYERS = ("", "cli", "frontends", "checkpoint", "tensors", "repository", "plan", "format", "storage")
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
     records.Revoked, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
@@ -102,9 +120,112 @@ def test_limits_are_those_of_the_code() -> None:
     assert f"the {blob.MAX_RUNS} that fit" in FORMAT
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.parent.glob("*.md"))], ids=lambda page: str(page.stem)
-)
+# --- all pages ---
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#:\s]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        other = page.parent / target if target else page
+        assert other.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name in a page: its headings, as GitHub names them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
+def test_a_page_with_examples_is_run(page: Path) -> None:
+    assert page in PAGES or not blocks(page), f"{page.name} has examples: add it to PAGES"
+
+
+# --- the pages with examples ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
+def test_every_example_does_what_the_page_says(page: Path, tmp_path: Path, ranks: Pool) -> None:
+    folder = tmp_path / "page"
+    folder.mkdir()
+    reader = Reader(folder, ROOT, model_and_optimizer(), lambda size, block: ranks.run(size, on_rank, block, folder))
+    assert reader.follow(page) >= 3
+
+
+def model_and_optimizer() -> dict[str, object]:
+    """What the README takes for granted; other pages make their own."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+
+def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
+    with chdir(folder):
+        block.run_python({})
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    section = (DOCS / "guide.md").read_text().partition("\n## Errors\n")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", section, re.MULTILINE)
+    known = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"Any", "CasckptError"}
+    assert {name for name, _ in rows} == known
+    for name, base in rows:
+        assert issubclass(getattr(errors, name), getattr(errors, base, None) or getattr(builtins, base))
+
+
+# --- docs/design.md ---
+
+
+def modules(layer: str) -> str:
+    """The table of the modules of a layer ("" for those beside the layers), from the first line of each docstring."""
+    paths = sorted((PACKAGE / layer).rglob("*.py") if layer else PACKAGE.glob("*.py"))
+    rows = ["| module | what it is |", "| --- | --- |"]
+    for path in paths:
+        said = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+        if path.name != "__init__.py":
+            rows.append(f"| `{path.relative_to(PACKAGE)}` | {said.replace('``', '`')} |")
+    return "\n".join(rows)
+
+
+def design() -> str:
+    """docs/design.md as it should be."""
+    text = DESIGN.read_text()
+    for layer in LAYERS:
+        begin, end = f"<!-- modules: {layer or 'package'} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        assert found, f"docs/design.md has no line {begin}"
+        text = f"{before}{begin}{modules(layer)}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def test_every_module_is_listed() -> None:
+    folders = {path.parent.relative_to(PACKAGE).parts[:1] for path in PACKAGE.rglob("*.py")}
+    assert {part[0] if part else "" for part in folders} == set(LAYERS)
+    assert DESIGN.read_text() == design(), "run: python -m tests.test_docs"
+
+
+@pytest.mark.parametrize("page", [DESIGN, *sorted((DOCS / "decisions").glob("0*.md"))], ids=lambda page: str(page.stem))
+def test_files_that_are_named_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))`", text):
+        assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
+
+
+# --- docs/decisions ---
+
+
+def test_decisions_are_numbered_listed_and_under_a_page() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text()
+    found = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
+    assert [path.name[:4] for path in found] == [f"{number:04}" for number in range(1, len(found) + 1)]
+    for path in found:
+        text = path.read_text()
+        headings = re.findall(r"^#+ .*$", text, re.MULTILINE)
+        assert headings[0].startswith(f"# {path.name[:4]}: ")
+        assert headings[1:] == ["## Problem", "## Choice", "## Rejected", "## Consequence"]
+        assert len(text.split()) < 600
+        assert f"]({path.name})" in index
+
+
+if __name__ == "__main__":
+    DESIGN.write_text(design())

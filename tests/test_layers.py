@@ -1,4 +1,4 @@
-"""Imports go down only, and each library stays behind its fence (docs/architecture.md): read from the source itself."""
+"""Imports go down only, and each library stays behind its fence (docs/design.md): read from the source itself."""
 
 from __future__ import annotations
 

@@ -139,9 +139,9 @@ class Leader:
     def plan(self, layouts: Sequence[Layout]) -> list[Planned]:
         """Who writes what, where the layouts are new."""
         plan = plan_writes(layouts)
-        self.memory.plan = plan
         self._streams = plan.streams
         knowledge = self._knowledge(set())
+        self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
         return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
 
     def finish(self, stored: Sequence[Stored]) -> list[Done]:

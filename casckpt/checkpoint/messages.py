@@ -58,9 +58,9 @@ def broken(rank: int, error: RuntimeError) -> RankFailed:
     """What to raise where the connection to ``rank`` failed."""
     late = timed_out(error)
     how = "did not answer in time" if late else "died, or closed its connection"
+    done = "nothing was saved or loaded" if rank else "see in the list of checkpoints whether it had committed by then"
     return RankFailed(
-        f"rank {rank} {how}: nothing was saved or loaded. Look at the log of rank {rank}, then start again "
-        f"({first_line(error)})",
+        f"rank {rank} {how}: {done}. Look at the log of rank {rank}, then start again ({first_line(error)})",
         rank=rank,
         lost="late" if late else "died",
     )

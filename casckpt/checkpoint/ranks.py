@@ -194,9 +194,12 @@ class GroupRanks:
             else:
                 same: dict[int, Message] = {}  # what all are told alike is packed once
                 answers = [same.setdefault(id(value), Message(value)) for value in outcome.value]
-        self._send_all(answers, skip={error.rank for error in lost})
+        given_up = self._send_all(answers, skip={error.rank for error in lost})
         if lost:
             self._give_up(lost[0])
+        elif given_up is not None:
+            self._give_up(given_up)
+            return Message(error=given_up)
         return seen_from(answers[0], 0)
 
     def _receive_all(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
@@ -218,7 +221,8 @@ class GroupRanks:
                     break
         return received, lost
 
-    def _send_all(self, answers: Sequence[Message], skip: set[int | None]) -> None:
+    def _send_all(self, answers: Sequence[Message], skip: set[int | None]) -> RankFailed | None:
+        """What to raise if the others have given up on rank 0 meanwhile."""
         packed: dict[int, bytes] = {}
         for rank in range(1, self.size):
             if rank not in skip:
@@ -226,8 +230,12 @@ class GroupRanks:
                 data = packed.get(id(message)) or packed.setdefault(id(message), pack(message))
                 try:
                     self._send(data, rank)
-                except RuntimeError:
+                except RuntimeError as error:
+                    why = self._why_lost(rank, error)
+                    if why.rank == 0:
+                        return why
                     continue  # it died after it had answered; the next exchange finds it
+        return None
 
     # the others
 

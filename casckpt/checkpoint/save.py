@@ -14,9 +14,9 @@ from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.sources import plan_work
 from casckpt.checkpoint.upload import Placed, Upload
 from casckpt.errors import Revoked
-from casckpt.format.digest import Hasher
+from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.keys import commit_key, uploader_folder
-from casckpt.format.manifest import TENSOR
+from casckpt.format.manifest import PART, TENSOR
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.plan.reuse import KnownCells
@@ -92,6 +92,7 @@ class _Attempt:
             planned = self.ranks.exchange(self._own_layout, self.leader.plan)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
+            self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
         remembered, told = self.memory.remembered.get(self.options.run), knowledge
         return self.ranks.exchange(lambda: self._store(start.txid, known_from(told, remembered)), self.leader.finish)
@@ -172,12 +173,18 @@ def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[
 
 
 def row_digests(prepared: Prepared) -> list[bytes]:
-    """A digest of every piece of a tensor, whole, in the order of the layout's rows (objects have none)."""
+    """A digest of every row of the layout: of a piece of a tensor, whole; of an object and its large buffers."""
     digests = []
     buffer = AlignedBuffer(_DIGEST_BYTES)
     for source in prepared.sources:
         if source.kind == TENSOR:
             digests += [_digest(TensorMemory(piece.data), piece.region.numel, buffer.view) for piece in source.pieces]
+    parts: dict[tuple[str, int | None], list[bytes]] = {}
+    for source in prepared.sources:
+        if source.kind == PART and source.buffer is not None:
+            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.buffer))
+    for one in prepared.objects:
+        digests.append(cell_digest(b"".join([one.data, *parts.get((one.key, one.rank), [])])))
     return digests
 
 

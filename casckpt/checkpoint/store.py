@@ -413,7 +413,7 @@ class Store:
         )
 
     def repair(self, *sources: Store, progress: Progress | None = None) -> RepairResult:
-        """Put right bytes back where `verify`, or a load, found damage, or where blobs are gone.
+        """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
 
         They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
         the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.

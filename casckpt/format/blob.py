@@ -24,7 +24,7 @@ DATA_OFFSET = 4096
 """Bytes from the start of a blob to its data: a block of direct I/O."""
 
 MAX_RUNS = 40
-"""So many runs fit into the header whatever their lengths are. A blob sorted by `order` has 13 at most."""
+"""So many runs fit into the header whatever their lengths are. Sorted by `order`, a blob has one for each dtype."""
 
 _LENGTH = DATA_OFFSET - 8
 _ITEMSIZES = {stored_name(dtype): stored_itemsize(dtype) for dtype in DTYPES}

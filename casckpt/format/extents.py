@@ -328,6 +328,8 @@ def _unpacked_columns(packed: PackedExtents, frame: tuple[Shape, int, int], blob
         raise Refused("an extent lies outside its blob")
     if (offset < DATA_OFFSET).any() or not _sorted(box, lo, hi):
         raise Refused("an extent lies in the header of a blob, or the extents of a tensor overlap or are out of order")
+    if int((hi - lo).sum()) != boxes[0].numel:
+        raise Refused("the extents of a tensor do not add up to it")
     cells = int((-(-hi // cell) - lo // cell).sum())
     if len(packed.digests) != cells * DIGEST_BYTES or len(packed.unhashed) not in (0, -(-count // 8)):
         raise Refused("an extent table has another number of digests than of cells")

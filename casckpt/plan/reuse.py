@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Protocol
@@ -9,10 +10,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from casckpt.errors import Refused
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, Ints
-from casckpt.format.manifest import BlobRef, Manifest, Name
+from casckpt.format.manifest import BlobRef, Entry, Manifest, Name
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Shape
+
+log = logging.getLogger(__name__)
 
 
 class CellSource(Protocol):
@@ -30,7 +34,7 @@ class CellSource(Protocol):
 
 
 class ManifestCells:
-    """The cells of a manifest."""
+    """The cells of a manifest. What is not usable of it is left out, with a warning: it costs a save its reuse."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -42,11 +46,18 @@ class ManifestCells:
         entry = self._entries.get(name)
         if entry is None or entry.dtype != dtype or entry.shape != shape:
             return None
-        return self._manifest.extents(entry)
+        return self._usable(entry)
 
     def tables(self) -> Iterator[ExtentTable]:
         """See `CellSource`."""
-        return (self._manifest.extents(entry) for entry in self._entries.values())
+        return (table for entry in self._entries.values() if (table := self._usable(entry)) is not None)
+
+    def _usable(self, entry: Entry) -> ExtentTable | None:
+        try:
+            return self._manifest.extents(entry)
+        except Refused as error:
+            log.warning("this save reuses nothing of key %r of %s: %s", entry.key, self._manifest.body.run, error)
+            return None
 
 
 class KnownCells:

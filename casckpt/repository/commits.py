@@ -129,17 +129,18 @@ class CommitList:
         return [commit for commit in self.visible() if latest[commit.run, commit.step] == commit.txid]
 
 
-def list_commits(repo: Repository) -> CommitList:
+def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     """All transactions that ended: one LIST, and a read of each record that the catalogue lacks.
 
-    Raises `NotFound` where there is no store, `StorageError`.
+    ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
+    `StorageError`.
     """
     entries = {entry.key: entry for entry in repo.storage.list(PREFIX) if parse_log(entry.key)}
     firsts = {commit_key(_name(key)[0]) for key in entries}
     for key in firsts - entries.keys():  # put while the listing ran, or gone
         entries[key] = Entry(key, -1)
     logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
-    for key, record in read_records(repo, PREFIX, entries.values(), _kind).items():
+    for key, record in read_records(repo, PREFIX, entries.values(), _kind, anew=anew).items():
         txid, number = _name(key)
         logs[txid][number] = _checked(record, txid, key)
     commits = {txid: found for txid, log in logs.items() if (found := _folded(txid, log))}

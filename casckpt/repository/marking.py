@@ -65,7 +65,7 @@ def commits_without_doubt(repo: Repository) -> CommitList:
         message = (
             f"gc deletes nothing, for the records of transaction {names[0]}{more} cannot be read: "
             f"{found.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
-            "`casckpt forget`"
+            f"`casckpt transactions STORE --give-up {names[0]}`"
         )
         raise Damaged(message, key=f"commits/{names[0]}")
     return found

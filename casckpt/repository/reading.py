@@ -31,15 +31,15 @@ def each(storage: ObjectStore, function: Callable[[A], B], items: Iterable[A]) -
 
 
 def read_records(
-    repo: Repository, prefix: str, entries: Iterable[Entry], kind_of: Callable[[str], Any]
+    repo: Repository, prefix: str, entries: Iterable[Entry], kind_of: Callable[[str], Any], *, anew: bool = False
 ) -> dict[str, Read]:
     """The record, or the error, of each listed key under ``prefix`` ("commits/"). Raises `StorageError`.
 
     What the catalogue holds is not read again, unless its size is not the one that was listed: then the store was put
-    back from a copy, and went another way since.
+    back from a copy, and went another way since. ``anew``: read all of them, to see whether they are still whole.
     """
     entries = list(entries)
-    known = repo.catalogue.records(prefix)
+    known = {} if anew else repo.catalogue.records(prefix)
     hits = {entry.key: known[entry.key] for entry in entries if len(known.get(entry.key, b"")) == entry.size > 0}
     misses = [entry.key for entry in entries if entry.key not in hits]
     fresh = dict(zip(misses, each(repo.storage, lambda key: _fetch(repo, key), misses), strict=True))

@@ -6,7 +6,7 @@
 4. where a blob cannot be had again because it also held dead cells: a new checkpoint under the same run and step, whose
    live cells lie in new blobs; the old one is forgotten
 
-`repair` looks at blobs that `verify` or a load has marked, and at those that are gone or of another size.
+`repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
 """
 
 from __future__ import annotations

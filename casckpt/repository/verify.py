@@ -119,7 +119,7 @@ def verify(
     """
     if mode not in ("full", "exists") or not 0 < sample <= 1:
         raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
-    listed = list_commits(repo)
+    listed = list_commits(repo, anew=mode == "full")
     chosen = listed.live() if refs is None else resolve_many(repo, refs, listed)
     records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]

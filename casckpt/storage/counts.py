@@ -1,4 +1,4 @@
-"""What a storage has done, counted: tests and `casckpt report` read exact numbers instead of timing anything."""
+"""What a storage has done, counted: tests read exact numbers instead of timing anything."""
 
 from __future__ import annotations
 

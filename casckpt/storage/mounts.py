@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mounts")
-_SURE = {"noac", "actimeo=0", "acdirmax=0", "lookupcache=none"}
+_SURE = {"noac", "actimeo=0", "acdirmax=0"}
 
 
 def stale_listings(path: Path, mounts: Path = _MOUNTS) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.checkpoint.store import Store
@@ -27,11 +27,14 @@ REF = "default@1"
 def state() -> dict[str, Any]:
     return {
         "model": {"w": cells(2, seed=1).view(64, 32), "b": torch.arange(5.0), "n": torch.tensor(3)},
-        "optim": {"state": {0: {"step": torch.tensor(7.0), "exp": cells(1, seed=2)}}, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+        "optim": {
+            "state": {0: {"step": torch.tensor(7.0), "exp": cells(1, seed=2)}},
+            "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}],
+        },
         "epoch": 5,
         "history": [1.0, 2.0, 3.0],
         "tensors": [torch.ones(2), torch.zeros(3)],
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -176,17 +179,16 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
     refused = 0
     for source in DTYPES:
         for target in DTYPES:
-            template = {"x": torch.empty(6, dtype=dtype_of(target))}
+            template, want = {"x": torch.empty(6, dtype=dtype_of(target))}, torch.empty(6, dtype=dtype_of(target))
             try:
                 store.load(template, REF, cast=True, rename={"x": source})
-            except Mismatch as error:
+            except Mismatch:
                 refused += 1
-                assert "torch cannot convert" in str(error)
                 continue
-            want = torch.empty(6, dtype=dtype_of(target))
-            want.copy_(stored[source]) if source != target else want.view(torch.uint8).copy_(
-                stored[source].view(torch.uint8)
-            )
+            if source == target:
+                want.view(torch.uint8).copy_(stored[source].view(torch.uint8))
+            else:
+                want.copy_(stored[source])
             assert same(template["x"], want)
     assert 0 < refused < len(DTYPES) ** 2
 
@@ -215,10 +217,10 @@ def test_a_tensor_where_plain_data_is_stored_and_the_reverse(store: Store, templ
 
 
 def test_lists_take_the_saved_length(store: Store) -> None:
-    template = {"history": [0.0] * 10, "optim": {"groups": []}}
+    template: dict[str, Any] = {"history": [0.0] * 10, "optim": {"groups": []}}
     store.load(template, REF)
     assert template["history"] == [1.0, 2.0, 3.0]
-    assert template["optim"]["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]  # type: ignore[call-overload]
+    assert template["optim"]["groups"] == [{"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
 def test_none_is_made_on_the_cpu(store: Store) -> None:
@@ -269,7 +271,7 @@ def test_a_destination_without_memory_is_refused(store: Store, target: torch.Ten
 
 
 def test_a_template_that_cannot_be_changed_is_refused_before_anything_is(store: Store) -> None:
-    template = {"model": {"b": torch.zeros(5)}, "optim": MappingProxyType({"groups": None})}
+    template: dict[str, Any] = {"model": {"b": torch.zeros(5)}, "optim": MappingProxyType({"groups": None})}
     with pytest.raises(InvalidInput, match="optim"):
         store.load(template, REF)
     assert not template["model"]["b"].any()
@@ -393,7 +395,6 @@ def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:
     assert template["m"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
 
 
-@settings(max_examples=25)
 @given(st.data())
 def test_any_part_of_a_state_in_any_layout(data: st.DataObject) -> None:
     """A template of some keys, permuted, sliced out of larger tensors, from a state of several cells."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.checkpoint.store import Store
@@ -137,7 +137,6 @@ def test_a_read_onto_another_device_gives_its_tensors() -> None:
     assert store.read("default@1", device=torch.device("cpu"))["w"].device.type == "cpu"
 
 
-@settings(max_examples=25)
 @given(st.sampled_from(NAMES), st.lists(st.integers(0, 9), max_size=4), st.data())
 def test_any_shape_in_any_order_of_dimensions(name: str, shape: list[int], data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(shape))))

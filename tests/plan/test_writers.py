@@ -1,9 +1,10 @@
-"""Every element of every region is one rank's to write, replicas are shared out evenly, and nothing is left to chance."""
+"""Every element of every region is one rank's to write, replicas are shared out evenly, nothing is left to chance."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_replicas_are_cut_between_cells_in_the_order_of_ranks(world: tuple[list[
 
 
 @given(worlds(), st.randoms())
-def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random: np.random.RandomState) -> None:
+def test_the_order_of_rows_changes_nothing(world: tuple[list[Row], int], random: Random) -> None:
     rows, ranks = world
     order = list(range(len(rows)))
     random.shuffle(order)
@@ -137,7 +138,7 @@ def test_loads_even_out_as_far_as_replicas_can_even_them(world: tuple[list[Row],
     largest = max((row.cell_bytes for row in rows if row.pooled), default=0)
     for rank, nbytes in enumerate(given):
         if nbytes > largest:
-            assert load[rank] <= min(load) + 2 * largest
+            assert load[rank] <= min(load) + largest
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
@@ -165,9 +166,7 @@ def test_small_sets_of_holders_choose_first() -> None:
 
 def test_halves_of_a_hybrid_mesh_balance_by_themselves() -> None:
     """2 x 2: ranks 0 and 2 hold one half of each tensor, 1 and 3 the other."""
-    rows = [
-        Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)
-    ]
+    rows = [Row(name, half, 0, 1000, 10, 4, {half: True, half + 2: True}) for name in range(10) for half in range(2)]
     found = duties(rows, 4)
     for rank in range(4):
         assert sum(len(parts.get(rank, ())) for parts in found.values()) == 5000
@@ -183,7 +182,9 @@ def test_ranks_with_nothing_have_nothing_to_do() -> None:
 def test_a_plan_for_many_ranks_is_the_same_each_time() -> None:
     rng = np.random.default_rng(7)
     rows = [
-        Row(name, int(part), 0, int(rng.integers(1, 1 << 20)), 1 << 12, 4, {r: True for r in range(64) if r % 8 == part})
+        Row(
+            name, int(part), 0, int(rng.integers(1, 1 << 20)), 1 << 12, 4, {r: True for r in range(64) if r % 8 == part}
+        )
         for name in range(40)
         for part in range(8)
     ]

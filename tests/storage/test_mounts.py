@@ -31,7 +31,7 @@ def mounts(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "stale"),
     [
-        ("/home/me", False),
+        ("/srv/me", False),
         ("/data", True),
         ("/data/runs/ckpts", True),
         ("/data/sure/ckpts", False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -67,7 +68,7 @@ def partitions(draw: st.DrawFn, shape: Shape) -> list[Region]:
     found = []
     for box in parts:
         ends = sorted({0, box.numel, *draw(st.lists(st.integers(0, box.numel), max_size=3))})
-        found += [Region(box, lo, hi) for lo, hi in zip(ends, ends[1:], strict=False)]
+        found += [Region(box, lo, hi) for lo, hi in pairwise(ends)]
     return draw(st.permutations(found))
 
 
@@ -103,9 +104,7 @@ def rows(shape: Shape, ranks: int) -> list[Region]:
     """What each of ``ranks`` holds of a tensor that is split along its first dimension, as torch.chunk does."""
     step = -(-shape[0] // ranks)
     starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
-    split = (
-        Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in zip(starts, starts[1:], strict=False)
-    )
+    split = (Box((lo, *(0 for _ in shape[1:])), (hi - lo, *shape[1:])) for lo, hi in pairwise(starts))
     return [Region(box, 0, box.numel) for box in split if box.numel]
 
 
@@ -113,7 +112,7 @@ def columns(shape: Shape, ranks: int) -> list[Region]:
     """What each of ``ranks`` holds of a matrix that is split along its second dimension."""
     step = -(-shape[1] // ranks)
     starts = [min(rank * step, shape[1]) for rank in range(ranks + 1)]
-    split = (Box((0, lo), (shape[0], hi - lo)) for lo, hi in zip(starts, starts[1:], strict=False))
+    split = (Box((0, lo), (shape[0], hi - lo)) for lo, hi in pairwise(starts))
     return [Region(box, 0, box.numel) for box in split if box.numel]
 
 

@@ -62,5 +62,5 @@ def as_columns(packed: Packed, numel: int) -> PackedExtents:
     """The long form of extents, which says the same."""
     if isinstance(packed, PackedExtents):
         return packed
-    columns = [pack([value]) for value in (0, 0, numel, packed.blob, packed.offset)]
-    return PackedExtents(pack([]), *columns, digests=packed.digests)
+    zero, hi, blob, offset = (pack([value]) for value in (0, numel, packed.blob, packed.offset))
+    return PackedExtents(pack([]), zero, zero, hi, blob, offset, packed.digests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import torch.distributed.tensor.parallel
+import torch.distributed.tensor.parallel  # noqa: F401 - as the others here
 
 import casckpt.checkpoint.job
 import casckpt.checkpoint.load

@@ -33,15 +33,18 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import (  # type: ignore[attr-defined] # public, though not in its __all__
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 
 Job = Callable[..., Any]
 PATIENCE = 100.0  # seconds for a job; none is meant to take as long
 _GRACE = 20.0  # seconds more, for one that cannot even say where it hangs
-
-# What torch says of itself, and no test can help. (message, category)
-_KNOWN_WARNINGS = ()
 
 
 class JobFailed(AssertionError):
@@ -114,7 +117,16 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop(self._workers)
 
-    def run(self, size: int, job: Job, *args: Any, timeout: float = 60, tcp: bool = False, backend: str = "gloo", **kwargs: Any) -> list[Any]:
+    def run(
+        self,
+        size: int,
+        job: Job,
+        *args: Any,
+        timeout: float = 60,
+        tcp: bool = False,
+        backend: str = "gloo",
+        **kwargs: Any,
+    ) -> list[Any]:
         """The values that ``job(rank, size, *args)`` returns. Raises JobFailed if any rank did not return."""
         outcomes = self.outcomes(size, job, *args, timeout=timeout, tcp=tcp, backend=backend, **kwargs)
         if not all(outcome.ok for outcome in outcomes):
@@ -183,7 +195,7 @@ def _told(outcome: Outcome) -> str:
 
 # inside a worker
 
-_job_store: Store | None = None
+_meeting: list[Store] = []  # of the job that runs
 
 
 def outcome_of(call: Callable[[], Any]) -> Any:
@@ -210,26 +222,18 @@ def die() -> None:
 
 
 def _store() -> Store:
-    if _job_store is None:
-        raise RuntimeError("only a job can do this")
-    return _job_store
+    return _meeting[-1]
 
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    _strict()
+    warnings.simplefilter("error")
     while True:
         try:
             request: _Request = pipe.recv()
         except EOFError:
             return
         pipe.send_bytes(_answer(request))
-
-
-def _strict() -> None:
-    warnings.simplefilter("error")
-    for message, category in _KNOWN_WARNINGS:
-        warnings.filterwarnings("ignore", message=message, category=category)
 
 
 def _answer(request: _Request) -> bytes:
@@ -250,13 +254,12 @@ def _answer(request: _Request) -> bytes:
 
 
 def _run(request: _Request) -> Any:
-    global _job_store
     rank, size = request.rank, request.size
     os.chdir(request.folder)
-    own = dist.FileStore(f"{request.folder}/meeting", size)
-    _job_store = dist.PrefixStore("job", own)
+    own = FileStore(f"{request.folder}/meeting", size)
+    _meeting[:] = [PrefixStore("job", own)]
     timeout = timedelta(seconds=request.timeout)
-    store = _tcp_store(own, rank, size) if request.tcp else dist.PrefixStore("group", own)
+    store = _tcp_store(own, rank, size) if request.tcp else PrefixStore("group", own)
     dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         job, args, kwargs = pickle.loads(request.job)
@@ -264,12 +267,13 @@ def _run(request: _Request) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call] # it keeps meshes, equal to those of later jobs, whose groups are gone
 
 
 def _tcp_store(own: Store, rank: int, size: int) -> Store:
     """A store in rank 0, as where rank 0 is started by hand: it is gone when rank 0 is."""
     if rank == 0:
-        served = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        served = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
         own.set("port", str(served.port))
         return served
-    return dist.TCPStore("127.0.0.1", int(own.get("port")), size, is_master=False)
+    return TCPStore("127.0.0.1", int(own.get("port")), size, is_master=False)

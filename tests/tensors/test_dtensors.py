@@ -84,7 +84,9 @@ def scatter(mesh: Shape, shapes: Sequence[Shape], cuts: Callable[[int], Cuts]) -
                     tensor = scattered(full, here, placements)
                     said.setdefault((shape, placements), []).append(attempt(tensor, full))
     return {
-        where: None if any(isinstance(one, InvalidInput) for one in tried) else [i for one in tried for i in proven(one)]
+        where: None
+        if any(isinstance(one, InvalidInput) for one in tried)
+        else [i for one in tried for i in proven(one)]
         for where, tried in said.items()
     }
 
@@ -132,24 +134,34 @@ def test_every_placement_says_where_each_element_lies(mesh: Shape) -> None:
         assert sorted(found) == whole(mesh, where)
 
 
-STRIDED: dict[Shape, Callable[[int], Cuts]] = {}
-for _mesh in [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 4)]:
-    STRIDED[_mesh] = lambda dims, last=_mesh[-1]: [
+def pairs_of(last: int) -> Callable[[int], Cuts]:
+    """On two mesh dimensions."""
+    return lambda dims: [
         *((_StridedShard(dim, split_factor=last), Shard(dim)) for dim in range(dims)),
         *((_StridedShard(a, split_factor=1), Shard(b)) for a, b in itertools.permutations(range(dims), 2)),
     ]
-STRIDED[2, 2, 2] = lambda dims: [
-    *((Replicate(), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
-    *((_StridedShard(dim, split_factor=2), Replicate(), Shard(dim)) for dim in range(dims)),
-    *((_StridedShard(dim, split_factor=4), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
-    *((Shard(dim), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
-    *((_StridedShard(a, split_factor=2), Shard(b), Shard(a)) for a, b in itertools.permutations(range(dims), 2)),
-]
+
+
+def triples(dims: int) -> Cuts:
+    """On three of two ranks each."""
+    return [
+        *((Replicate(), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
+        *((_StridedShard(dim, split_factor=2), Replicate(), Shard(dim)) for dim in range(dims)),
+        *((_StridedShard(dim, split_factor=4), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
+        *((Shard(dim), _StridedShard(dim, split_factor=2), Shard(dim)) for dim in range(dims)),
+        *((_StridedShard(a, split_factor=2), Shard(b), Shard(a)) for a, b in itertools.permutations(range(dims), 2)),
+    ]
+
+
+STRIDED: dict[Shape, Callable[[int], Cuts]] = {
+    **{mesh: pairs_of(mesh[1]) for mesh in [(2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 4)]},
+    (2, 2, 2): triples,
+}
 
 
 @pytest.mark.parametrize("mesh", STRIDED, ids=named)
 def test_strided_shards_say_where_each_element_lies(mesh: Shape) -> None:
-    """Uneven ones torch itself cuts in two ways, of which FSDP2's is ours: the other is told by its sizes, and refused."""
+    """Uneven ones torch cuts in two ways, of which FSDP2's is ours: the other one is told by its sizes, and refused."""
     shapes = [*SHAPES, (16, 8), (24, 12), (48,)]
     for where, found in scatter(mesh, shapes, STRIDED[mesh]).items():
         if found is None:

@@ -88,7 +88,7 @@ def test_the_view_is_the_memory_itself() -> None:
 
 
 def test_a_buffer() -> None:
-    memory = BufferMemory(memoryview(np.arange(10, dtype=np.uint16)))
+    memory = BufferMemory(np.arange(10, dtype=np.uint16).data)
     assert bytes(memory.view(2, 6)) == b"\x01\x00\x02\x00"
     assert out(memory, 2, 6) == b"\x01\x00\x02\x00"
 

@@ -45,6 +45,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
 
     checkpoint = store.get(ref)
     body = manifests.get(store.repository, checkpoint.commit).body
+    chosen = _chosen(list(checkpoint.tensors), patterns)
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
         "metadata": checkpoint.metadata,
@@ -56,7 +57,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "tensors": [
             {"key": key, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.bytes}
             for key, one in checkpoint.tensors.items()
-            if key in _chosen(list(checkpoint.tensors), patterns)
+            if key in chosen
         ],
     }
 

@@ -11,6 +11,7 @@ from casckpt.cli.text import moment, printable, say
 from casckpt.errors import Conflict, NotFound, Refused
 
 if TYPE_CHECKING:
+    from casckpt.format.names import TxId
     from casckpt.format.records import Process
     from casckpt.repository.repository import Repository
     from casckpt.repository.transactions import OpenTransaction
@@ -20,12 +21,18 @@ _ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
 
 @store_command("transactions")
 @click.option("--revoke", metavar="TXID", help="Give up on this save: nothing of it will be visible.")
-def command(session: Session, revoke: str | None) -> None:
+@click.option(
+    "--give-up", metavar="TXID", help="End a transaction whose record cannot be read: its checkpoint is lost."
+)
+def command(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.
 
-    A gc waits for them. Revoking is safe: at worst a save that was alive fails, and is made again.
+    A gc waits for them. Revoking is safe: at worst a save that was alive fails, and is made again. Giving up is for a
+    record that is damaged beyond help, and that keeps gc from working.
     """
-    if revoke is None:
+    if give_up is not None:
+        session.give({"given_up": _give_up(session.repository, give_up)}, lambda result: say(f"gave up {give_up}"))
+    elif revoke is None:
         session.give(_open(session.repository), _text)
     else:
         session.give({"revoked": _revoke(session.repository, revoke)}, lambda result: say(f"revoked {revoke}"))
@@ -68,15 +75,33 @@ def _alive(process: Process) -> bool | None:
     return True if same else None
 
 
-def _revoke(repo: Repository, name: str) -> str:
+def _give_up(repo: Repository, name: str) -> str:
+    from casckpt.repository.commits import list_commits, purge_unreadable
+
+    txid = _txid(name, "--give-up")
+    listed = list_commits(repo, anew=True)
+    if txid in listed.commits:
+        raise Conflict(f"the records of {txid} can be read; `casckpt forget` takes its checkpoint out of sight")
+    if txid not in listed.damaged:
+        raise NotFound(f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` names them")
+    purge_unreadable(repo, txid)
+    return txid
+
+
+def _txid(name: str, option: str) -> TxId:
     from casckpt.format.keys import check_txid
+
+    try:
+        return check_txid(name)
+    except Refused as error:
+        raise click.BadParameter(f"{error}; `casckpt transactions STORE` lists them", param_hint=option) from error
+
+
+def _revoke(repo: Repository, name: str) -> str:
     from casckpt.repository.commits import list_names
     from casckpt.repository.transactions import open_transactions, revoke
 
-    try:
-        txid = check_txid(name)
-    except Refused as error:
-        raise click.BadParameter(f"{error}; `casckpt transactions STORE` lists them", param_hint="--revoke") from error
+    txid = _txid(name, "--revoke")
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")

@@ -31,7 +31,8 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 class FlatPart:
     """The elements [lo, hi), in row-major order, of a parameter of ``shape``: those that this rank holds.
 
-    ``parameter``: the one that optimizers know. ``data``: the elements, where a load may put them.
+    ``parameter``: the one that optimizers know. ``data``: the elements, where a load may put them. ``everywhere``: every
+    rank holds all of it (NO_SHARD).
     """
 
     parameter: nn.Parameter
@@ -39,15 +40,11 @@ class FlatPart:
     shape: Shape
     lo: int
     hi: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Does this rank hold all of it?"""
-        return self.hi - self.lo == torch.Size(self.shape).numel()
+    everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
         """Is that the shape of an optimizer's state for these elements?"""
-        return shape == (self.hi - self.lo,) or (shape == self.shape and self.is_whole)
+        return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
         """``data``, as many elements as these, of a tensor of the parameter's shape. HYBRID_SHARD makes replicas."""
@@ -57,8 +54,8 @@ class FlatPart:
 def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
     """The part of each parameter that FSDP shards, by the id() of the parameter and of what stands in its place now.
 
-    Raises InvalidInput if they cannot be told apart (use_orig_params=False) or are in use, Unsupported for flat
-    parameters made of DTensors.
+    Raises InvalidInput if they cannot be told apart (use_orig_params=False) or are in use, Unsupported for what no flat
+    range of a whole is: parameters that are DTensors, or do not lie in row-major order.
     """
     parts: dict[int, FlatPart] = {}
     for handle in _handles(model):
@@ -67,7 +64,7 @@ def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
         stretch = getattr(flat, "_local_shard", flat.data).detach()
         columns = zip(flat._params, flat._shard_param_infos, flat._shapes, flat._param_infos, strict=True)
         for parameter, info, shape, (name, module, _) in columns:
-            part = _part(parameter, stretch, info, shape)
+            part = _part(parameter, stretch, info, tuple(shape), not handle.uses_sharded_strategy)
             parts[id(parameter)] = parts[id(module._parameters.get(name, parameter))] = part
         for name, module, _, first_name, first_module, _ in flat._shared_param_infos:
             first = first_module._parameters[first_name]
@@ -75,15 +72,15 @@ def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
     return parts
 
 
-def _part(parameter: nn.Parameter, stretch: torch.Tensor, info: Any, shape: torch.Size) -> FlatPart:
+def _part(parameter: nn.Parameter, stretch: torch.Tensor, info: Any, shape: Shape, everywhere: bool) -> FlatPart:
     if not info.in_shard:
-        return FlatPart(parameter, stretch[:0], tuple(shape), 0, 0)
+        return FlatPart(parameter, stretch[:0], shape, 0, 0, everywhere)
     lo, hi = info.intra_param_start_idx, info.intra_param_end_idx + 1
     # a user may have given the parameter other memory, which FSDP takes over at the next forward
     data = parameter.detach()
     if data.numel() != hi - lo or data.dtype != stretch.dtype:
         data = stretch[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-    return FlatPart(parameter, data, tuple(shape), lo, hi)
+    return FlatPart(parameter, data.view(shape) if everywhere else data, shape, lo, hi, everywhere)
 
 
 def _check(handle: Any) -> None:
@@ -103,6 +100,19 @@ def _check(handle: Any) -> None:
             f"FSDP joined {names}, ... of a tensor-parallel model to one parameter; shard it with "
             "torch.distributed.fsdp.fully_shard"
         )
+    if handle.uses_sharded_strategy:
+        _check_order(handle.flat_param)
+
+
+def _check_order(flat: Any) -> None:
+    """A parameter that does not lie in row-major order FSDP cuts in the order in which it lies."""
+    for name, shape, stride in zip(flat._fqns, flat._shapes, flat._strides, strict=True):
+        if not torch.empty_strided(shape, stride, device="meta").is_contiguous():
+            raise Unsupported(
+                f"FSDP shards {name!r} of shape {list(shape)} and strides {list(stride)}, which is not in row-major "
+                "order; make it contiguous before it is wrapped (model.to(memory_format=torch.contiguous_format))",
+                key=name,
+            )
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:

@@ -64,7 +64,7 @@ class Holding:
         if self.part is not None:
             if self.part.has_form(shape):
                 return self.part.shard(value)
-            is_part = value.numel() > 1 and not self.part.is_whole
+            is_part = value.numel() > 1 and not self.part.everywhere
         elif is_dtensor(self.parameter):
             here = tuple(self.parameter.to_local().shape)
             is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)

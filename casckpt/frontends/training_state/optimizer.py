@@ -63,10 +63,10 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     for one in (member for group in groups for member in group):
         name = one.names[0]
         holding = Holding(name, one.parameter, parts.get(id(one.parameter)))
-        if name in state and holding.is_nothing:
-            del state[name]
-        elif name in state:
+        if name in state:
             state[name] = holding.as_saved(state[name])
+        if holding.is_nothing:
+            state.pop(name, None)
     return found
 
 

@@ -52,6 +52,8 @@ def find(
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
     commit, manifest, groups = ranks.exchange(lambda: optimizer, look)
+    if ranks.rank != 0:
+        store.repository.manifests.add(commit.committed.uploader, manifest, len(manifest.encoded()))
     return Stored(store, commit, manifest), groups
 
 

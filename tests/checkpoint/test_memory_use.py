@@ -1,0 +1,22 @@
+"""Saving and loading take a fixed amount of memory beside the state, whatever its size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST = 24  # MiB: two blobs of 1 MiB in the making, reads of 8 MiB for each of two threads, and what Python takes
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
+@pytest.mark.parametrize("mib", [64, 256])
+def test_memory_beside_the_state_is_bounded(tmp_path: Path, mib: int) -> None:
+    command = [sys.executable, "-m", "tests.support.peak", str(tmp_path), str(mib)]
+    found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    saved, loaded, saved_again = map(float, found.split())
+    assert max(saved, loaded, saved_again) <= MOST
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) >= mib << 20  # nothing was shared

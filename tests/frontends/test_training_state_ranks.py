@@ -1,0 +1,212 @@
+"""Training goes on with other ranks, any optimizer, and state of any dtype and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from casckpt.frontends.training_state import (
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+    unshard_optim_state,
+)
+from tests.support.parallel import (
+    CPU,
+    TOPOLOGIES,
+    Everything,
+    Factory,
+    Stack,
+    build,
+    everything,
+    local,
+    step,
+)
+from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def trained_on_4(rank: int, size: int, path: Path) -> Everything:
+    model, trained = build("fsdp2 on 4", 1)
+    step(model, trained, range(3))
+    save_model_and_optim_state(path, model, trained, run="a", step=3)
+    return everything(model, trained)
+
+
+def resumed_on_2(rank: int, size: int, path: Path, saved: Everything) -> list[list[str]]:
+    unbroken = build("fsdp2 on 2", 2, shape_seed=1)
+    by_hand(*unbroken, saved)
+    fresh = build("fsdp2 on 2", 3, shape_seed=1)
+    load_model_and_optim_state(path, "a@3", *fresh)
+    found = []
+    for number in range(3, 7):
+        found.append(everything(*fresh).differences(everything(*unbroken)))
+        step(*unbroken, [number])
+        step(*fresh, [number])
+    return found
+
+
+def by_hand(model: nn.Module, optimizer: Optimizer, saved: Everything) -> None:
+    """Put a state in without casckpt."""
+
+    def like(parameter: DTensor, value: torch.Tensor) -> DTensor:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(saved.model.get(name, buffer))
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().copy_(like(parameter, saved.model[name]).to_local())
+            if name in saved.state:
+                optimizer.state[parameter] = {
+                    what: value.clone() if value.dim() == 0 else like(parameter, value)
+                    for what, value in saved.state[name].items()
+                }
+
+
+def test_training_goes_on_to_the_bit_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+    saved = ranks.run(4, trained_on_4, store_path)[0]
+    assert ranks.run(2, resumed_on_2, store_path, saved) == [[[]] * 4] * 2
+
+
+OPTIMIZERS: dict[str, Factory] = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "Adam, amsgrad": partial(optim.Adam, lr=0.1, amsgrad=True),
+    "AdamW, fused": partial(optim.AdamW, lr=0.1, fused=True),
+    "AdamW, tensor lr": lambda parameters: optim.AdamW(parameters, lr=torch.tensor(0.1), foreach=False),
+    "NAdam": partial(optim.NAdam, lr=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "Adafactor": partial(optim.Adafactor, lr=0.1),
+}
+
+
+def any_optimizer(rank: int, size: int, path: Path, topology: str, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        model, trained = build(topology, 1, OPTIMIZERS[name])
+        step(model, trained, range(2))
+        save_model_and_optim_state(path, model, trained, run=topology.replace(" ", "-"), step=number)
+        fresh, other = build(topology, 2, OPTIMIZERS[name], shape_seed=1)
+        load_model_and_optim_state(path, f"{topology.replace(' ', '-')}@{number}", fresh, other)
+        assert everything(fresh, other).differences(everything(model, trained)) == [], name
+        assert list(other.state) == [p for p in fresh.parameters() if p in other.state]
+        for group in (trained, other):
+            for values in group.state.values():
+                assert all(value.device == CPU for value in values.values() if isinstance(value, torch.Tensor))
+        step(model, trained, range(2, 4))
+        step(fresh, other, range(2, 4))
+        assert everything(fresh, other).differences(everything(model, trained)) == [], name
+
+
+@pytest.mark.parametrize(
+    ("topology", "unfit"),  # for what torch itself cannot train
+    [("fsdp2 on 2", ["Adafactor"]), ("tp", ["Adafactor", "AdamW, fused"]), ("fsdp1 nested", [])],
+)
+def test_any_optimizer(store_path: Path, ranks: Pool, topology: str, unfit: list[str]) -> None:
+    ranks.run(2, any_optimizer, store_path, topology, [name for name in OPTIMIZERS if name not in unfit])
+
+
+class Odd(Optimizer):
+    """State of other dtypes and shapes than the parameter's, nested, in a list."""
+
+    def __init__(self, params: Iterable[Any], others: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self._others = others
+
+    def step(self, closure: Any = None) -> Any:
+        """Not a useful one."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._one(parameter, parameter.grad.float())
+
+    def _one(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["mean"] = {"slow": torch.zeros_like(gradient)}
+            state["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            state["last"] = []
+            state["all"] = (
+                torch.zeros_like(gradient).sum().new_zeros(self._others)
+            )  # where it is a DTensor, a replicated one
+            state["step"] = torch.zeros(())
+        state["step"] += 1
+        state["mean"]["slow"].mul_(0.9).add_(gradient, alpha=0.1)
+        state["codes"].add_((gradient * 16).to(torch.uint8))
+        state["last"] = [*state["last"], gradient.clone()][-2:]
+        state["all"].add_(1)
+        with torch.no_grad():
+            change = state["mean"]["slow"] + state["last"][0] + state["codes"].float() + state["all"].sum()
+            parameter.sub_(change.to(parameter.dtype), alpha=0.01)
+
+
+def odd_state(rank: int, size: int, path: Path, topology: str) -> None:
+    def make(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = TOPOLOGIES[topology][1](Stack(seed, 1).to(torch.bfloat16))
+        return model, Odd(model.parameters(), 1 if "fsdp1" in topology else 23)
+
+    def train(model: nn.Module, trained: Optimizer, steps: range) -> None:
+        for number in steps:
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+            trained.zero_grad()
+            model(x).float().square().sum().backward()
+            trained.step()
+
+    model, trained = make(1)
+    train(model, trained, range(3))
+    save_model_and_optim_state(path, model, trained, run=topology.split(maxsplit=1)[0], step=3)
+    fresh, other = make(2)
+    for _ in range(2):  # into what is not there, and into what is
+        load_model_and_optim_state(path, f"{topology.split(maxsplit=1)[0]}@3", fresh, other)
+        assert same_state(trained, other)
+        train(fresh, other, range(3, 4))
+    train(model, trained, range(3, 4))
+    assert same_state(trained, other)
+    assert identical([local(p) for p in model.parameters()], [local(p) for p in fresh.parameters()])
+
+
+def same_state(one: Optimizer, other: Optimizer) -> bool:
+    """Of what lies on this rank, in the same kinds of tensors."""
+
+    def seen(optimizer: Optimizer) -> Any:
+        found: list[Any] = []
+        for state in optimizer.state.values():
+            for value in (state["mean"]["slow"], state["codes"], *state["last"], state["all"], state["step"]):
+                placements = [str(placement) for placement in value.placements] if isinstance(value, DTensor) else []
+                found.append((tuple(value.shape), placements, local(value)))
+        return found
+
+    return identical(seen(one), seen(other))
+
+
+@pytest.mark.parametrize("topology", ["ddp", "fsdp2 on 3", "fsdp1 on 3"])
+def test_state_of_other_dtypes_and_shapes(store_path: Path, ranks: Pool, topology: str) -> None:
+    ranks.run(3, odd_state, store_path, topology)
+
+
+def stale_steps(rank: int, size: int, path: Path) -> list[float]:
+    """Ranks that have nothing of a parameter do not count its steps."""
+    model, trained = build("fsdp1", 1)
+    step(model, trained, range(2))
+    save_model_and_optim_state(path, model, trained, run="a", step=2)
+    fresh, other = build("fsdp1", 2, shape_seed=1)
+    load_model_and_optim_state(path, "a@2", fresh, other)
+    assert {id(p) for p in other.state} == {id(p) for p in fresh.parameters() if p.numel() and p.requires_grad}
+    step(fresh, other, range(2, 5))
+    save_model_and_optim_state(path, fresh, other, run="a", step=5)
+    state = unshard_optim_state(path, "a@5", by_name=True)["state"]
+    return sorted({float(values["step"]) for values in state.values()})
+
+
+def test_steps_are_those_of_ranks_that_take_them(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(4, stale_steps, store_path) == [[5.0]] * 4

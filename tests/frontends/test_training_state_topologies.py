@@ -1,0 +1,90 @@
+"""A model and its optimizer, saved under one kind of parallelism and loaded under every other, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import casckpt
+from casckpt.frontends.training_state import (
+    load_model_and_optim_state,
+    save_model_and_optim_state,
+    unshard_model_state,
+    unshard_optim_state,
+)
+from tests.support.parallel import TOPOLOGIES, Everything, build, everything, step
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+PAIRS = 4  # for each topology, how many others it loads from; all of them with --full
+SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
+
+
+def of_size(size: int) -> list[str]:
+    return [name for name, (ranks_of, _) in TOPOLOGIES.items() if ranks_of == size]
+
+
+def run_of(topology: str) -> str:
+    return topology.replace(" ", "-").replace("+", "and")
+
+
+def saved(rank: int, size: int, path: Path, seed: int) -> dict[str, Everything]:
+    """Train and save under every topology of so many ranks; what torch says was saved."""
+    found = {}
+    for topology in of_size(size):
+        model, trained = build(topology, seed)
+        step(model, trained, range(2))
+        before = everything(model, trained)
+        save_model_and_optim_state(path, model, trained, run=run_of(topology), step=2)
+        assert everything(model, trained).differences(before) == []
+        found[topology] = before
+    return found if rank == 0 else {}
+
+
+def loaded(
+    rank: int, size: int, path: Path, pairs: Mapping[str, Sequence[str]], seed: int
+) -> dict[tuple[str, str, str], Everything]:
+    """What torch finds after loads, into a fresh optimizer and into one in use."""
+    found = {}
+    store = casckpt.open(path)
+    for topology, origins in pairs.items():
+        used = build(topology, seed + 2, shape_seed=seed)
+        for origin in origins:
+            fresh = build(topology, seed + 1, shape_seed=seed)
+            step(*used, range(5, 7))
+            for kind, (model, other) in {"fresh": fresh, "used": used}.items():
+                other.param_groups[0]["lr"] = 7.0
+                done = load_model_and_optim_state(store, f"{run_of(origin)}@2", model, other)
+                assert (done.missing_keys, done.unread_keys) == ((), ())
+                found[origin, topology, kind] = everything(model, other)
+            if origin == origins[-1]:
+                step(*fresh, range(2, 4))
+                step(*used, range(2, 4))
+                assert everything(*fresh).differences(everything(*used)) == []  # nothing else was left behind
+    return found if rank == 0 else {}
+
+
+def test_any_topology_loads_what_any_other_saved(store_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+    seed %= 1000
+    expected: dict[str, Everything] = {}
+    for size in SIZES:
+        expected |= ranks.run(size, saved, store_path, seed)[0]
+    for topology in TOPOLOGIES:
+        check_without_a_model(store_path, topology, expected[topology])
+    draw = random.Random(seed)
+    for size in SIZES:
+        pairs = {name: draw.sample(list(TOPOLOGIES), len(TOPOLOGIES) if full else PAIRS) for name in of_size(size)}
+        found = ranks.run(size, loaded, store_path, pairs, seed)[0]
+        assert len(found) == 2 * sum(map(len, pairs.values()))
+        for (origin, *how), one in found.items():
+            assert one.differences(expected[origin]) == [], (origin, how, seed)
+
+
+def check_without_a_model(path: Path, topology: str, expected: Everything) -> None:
+    optimizer = unshard_optim_state(path, f"{run_of(topology)}@2", by_name=True)
+    groups = [dict(sorted(group.items())) for group in optimizer["param_groups"]]
+    found = Everything(unshard_model_state(path, f"{run_of(topology)}@2"), optimizer["state"], groups)
+    assert found.differences(expected) == [], topology

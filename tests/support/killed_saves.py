@@ -1,0 +1,209 @@
+"""Saves that are killed, and saves beside a gc: in processes of their own, forked from one that has imported torch.
+
+``python -m tests.support.killed_saves sweep FOLDER POINTS SEED`` copies a store with one checkpoint for each point, and
+kills the save of a second one there: at storage calls, at system calls, at random times. ``... race FOLDER SAVES``
+runs two processes that save and one that collects garbage, all over one store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from casckpt.checkpoint.store import Store
+from casckpt.errors import NotFound
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.crash import CALLS
+from tests.support.faulty import FaultyStore, Kind
+from tests.support.saves import CELL, cells, same_state
+
+WAYS = ("calls", "syscalls", "timed")
+
+
+def state(step: int) -> dict[str, Any]:
+    """Of two steps some is the same and some is not; several blobs of it."""
+    return {"kept": cells(30, seed=1), "new": cells(30, seed=step), "part": {"x": torch.arange(step), "o": b"x" * 5000}}
+
+
+def open_folder(folder: Path, storage: Any = None) -> Store:
+    """The store of a point, with a catalogue of its own beside it."""
+    store = Store(Repository(storage or LocalStore(folder / "store"), folder / "cache"))
+    store.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    return store
+
+
+class KillingStore(FaultyStore):
+    """Kills its process right before or right after a call; ``step`` counts both."""
+
+    def __init__(self, inner: LocalStore, step: int) -> None:
+        super().__init__(inner)
+        self.step, self.count_ = step, 0
+
+    @contextmanager
+    def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
+        self._die()
+        yield set()
+        self._die()
+
+    def _die(self) -> None:
+        self.count_ += 1
+        if self.count_ == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _save(folder: Path, way: str, at: float) -> int:
+    """Save the second step, killed on the way unless ``at`` is 0; how many steps it had."""
+    inner = LocalStore(folder / "store")
+    killing = KillingStore(inner, int(at) if way == "calls" else 0)
+    store = open_folder(folder, killing)
+    counted = _wrap_system_calls(int(at)) if way == "syscalls" else None
+    if way == "timed" and at:
+        signal.setitimer(signal.ITIMER_REAL, at)  # whose signal ends the process, since nobody handles it
+    store.save(state(2), step=2, threads=2)
+    return counted() if counted else killing.count_
+
+
+def _wrap_system_calls(step: int) -> Callable[[], int]:
+    """Kill this process right before or right after a system call; gives how many of both there were."""
+    steps = itertools.count(1)
+
+    def die() -> None:
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            die()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                die()
+
+        return wrapped
+
+    for name in CALLS:
+        setattr(os, name, wrap(getattr(os, name)))
+    return lambda: next(steps) - 1
+
+
+def _forked(call: Callable[[], object]) -> int:
+    """Run in a child; its wait status."""
+    child = os.fork()
+    if not child:
+        _run_and_exit(call)
+    return os.waitpid(child, 0)[1]
+
+
+def _run_and_exit(call: Callable[[], object]) -> NoReturn:
+    """The rest of a forked child's life: it never returns into what its parent does."""
+    try:
+        call()
+    except BaseException:  # noqa: BLE001 - whatever it was, the child must end here
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _total(folder: Path, way: str) -> int:
+    """How many steps the save has; 0 for what is counted in seconds."""
+    shutil.copytree(folder / "base", folder / "count", dirs_exist_ok=True)
+    found = folder / "steps"
+    status = _forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))
+    if status:
+        raise SystemExit(f"the save that was to be counted failed: {status}")
+    shutil.rmtree(folder / "count")
+    return int(found.read_text())
+
+
+def sweep(folder: Path, points: int, seed: int) -> None:
+    """Kill a save at about ``points`` steps of each way, the last ones among them; 0 for all steps."""
+    rng = random.Random(seed)
+    base = open_folder(folder / "base")
+    if _forked(lambda: base.save(state(1), step=1)):
+        raise SystemExit("the first save failed")
+    started = time.monotonic()
+    _total(folder, "timed")
+    seconds = time.monotonic() - started
+    for way in WAYS:
+        every = [float(n) for n in range(1, _total(folder, way) + 1)]
+        chosen = every if not points else sorted({*rng.sample(every[:-3], min(points, len(every[:-3]))), *every[-3:]})
+        if way == "timed":
+            chosen = [rng.uniform(0.001, seconds) for _ in range(points or 50)]
+        for number, at in enumerate(chosen):
+            point = folder / f"{way}-{number}-{at:g}"
+            shutil.copytree(folder / "base", point)
+            status = _forked(partial(_save, point, way, at))
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+                raise SystemExit(f"the save at {point.name} failed by itself")
+
+
+# --- beside a gc ---
+
+
+def _write(folder: Path, run: str, saves: int) -> None:
+    store = open_folder(folder)
+    try:
+        for step in range(saves):
+            want = state(step) | {"run": run}
+            ckpt = store.save(want, run=run, step=step)
+            if not same_state(store.read(ckpt), want):
+                raise SystemExit(f"{run}@{step} did not come back")
+    finally:
+        (folder / f"done-{run}").touch()  # the gc need not go on
+
+
+def _collect(folder: Path, runs: list[str]) -> None:
+    store, deleted = open_folder(folder), 0
+    while True:
+        last = all((folder / f"done-{run}").exists() for run in runs)
+        deleted += store.gc(keep_last=2, wait=0.2).deleted_blobs
+        if last:
+            break
+    (folder / "deleted").write_text(str(deleted))
+
+
+def race(folder: Path, saves: int) -> None:
+    """Two that save, with a gc going on beside them."""
+    runs = ["a", "b"]
+    open_folder(folder)
+    calls = [partial(_write, folder, run, saves) for run in runs]
+    children = []
+    for call in (*calls, partial(_collect, folder, runs)):
+        child = os.fork()
+        if not child:
+            _run_and_exit(call)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise SystemExit(f"a process failed: {statuses}")
+
+
+def check_all(store: Store, states: dict[tuple[str, int], Any]) -> None:
+    """All that is visible comes back in full."""
+    for ckpt in store.checkpoints():
+        want = states[ckpt.run, ckpt.step]
+        if not same_state(store.read(ckpt), want):
+            raise NotFound(f"{ckpt} is not what was saved")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # no threads before the forks
+    command, folder, *numbers = sys.argv[1:]
+    if command == "sweep":
+        sweep(Path(folder), *map(int, numbers))
+    else:
+        race(Path(folder), int(numbers[0]))

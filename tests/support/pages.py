@@ -1,0 +1,145 @@
+"""Pages of the documentation, run as they stand: their blocks of Python and of console commands, in order.
+
+What a reader sees is what is run. A page's blocks share one folder, and its Python blocks share one namespace.
+
+- ``python``: run in this process. After a line ``<!-- ranks: 2 -->`` it is run on that many ranks of a process group,
+  by itself.
+- ``console``: a line that begins with ``$ `` is a command, and must succeed; the lines under it are what it prints.
+  ``...`` stands for anything in a line, and alone in a line for any lines. No lines: nothing is compared.
+- ``crontab``: five fields of time, then a command; "/data/" is the folder of the page.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from casckpt.cli.main import cli
+
+OnRanks = Callable[[int, "Block"], object]
+
+_KINDS = "python|console|crontab"
+_FENCE = re.compile(rf"^(?:<!-- ranks: (?P<ranks>\d+) -->\n)?```(?P<kind>{_KINDS})\n(?P<text>.*?)^```$", re.M | re.S)
+_SHELL = frozenset("|&;<>$`*\\~")
+
+
+@dataclass(frozen=True)
+class Block:
+    """``line``: of the page, in which ``text`` begins. ``ranks``: 0 for a block of one process."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def run_python(self, namespace: dict[str, Any]) -> None:
+        """Run it as Python, so that tracebacks name the line of the page."""
+        source = "\n" * (self.line - 1) + self.text
+        exec(compile(source, self.page, "exec", dont_inherit=True), namespace)
+
+
+def blocks(path: Path) -> list[Block]:
+    """All blocks of a page that can be run."""
+    text = path.read_text()
+    found = []
+    for fence in _FENCE.finditer(text):
+        line = text.count("\n", 0, fence.start("text")) + 1
+        found.append(Block(path.name, line, fence["kind"], fence["text"], int(fence["ranks"] or 0)))
+    return found
+
+
+@dataclass
+class Reader:
+    """Somebody who types in all that a page shows. ``given``: what is there before the first block of Python."""
+
+    folder: Path
+    root: Path
+    given: dict[str, Any]
+    on_ranks: OnRanks
+
+    def follow(self, page: Path) -> int:
+        """Run all blocks; how many there were."""
+        run = {"python": self._python, "console": self._console, "crontab": self._crontab}
+        todo = blocks(page)
+        with chdir(self.folder):
+            for block in todo:
+                run[block.kind](block)
+        return len(todo)
+
+    def _python(self, block: Block) -> None:
+        if block.ranks:
+            self.on_ranks(block.ranks, block)
+        else:
+            block.run_python(self.given)
+
+    def _console(self, block: Block) -> None:
+        for line, command, expected in _commands(block):
+            status, printed = self._run(command)
+            where = f"{block.page}:{line}: {command}"
+            assert status == 0, f"{where}\nleft with {status}:\n{printed}"
+            fits = re.fullmatch(_pattern(expected), printed.strip())
+            assert not expected or fits, f"{where}\nprinted\n{printed}\nbut the page says\n" + "\n".join(expected)
+
+    def _crontab(self, block: Block) -> None:
+        for line in block.text.splitlines():
+            command = line.split(maxsplit=5)[5]
+            status, printed = self._run(command.replace("/data/", f"{self.folder}/"))
+            assert status == 0, f"{block}: {line}\nleft with {status}:\n{printed}"
+
+    def _run(self, command: str) -> tuple[int, str]:
+        """(exit status, what was printed)."""
+        words = shlex.split(command, comments=True)
+        if words[0].startswith("tools/"):  # what they do is too much for a test of a page
+            tool = self.root / words[0]
+            return (0, "") if os.access(tool, os.X_OK) else (1, f"{tool} cannot be run")
+        if words[0] == "casckpt" and not _SHELL & set(command):
+            done = CliRunner().invoke(cli, words[1:])
+            return done.exit_code, done.output
+        return self._in_a_shell(command)
+
+    def _in_a_shell(self, command: str) -> tuple[int, str]:
+        tools = self.folder.parent / "bin"
+        tools.mkdir(exist_ok=True)
+        for name, how in (("casckpt", " -m casckpt"), ("python", "")):
+            (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{how} "$@"\n')
+            (tools / name).chmod(0o755)
+        environment = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", command],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+
+def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
+    """(line of the page, command, lines that it prints)."""
+    found: list[tuple[int, str, list[str]]] = []
+    for number, line in enumerate(block.text.splitlines(), block.line):
+        if line.startswith("$ "):
+            found.append((number, line.removeprefix("$ "), []))
+        elif found and line.startswith("> "):
+            at, command, expected = found[-1]
+            found[-1] = (at, f"{command}\n{line.removeprefix('> ')}", expected)
+        else:
+            assert found, f"{block}: a console block begins with a command, after '$ '"
+            found[-1][2].append(line)
+    yield from found
+
+
+def _pattern(expected: list[str]) -> str:
+    lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]
+    return "(?s:" + r"[ ]*\n".join(lines).strip() + ")"

@@ -1,0 +1,343 @@
+"""Small models under every kind of parallelism, in training, and what they are made of as torch itself gathers it.
+
+`TOPOLOGIES` has them by name: (ranks, wrap). A job of `tests.support.ranks` calls `trained` with one of them.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from casckpt.frontends.training_state.names import plain_name
+from tests.support.training import identical
+
+Wrap: TypeAlias = Callable[["Stack"], nn.Module]
+Factory: TypeAlias = Callable[[Iterable[Any]], Optimizer]
+
+CPU = torch.device("cpu")
+
+
+class Stack(nn.Module):
+    """Layers of odd sizes, drawn by ``seed``; a frozen one, tied weights, buffers, a weight smaller than the ranks."""
+
+    def __init__(self, seed: int, shape_seed: int | None = None) -> None:
+        super().__init__()
+        sizes = random.Random(seed if shape_seed is None else shape_seed)
+        wide, narrow = 4 * sizes.randint(1, 4), sizes.randint(2, 9)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.up = nn.Sequential(nn.Linear(6, wide), nn.Tanh())
+            self.down = nn.Linear(wide, narrow, bias=sizes.random() < 0.7)
+            self.frozen = nn.Linear(narrow, narrow).requires_grad_(False)
+            self.norm = nn.LayerNorm(narrow)
+            self.scale = nn.Parameter(torch.rand(sizes.randint(1, 3)))
+            self.tied = nn.ModuleList([nn.Linear(narrow, narrow, bias=False) for _ in range(2)])
+        self.tied[1].weight = self.tied[0].weight
+        self.register_buffer("counts", torch.arange(seed % 100, seed % 100 + sizes.randint(1, 5)))
+        self.register_buffer("mean", torch.full((narrow,), float(seed % 100)))
+        self.register_buffer("scratch", torch.full((2,), float(seed % 100)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Some nonlinear function."""
+        x = self.norm(self.frozen(self.down(self.up(x))))
+        found: torch.Tensor = self.tied[1](torch.tanh(self.tied[0](x))) * self.scale.sum()
+        return found
+
+
+# wraps
+
+
+def plain(model: Stack) -> nn.Module:
+    """On one rank, or the same on each of several."""
+    return model
+
+
+def ddp(model: Stack) -> nn.Module:
+    """Data parallel."""
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
+    """fully_shard: a layer by itself, the rest in the root."""
+    mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.get_submodule("up"), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def hsdp(model: Stack) -> nn.Module:
+    """Sharded on two ranks, twice."""
+    return fsdp2(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def by_columns(model: Stack) -> nn.Module:
+    """fully_shard by the second dimension, where that is even."""
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.dim() > 1 and parameter.shape[1] % 2 == 0 else None
+
+    return sharded(model, shard_placement_fn=placement)
+
+
+def tp(model: Stack, mesh: Any = None) -> nn.Module:
+    """Tensor parallel in two layers; the other parameters are plain."""
+    mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {"up.0": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def tp_fsdp2(model: Stack) -> nn.Module:
+    """Tensor parallel in two layers, and sharded: strided shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    return fsdp2(tp(model, mesh["tensor"]), mesh["data"])
+
+
+@dataclass(frozen=True)
+class Fsdp1:
+    """FullyShardedDataParallel: a layer by itself and the rest; ``nested``: the root is plain; ``hybrid``: 2 x 2."""
+
+    strategy: str = "FULL_SHARD"
+    nested: bool = False
+    mixed: bool = False
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        """Wrap."""
+        model.up = self._wrap(model.get_submodule("up"))
+        if not self.nested:
+            return self._wrap(model)
+        model.down = self._wrap(model.get_submodule("down"))
+        model.norm = self._wrap(model.get_submodule("norm"))
+        return model
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        lower = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        options: dict[str, Any] = {"mixed_precision": lower} if self.mixed else {}
+        if "HYBRID" in self.strategy:
+            options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            return FullyShardedDataParallel(
+                module,
+                sharding_strategy=ShardingStrategy[self.strategy],
+                use_orig_params=True,
+                device_id=CPU,
+                **options,
+            )
+
+
+TOPOLOGIES: dict[str, tuple[int, Wrap]] = {
+    "plain": (1, plain),
+    "ddp": (3, ddp),
+    "fsdp2 on 2": (2, fsdp2),
+    "fsdp2 on 3": (3, fsdp2),
+    "fsdp2 on 4": (4, fsdp2),
+    "fsdp2 by columns": (2, by_columns),
+    "hsdp": (4, hsdp),
+    "tp": (2, tp),
+    "tp on 4": (4, tp),
+    "tp + fsdp2": (4, tp_fsdp2),
+    "fsdp1": (4, Fsdp1()),
+    "fsdp1 on 3": (3, Fsdp1()),
+    "fsdp1 nested": (2, Fsdp1(nested=True)),
+    "fsdp1 SHARD_GRAD_OP": (2, Fsdp1("SHARD_GRAD_OP")),
+    "fsdp1 HYBRID_SHARD": (4, Fsdp1("HYBRID_SHARD")),
+    "fsdp1 NO_SHARD": (2, Fsdp1("NO_SHARD")),
+    "fsdp1 mixed precision": (2, Fsdp1(mixed=True)),
+}
+
+
+def adamw(parameters: Iterable[Any]) -> Optimizer:
+    """With large steps: small differences show."""
+    return optim.AdamW(parameters, lr=0.05)
+
+
+def build(
+    topology: str, seed: int, factory: Factory = adamw, *, shape_seed: int | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """A model under a topology, and an optimizer of it."""
+    model = TOPOLOGIES[topology][1](Stack(seed, shape_seed))
+    return model, factory(model.parameters())
+
+
+def step(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+    """Steps with inputs of their own, the same on all ranks."""
+    for number in steps:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        value = model(x).float().square().sum()
+        value.backward()
+        optimizer.step()
+
+
+def by_gradients(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> None:
+    """Steps without a forward."""
+    for number in steps:
+        for parameter in model.parameters():
+            if parameter.numel():  # FSDP gives none to what is elsewhere
+                parameter.grad = (parameter * (number + 2)).detach() + 1
+        optimizer.step()
+
+
+# wraps of any module
+
+
+def as_it_is(module: nn.Module) -> nn.Module:
+    """None at all."""
+    return module
+
+
+def sharded(module: nn.Module, **options: Any) -> nn.Module:
+    """fully_shard, for type checkers."""
+    found: Any = fully_shard(module, **options)
+    assert isinstance(found, nn.Module)
+    return found
+
+
+def offloaded(module: nn.Module) -> nn.Module:
+    """The same with its parameters on the CPU."""
+    return sharded(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def joined(module: nn.Module, **options: Any) -> nn.Module:
+    """FullyShardedDataParallel."""
+    options = {"use_orig_params": True, "device_id": CPU, **options}
+    return FullyShardedDataParallel(module, **options)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    """Compiled when it is called."""
+    found: Any = torch.compile(module, backend="eager")
+    assert isinstance(found, nn.Module)
+    return found
+
+
+class Blocks(nn.Module):
+    """Two blocks."""
+
+    def __init__(self, seed: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first = wrap(nn.Sequential(nn.Linear(6, 5), nn.Tanh()))
+            self.second = wrap(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Some nonlinear function."""
+        found: torch.Tensor = self.second(self.first(x))
+        return found
+
+
+# what torch says that they are made of
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies on this rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@dataclass(frozen=True)
+class Everything:
+    """Whole tensors by plain name: of the model, and of the optimizer by name and what; and its groups."""
+
+    model: dict[str, torch.Tensor]
+    state: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def differences(self, other: Everything) -> list[str]:
+        """What is not the same to the bit."""
+        found = [
+            f"{what}.{name}"
+            for what, one, two in (("model", self.model, other.model), ("state", self.state, other.state))
+            for name in {**one, **two}
+            if not identical(one.get(name), two.get(name))
+        ]
+        return found + ([] if identical(self.groups, other.groups) else [f"{self.groups} != {other.groups}"])
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> Everything:
+    """All of it, gathered by torch; every rank calls it. Buffers are this rank's, in the precision that they had."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensors = {plain_name(model, key): buffer.detach().clone() for key, buffer in _kept_buffers(model)}
+        names = {id(p): plain_name(model, key) for key, p in model.named_parameters()}
+        state = {names[id(p)]: values for p, values in optimizer.state.items()}
+        groups = [
+            dict(sorted({**group, "params": [names[id(p)] for p in group["params"]]}.items()))
+            for group in optimizer.param_groups
+        ]
+        found = {name: _gathered_flat(model, name, values) for name, values in _by_name_everywhere(state).items()}
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            tensors[plain_name(model, key)] = _gathered_flat(model, plain_name(model, key), {"": parameter})[""]
+    return Everything(dict(sorted(tensors.items())), dict(sorted(found.items())), groups)
+
+
+def _kept_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    kept = [(key, buffer) for key, buffer in model.named_buffers() if not key.endswith("scratch")]
+    return [(key, buffer.float() if buffer.dtype == torch.bfloat16 else buffer) for key, buffer in kept]
+
+
+def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The states of parameters that any rank has; FSDP keeps them only where it has elements."""
+    if dist.get_world_size() == 1:
+        return state
+    keys: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(keys, {name: list(values) for name, values in state.items()})
+    merged: dict[str, list[str]] = {}
+    for one in keys:
+        merged |= one
+    return {name: state.get(name, dict.fromkeys(merged[name])) for name in sorted(merged)}
+
+
+def _gathered_flat(model: nn.Module, name: str, values: dict[str, Any]) -> dict[str, Any]:
+    shape = _flat_shape(model, name)
+    return {what: _whole(value, shape) for what, value in values.items()}
+
+
+def _flat_shape(model: nn.Module, name: str) -> Sequence[int] | None:
+    """The shape of a parameter that FSDP has in parts; its parts lie in the order of the ranks."""
+    for path, module in model.named_modules():
+        handle = getattr(module, "_handle", None)
+        if isinstance(module, FullyShardedDataParallel) and handle is not None and handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            for own, shape in zip(flat._fqns, flat._shapes, strict=True):
+                if plain_name(model, f"{path}.{own}" if path else own) == name:
+                    return tuple(shape)
+            for info in flat._shared_param_infos:
+                own = f"{info.module_name}.{info.param_name}"
+                if plain_name(model, f"{path}.{own}" if path else own) == name:
+                    first = f"{info.prim_module_name}.{info.prim_param_name}"
+                    return tuple(flat._shapes[flat._fqns.index(first)])
+    return None
+
+
+def _whole(value: Any, flat_shape: Sequence[int] | None) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    if flat_shape is None:
+        return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+    numel = torch.Size(flat_shape).numel()
+    held = [part for part in parts if part is not None]
+    if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in held):
+        return held[0]
+    joined = torch.cat(held)
+    return joined[:numel].view(tuple(flat_shape))  # HYBRID_SHARD: the first replica

@@ -1,0 +1,109 @@
+"""What jobs of several ranks share: tensors that each of them can make, stores that count, ways to die."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+import casckpt
+from casckpt.checkpoint import ranks
+from casckpt.checkpoint.store import Store
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.faulty import Call, Fault, FaultyStore
+from tests.support.ranks import die
+from tests.support.saves import steps
+
+
+class Watched(FaultyStore):
+    """A storage that knows how many bytes of blobs were put into it by this rank."""
+
+    blob_bytes = 0
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        super().put(key, data, settle=settle)
+        if key.endswith(".safetensors"):
+            self.blob_bytes += memoryview(data).nbytes
+
+    def reads(self) -> list[str]:
+        """What was read whole, but for the marker and the settings, which every process reads once."""
+        return [key for key in self.keys("get") if not key.startswith(("casckpt.json", "settings/"))]
+
+
+def watched(path: Path, *faults: Fault) -> tuple[Store, Watched]:
+    """The store of a folder, as one rank opens it, and its storage."""
+    storage = Watched(LocalStore(path), faults)
+    return Store(Repository(storage)), storage
+
+
+def numbers(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers, the same for each name on every rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    if dtype.is_floating_point:
+        return torch.randn(prod(shape), generator=generator).reshape(shape).to(dtype)
+    return torch.randint(0, 100, (prod(shape),), generator=generator).reshape(shape).to(dtype)
+
+
+def line(size: int) -> DeviceMesh:
+    """All ranks in a row."""
+    return init_device_mesh("cpu", (size,))
+
+
+def spread(
+    tensors: dict[str, torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placement] = (Replicate(),)
+) -> dict[str, DTensor]:
+    """Each of the tensors, which all ranks have, cut over a mesh without talking."""
+    return {key: distribute_tensor(full, mesh, placements, src_data_rank=None) for key, full in tensors.items()}
+
+
+def emptied(state: Any) -> Any:
+    """The same without its numbers: something to load into."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, casckpt.Shard):
+        data = torch.zeros_like(state.data)
+        return casckpt.Shard(data, state.global_shape, state.offset, state.shape, state.flat)
+    if isinstance(state, list):
+        return [emptied(one) for one in state]
+    return {key: emptied(value) for key, value in state.items()} if isinstance(state, dict) else None
+
+
+def parts(state: Any) -> list[torch.Tensor]:
+    """The tensors that this rank really has of a state, in order."""
+    if isinstance(state, dict):
+        return [part for value in state.values() for part in parts(value)]
+    if isinstance(state, list):
+        return [part for value in state for part in parts(value)]
+    if isinstance(state, casckpt.Shard):
+        return [state.data]
+    if isinstance(state, DTensor):
+        return [state.to_local()]
+    return [state] if isinstance(state, torch.Tensor) else []
+
+
+def same_parts(one: Any, other: Any) -> bool:
+    """Do two states of one rank hold the same?"""
+    pairs = list(zip(parts(one), parts(other), strict=True))
+    return bool(pairs) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+def killing(_: Call) -> None:
+    """A hook for `call_first`: the end of this process."""
+    die()
+
+
+def impatient() -> None:
+    """Let a broken connection be enough to take a rank for dead, soon."""
+    ranks._WORD_SECONDS = 1
+
+
+def visible(path: Path) -> list[tuple[str, int]]:
+    """Run and step of all that is visible in the store of a folder."""
+    return steps(casckpt.open(path))
