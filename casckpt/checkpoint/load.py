@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Entry, Manifest, ObjectEntry
 from casckpt.format.regions import whole
-from casckpt.format.tree import Leaf, Node, Path, decode_tree, find, join, leaves
+from casckpt.format.tree import LIST, TUPLE, Container, Leaf, Node, Path, decode_tree, find, join, leaves
 from casckpt.plan.reads import covers
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
@@ -69,6 +70,11 @@ class Contents:
         """(number, entry) of a tensor."""
         number = self.numbers.get((TENSOR, key, 0))
         return None if number is None else (number, self.manifest.body.entries[number])
+
+    @cached_property
+    def tree(self) -> Node:
+        """The containers that the leaves stand in."""
+        return decode_tree(self.manifest.body.tree)
 
     def keys(self) -> list[str]:
         """All keys of the state: tensors and objects."""
@@ -149,7 +155,7 @@ class _Plan:
         found = self.contents.tensor(name)
         one = self.contents.objects.get(name)
         if found is None and one is None:
-            return leaf.value is None and self._add_container(key, name)
+            return self._add_container(key, name, leaf)
         self.named.add(name)
         if leaf.is_tensor:
             if found is None:
@@ -165,11 +171,14 @@ class _Plan:
             self._add_object(key, one)
         return True
 
-    def _add_container(self, key: str, name: str) -> bool:
-        """None in the template, where the checkpoint has a whole mapping or list: all of it is made."""
-        node = find(decode_tree(self.contents.manifest.body.tree), name)
-        if node is None:
+    def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
+        node = find(self.contents.tree, name)
+        if not isinstance(node, Container):
             return False
+        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and node.kind in (LIST, TUPLE))):
+            kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
+            raise Mismatch(f"{key!r} is {kind} here, but a {node.kind} in the checkpoint (key {name!r})", key=key)
         below = _Plan(self.contents, self.options)
         for path, _ in leaves(node):
             below.new(join((name, *path)), torch.device("cpu"))

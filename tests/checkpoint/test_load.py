@@ -413,3 +413,20 @@ def test_any_part_of_a_state_in_any_layout(data: st.DataObject) -> None:
     except CasckptError as error:
         raise AssertionError(template) from error
     assert all(same(template[key], whole[key]) for key in template)
+
+
+def test_a_list_takes_the_saved_length(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "store")
+    store.save({"l": [torch.ones(2), torch.zeros(3)], "p": [1, 2, 3]}, step=1)
+    template: dict[str, Any] = {"l": [], "p": [0]}
+    store.load(template, "default@1")
+    assert [value.tolist() for value in template["l"]] == [[1, 1], [0, 0, 0]]
+    assert template["p"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("here", [torch.zeros(2), 5, "text"], ids=["tensor", "int", "text"])
+def test_a_leaf_where_a_container_was_saved_is_a_mismatch(tmp_path: Path, here: Any) -> None:
+    store = open_store(tmp_path / "store")
+    store.save({"a": {"b": torch.ones(2)}}, step=1)
+    with pytest.raises(Mismatch, match=r"'a' is .* here, but a dict in the checkpoint"):
+        store.load({"a": here}, "default@1")

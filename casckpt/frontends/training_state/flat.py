@@ -31,8 +31,8 @@ _HOME_OF_HOOKS = "torch.distributed.fsdp._state_dict_utils"
 class FlatPart:
     """The elements [lo, hi), in row-major order, of a parameter of ``shape``: those that this rank holds.
 
-    ``parameter``: the one that optimizers know. ``data``: the elements, where a load may put them. ``everywhere``: every
-    rank holds all of it (NO_SHARD).
+    ``parameter``: the one that optimizers know. ``data``: the elements, where a load may put them. ``everywhere``: all
+    of it is on every rank (NO_SHARD).
     """
 
     parameter: nn.Parameter
