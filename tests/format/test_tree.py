@@ -15,7 +15,7 @@ from casckpt.format import plain, tree
 from casckpt.format.plain import Extension
 from casckpt.format.tree import Container, Leaf, Node, decode_tree, encode_tree, find, join, leaves, merge, rebuild
 from tests.support.exact import same
-from tests.support.ids import named
+from tests.support.ids import named as short
 
 T, P = Leaf("tensor"), Leaf("object")
 
@@ -88,7 +88,7 @@ def test_mutated_bytes_give_a_tree_or_refused(data: bytes, draw: st.DataObject) 
         ["list", b"", 1, 0, 0, 0],
         {"dict": 1},
     ],
-    ids=named,
+    ids=short,
 )
 def test_hostile_trees_are_refused(wire: Any) -> None:
     with pytest.raises(Refused):

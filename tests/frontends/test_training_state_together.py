@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,7 +304,7 @@ def stages(rank: int, size: int, path: Path) -> None:
     def make(seed: int) -> tuple[nn.Module, Optimizer]:
         model = nn.ModuleDict({f"stage{stage}": sharded(Blocks(seed + stage, as_it_is), mesh=mesh["data"])})
         parameters = list(model.parameters())
-        groups = [{"params": parameters[:2], "weight_decay": 0.5}, {"params": parameters[2:]}]
+        groups: list[dict[str, Any]] = [{"params": parameters[:2], "weight_decay": 0.5}, {"params": parameters[2:]}]
         return model, optim.AdamW(groups, lr=0.1 + stage)
 
     model, trained = make(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +23,7 @@ from casckpt.frontends.training_state import (
 )
 from tests.support.parallel import (
     Blocks,
+    Stack,
     as_it_is,
     build,
     by_gradients,
@@ -31,7 +34,9 @@ from tests.support.parallel import (
     offloaded,
     sharded,
     step,
+    tp,
 )
+from tests.support.ranks import outcome_of
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -100,10 +105,7 @@ def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     parallel = joined(tp(Stack(1), mesh["tensor"]), device_mesh=mesh["data"])
     image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     models = [parallel, joined(image)]
-    return [
-        str(outcome_of(lambda model=model: save_model_and_optim_state(path, model, run="a", step=1)))
-        for model in models
-    ]
+    return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 
 
 def test_flat_parameters_that_are_no_flat_ranges_are_refused(store_path: Path, ranks: Pool) -> None:

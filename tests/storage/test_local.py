@@ -584,7 +584,12 @@ def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: 
 def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("a", bytes(2 << 20))
     asked: list[int] = []
-    monkeypatch.setattr(localreader, "is_cached", lambda fd, size: bool(asked.append(size)))
+
+    def is_cached(fd: int, size: int) -> bool:
+        asked.append(size)
+        return False
+
+    monkeypatch.setattr(localreader, "is_cached", is_cached)
     for shared in (True, False):
         with store.open("a", shared=shared) as reader:
             reader.read_into(0, [memoryview(bytearray(2 << 20))])

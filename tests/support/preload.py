@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed.fsdp
 import torch.distributed.tensor
-import torch.distributed.tensor.parallel  # noqa: F401 - as the others here
+import torch.distributed.tensor.parallel
 
-import casckpt.checkpoint.job
-import casckpt.checkpoint.load
-import casckpt.checkpoint.ranks
-import casckpt.checkpoint.store  # noqa: F401 - imported for those who are forked later
+import tests.support.parallel
+import tests.support.ranks
+import tests.support.together
+import tests.support.worlds
+
+__all__ = ["pytest", "tests", "torch"]

@@ -1,0 +1,136 @@
+"""tools/bench runs, and its results hold what they should. What the figures are is not looked at here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+METRICS = {"blocked", "durable", "cpu", "written", "read", "asked", "stored", "load_average"}
+ROUNDS = 2
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What tools/bench runs when the environment is there."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
+    )
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of a smoke run; its folder holds nothing else afterwards."""
+    folder, results = tmp_path_factory.mktemp("bench"), tmp_path_factory.mktemp("results") / "smoke.json"
+    done = bench("frozen", "partial", "--quick", "--peers", "safetensors", "--dir", folder, "--json", results)
+    assert done.returncode == 0, done.stderr
+    assert "Save with 96 % unchanged" in done.stdout
+    assert not list(folder.iterdir())
+    return results
+
+
+def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows by group, who and what."""
+    report = json.loads(results.read_bytes())
+    found = next(one for one in report["scenarios"] if one["name"] == scenario)
+    return {(row["group"], row["who"], row["what"]): row for row in found["rows"]}
+
+
+def test_a_smoke_run_has_all_cells(smoke: Path) -> None:
+    saves, loads = rows_of(smoke, "frozen"), rows_of(smoke, "partial")
+    assert set(saves) == {
+        ("", "casckpt", ""),
+        ("", "casckpt", "frozen= declared"),
+        ("", "safetensors", "way=file"),
+        ("", "raw BLAKE3", "all cores"),
+        ("", "raw direct write of what changed", "2 writers"),
+        ("", "raw direct write of what changed", "4 writers"),
+    }
+    assert {who for group, who, _ in loads if group == "warm"} == {"casckpt", "safetensors", "raw preadv"}
+    measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # which not every disk can do
+    assert [row["note"] for row in measured if row["note"]] == []
+    assert {len(row["rounds"]) for row in measured} == {ROUNDS}
+    assert all(set(row["summary"]) >= METRICS for row in measured)
+    assert all(one["durable"] > 0 for row in measured for one in row["rounds"])
+
+
+def test_targets_and_ratios_stand_beside_the_rows(smoke: Path) -> None:
+    report = json.loads(smoke.read_bytes())
+    frozen = next(one for one in report["scenarios"] if one["name"] == "frozen")
+    assert {ratio["peer"] for ratio in frozen["ratios"]} >= {"safetensors, way=file", "raw BLAKE3, all cores"}
+    written = next(check for check in frozen["checks"] if "blob bytes" in check["text"])
+    assert 1.0 <= written["value"] <= 1.02  # counted, not timed
+
+
+def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path) -> None:
+    machine = json.loads(smoke.read_bytes())["machine"]
+    assert {"cpu", "cores", "memory", "file system", "kernel", "python", "torch"} <= set(machine)
+    assert not any(word in json.dumps(machine) for word in ("/", os.uname().nodename))
+
+
+def test_earlier_results_are_drawn_and_put_into_a_page(smoke: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results: begin -->\nold\n<!-- results: end -->\nafter\n")
+    done = bench("--from", smoke, "--markdown", page, "--plot", tmp_path / "plots")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"frozen.svg", "partial.svg"}
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| casckpt, frozen= declared |" in text
+
+
+def test_what_nobody_offers_is_refused() -> None:
+    for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
+        done = bench(*arguments)
+        assert done.returncode == 2
+        assert "error" in done.stderr
+
+
+def test_wrong_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from benchmarks.harness import Case, Void, run_rounds
+    from benchmarks.measure import Measured
+    from benchmarks.results import Row
+    from benchmarks.teams import CallFailed
+
+    def fail(kind: str) -> Case:
+        def run(_: int) -> Measured:
+            raise CallFailed(kind, "why")
+
+        return Case(Row("", "peer", ""), run)
+
+    rows = run_rounds([fail("RuntimeError")], 1, lambda text: None)
+    assert rows[0].note == "failed: RuntimeError: why"
+    with pytest.raises(Void):
+        run_rounds([fail("WrongBytes")], 1, lambda text: None)
+
+
+def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from benchmarks.harness import Case, run_rounds
+    from benchmarks.measure import Measured
+    from benchmarks.results import Row
+
+    order: list[str] = []
+
+    def case(name: str) -> Case:
+        def run(number: int) -> Measured:
+            order.append(f"{name}{number}")
+            return Measured(durable=1.0 + number)
+
+        return Case(Row("", name, ""), run)
+
+    rows = run_rounds([case("a"), case("b"), case("c")], 2, lambda text: None)
+    assert order == ["a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+    assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
