@@ -79,14 +79,14 @@ def test_the_description_of_the_machine_names_neither_host_nor_place(smoke: Path
 
 def test_earlier_results_are_drawn_and_put_into_a_page(smoke: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results: begin -->\nold\n<!-- results: end -->\nafter\n")
+    page.write_text("before\n<!-- results: begin -->\nstale\n<!-- results: end -->\nafter\n")
     done = bench("--from", smoke, "--markdown", page, "--plot", tmp_path / "plots")
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"frozen.svg", "partial.svg"}
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert "old" not in text
+    assert "stale" not in text
     assert "| casckpt, frozen= declared |" in text
 
 

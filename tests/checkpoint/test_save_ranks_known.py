@@ -36,9 +36,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-# what is known already
-
-
 def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:
     tensors = {f"big{i}": numbers(f"big{i}", 128, 256) for i in range(count)}
     tensors |= {f"small{i}": numbers(f"small{i}", 4 + 4 * (i % 7), 3) for i in range(3 * count)}
@@ -219,3 +216,29 @@ def test_layouts_that_change_by_turns(ranks: Pool, path: Path) -> None:
     assert len(store.read("a@1")) == 5
     assert set(store.read("a@2")) == {"w", "more", "of 1", "of 2"}
     assert set(store.read("a@3")) == {"w", "more", "of 0"}
+
+
+def save_frozen(rank: int, size: int, path: Path, forgets: bool) -> Any:
+    """A backbone that is declared unchanged, held in shards and as replicas, beside a head that changes."""
+    mesh = line(size)
+    backbone = {f"b{i}": numbers(f"b{i}", 80, 90) for i in range(3)}
+    head = spread({"h": numbers("h", 50, 40)}, mesh, [Shard(1)])
+    state = {"backbone": spread(backbone, mesh, [Shard(0)]) | spread({"r": backbone["b0"]}, mesh), "head": head}
+    store, written = casckpt.open(path), []
+    for step in range(4):
+        if forgets:
+            store = casckpt.open(path)
+        head["h"].to_local().fill_(step)
+        frozen = ["backbone.*"] if step else None
+        written.append(store.save(state, run="a", step=step, frozen=frozen).stats.bytes_written)
+        target = emptied(state)
+        store.load(target, f"a@{step}")
+        assert same_parts(target, state)
+    return written
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_what_is_declared_frozen_is_not_written_again(ranks: Pool, path: Path, forgets: bool) -> None:
+    for first, *later in ranks.run(3, save_frozen, path, forgets):
+        assert first > 3 * 80 * 90 * 4
+        assert all(0 < nbytes <= 50 * 40 * 4 + 3 * 4096 for nbytes in later)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 
 from casckpt.frontends.training_state import (
+    flatten_optimizer_state,
     load_model_and_optim_state,
     save_model_and_optim_state,
     unshard_model_state,
@@ -84,6 +85,7 @@ def looked_at(rank: int, size: int, path: Path, topology: str, grad: bool) -> li
     fresh, other = build(topology, 2, shape_seed=1)
     with torch.set_grad_enabled(grad):
         fresh(x)
+    assert flatten_optimizer_state(fresh, other)["param_groups"]  # by name: parameters are found
     load_model_and_optim_state(path, "a@1", fresh, other)
     assert identical(fresh(x).detach(), wanted)
     step(fresh, other, range(1, 3))

@@ -1,0 +1,12 @@
+"""The benchmark: casckpt against its peers and against the limits of the machine, in one interleaved run.
+
+::
+
+    cli ---> scenarios ---> harness: rounds A B A B ---> results ---> show: table, JSON, plots, docs
+                |
+                teams: worker processes, one for each rank and environment
+                |
+                worker ---> tasks (save, load, limits of the machine, plan, catalogue) ---> peers
+
+What runs in the first process needs no torch; what is measured runs in workers.
+"""

@@ -1,0 +1,128 @@
+"""The command line of tools/bench."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks import machine, peers, results
+from benchmarks.harness import Void
+from benchmarks.peers.base import Peer
+from benchmarks.results import Report, ScenarioResult
+from benchmarks.scenarios import SCENARIOS
+from benchmarks.scenarios.base import Options
+from benchmarks.show import markdown, plot, table
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_QUICK_ROUNDS = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, or only show earlier results; the exit status."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    unknown = set(chosen.scenarios) - set(SCENARIOS)
+    if unknown:
+        parser.error(f"no scenario is called {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
+    if chosen.results:
+        if chosen.scenarios:
+            parser.error("--from shows earlier results, and runs nothing")
+        report = results.read_json(chosen.results)
+        for scenario in report.scenarios:
+            table.show(scenario)
+    else:
+        try:
+            report = _run(chosen)
+        except Void as error:
+            print(f"bench: void: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+    _write(report, chosen)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tools/bench", description=f"Measure casckpt against its peers. Scenarios: {', '.join(SCENARIOS)}."
+    )
+    add = parser.add_argument
+    add("scenarios", nargs="*", metavar="SCENARIO", help="which ones; default: all")
+    add("--size", type=_size, help="bytes of a state (1.5G, 64M); default: each scenario's own")
+    add("--rounds", type=int, default=7, help="rounds that count (7)")
+    add("--peers", type=_peers, default=peers.chosen("default"), metavar="A,B",
+        help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
+    add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
+    add("--json", type=Path, help="where the results go (bench-results/<time>.json)")
+    add("--plot", type=Path, metavar="DIR", help="draw a picture of each scenario there")
+    add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks in this page")
+    add("--from", dest="results", type=Path, action="append", metavar="FILE",
+        help="run nothing: show, draw or write these earlier results")  # fmt: skip
+    add("--quick", action="store_true", help="a smoke run: tiny states, 2 rounds, figures that mean nothing")
+    return parser
+
+
+def _size(text: str) -> int:
+    unit = text[-1:].upper()
+    try:
+        return int(float(text[:-1]) * _UNITS[unit]) if unit in _UNITS else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 64M or 1.5G") from error
+
+
+def _peers(text: str) -> list[type[Peer]]:
+    try:
+        return peers.chosen(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _run(chosen: argparse.Namespace) -> Report:
+    above = chosen.dir or _ROOT / "bench-results"
+    above.mkdir(parents=True, exist_ok=True)
+    report = Report(machine.describe(above))
+    for name in chosen.scenarios or SCENARIOS:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=above) as folder, table.progress(name) as tell:
+            options = Options(
+                folder=Path(folder),
+                peers=chosen.peers,
+                rounds=_QUICK_ROUNDS if chosen.quick else chosen.rounds,
+                threads=len(os.sched_getaffinity(0)),
+                size=chosen.size,
+                quick=chosen.quick,
+                tell=tell,
+            )
+            found = _timed(name, options)
+        table.show(found)
+        report.scenarios.append(found)
+    return report
+
+
+def _timed(name: str, options: Options) -> ScenarioResult:
+    started = time.monotonic()
+    found = SCENARIOS[name](options)
+    found.started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    found.seconds = round(time.monotonic() - started, 1)
+    found.parameters["quick"] = int(options.quick)
+    return found
+
+
+def _write(report: Report, chosen: argparse.Namespace) -> None:
+    if not chosen.results or chosen.json:
+        now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = chosen.json or _ROOT / "bench-results" / f"{now}.json"
+        results.write_json(report, path)
+        print(f"results: {path}")
+    if chosen.plot:
+        for path in plot.draw(report, chosen.plot):
+            print(f"picture: {path}")
+    if chosen.markdown:
+        markdown.write(report, chosen.markdown)
+        print(f"tables: {chosen.markdown}")

@@ -1,0 +1,52 @@
+"""Virtual environments for peers whose requirements contradict ours, made when they are first asked for."""
+
+from __future__ import annotations
+
+import fcntl
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+
+_ALWAYS = ("numpy", "psutil")
+REQUIREMENTS = {
+    "olmo-0.1.0": ("ai2-olmo-core==0.1.0",),
+    "olmo-3.0.0": ("ai2-olmo-core==3.0.0",),
+}
+
+
+class Absent(Exception):
+    """A peer cannot be measured here; the text says why."""
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of an environment; "" is our own. Raises `Absent` if it cannot be made."""
+    if not environment:
+        return Path(sys.executable)
+    folder = platformdirs.user_cache_path("casckpt") / "bench" / environment
+    torch = f"torch=={version('torch').partition('+')[0]}"  # the same one that all others are measured with
+    wanted = (torch, *REQUIREMENTS[environment], *_ALWAYS)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _ensure(folder, wanted)
+    return folder / "bin" / "python"
+
+
+def _ensure(folder: Path, wanted: tuple[str, ...]) -> None:
+    stamp = folder / "made-of"
+    if stamp.exists() and stamp.read_text() == "\n".join(wanted):
+        return
+    print(f"bench: making an environment with {', '.join(wanted)} (some minutes)", file=sys.stderr, flush=True)
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    _run(str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *wanted)
+    stamp.write_text("\n".join(wanted))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise Absent(f"its environment could not be made: {lines[-1][:200]}")

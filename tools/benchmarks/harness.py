@@ -1,0 +1,63 @@
+"""Interleaved rounds: A B C, B C A, C A B. Whatever slows the machine down for a while slows down all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.environments import Absent
+from benchmarks.measure import Measured
+from benchmarks.results import Row
+from benchmarks.teams import CallFailed
+
+Tell = Callable[[str], None]
+
+
+class Void(Exception):
+    """The benchmark is void: somebody gave wrong bytes, or casckpt itself failed."""
+
+
+@dataclass
+class Case:
+    """One row to be: ``run`` does one round of it, whose number it is given. ``ours``: its failure ends the run."""
+
+    row: Row
+    run: Callable[[int], Measured]
+    ours: bool = False
+
+
+def run_rounds(cases: Sequence[Case], rounds: int, tell: Tell, *, warm_up: int = 1) -> list[Row]:
+    """All cases, ``rounds`` times, in an order that is rotated each time. The first ``warm_up`` rounds do not count.
+
+    A peer that fails is left out from then on, and its row says why. Raises `Void`.
+    """
+    failed: set[int] = set()
+    for number in range(rounds + warm_up):
+        for place in range(len(cases)):
+            which = (place + number) % len(cases)
+            if which in failed:
+                continue
+            case = cases[which]
+            tell(f"{'warm-up' if number < warm_up else f'round {number - warm_up + 1} of {rounds}'}: {case.row.name}")
+            measured = _attempt(case, number)
+            if measured is None:
+                failed.add(which)
+                case.row.rounds.clear()
+            elif number >= warm_up:
+                case.row.rounds.append(measured)
+    for case in cases:
+        case.row.summarise()
+    return [case.row for case in cases]
+
+
+def _attempt(case: Case, number: int) -> Measured | None:
+    try:
+        return case.run(number)
+    except Absent as error:
+        case.row.note = f"absent: {error}"
+    except CallFailed as error:
+        skipped = error.kind in ("NotCold", "Skipped")
+        if error.kind == "WrongBytes" or (case.ours and not skipped):
+            raise Void(f"{case.row.name}: {error}") from error
+        case.row.note = f"absent: {error.text}" if skipped else f"failed: {error}"
+    return None

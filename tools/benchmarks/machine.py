@@ -1,0 +1,52 @@
+"""What a machine is like, without saying which one it is: no host names, no paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+_PACKAGES = ("casckpt", "torch", "safetensors", "blake3", "numpy", "torch_checkpointing")
+
+
+def describe(folder: Path) -> dict[str, str]:
+    """The machine, the file system of ``folder``, and versions."""
+    found = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpu": _cpu(),
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
+        "file system": _file_system(folder),
+        "kernel": platform.release().partition("-")[0],
+        "python": platform.python_version(),
+        "load average": " ".join(f"{load:.2f}" for load in os.getloadavg()),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    facts = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    names = {name.strip(): value.strip() for name, value in facts.items()}
+    flags = names.get("flags", "").split()
+    widest = next((name for name in ("avx512f", "avx2") if name in flags), "")
+    return " ".join(filter(None, (names.get("model name", platform.machine()), widest)))
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the one that holds ``folder``."""
+    at = os.stat(folder).st_dev
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == f"{os.major(at)}:{os.minor(at)}":
+            return rest.split()[0]
+    return "unknown"

@@ -1,0 +1,149 @@
+"""What an operation costs: time, processor seconds, extra memory, bytes. Of this process and all that it starts."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_RESET_PEAK = "5"
+
+
+@dataclass
+class Measured:
+    """One operation in one round. Seconds and bytes.
+
+    ``blocked``: until the caller may go on and change the state; ``durable``: until all is on the disk (of a load:
+    until all tensors are filled). ``peak``: extra resident memory at the worst moment, None where the kernel does not
+    tell. ``written``, ``read``: from and to the storage device; ``asked``: by calls of read. ``stored``: by how much
+    the checkpoint's folder grew on the disk.
+    """
+
+    blocked: float = 0.0
+    durable: float = 0.0
+    cpu: float = 0.0
+    peak: int | None = None
+    written: int = 0
+    read: int = 0
+    asked: int = 0
+    stored: int = 0
+    load_average: float = 0.0
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+def together(parts: list[Measured]) -> Measured:
+    """What several ranks did at the same time: the slowest one's time, the sum of all costs."""
+    peaks = [part.peak for part in parts if part.peak is not None]
+    return Measured(
+        blocked=max(part.blocked for part in parts),
+        durable=max(part.durable for part in parts),
+        cpu=sum(part.cpu for part in parts),
+        peak=sum(peaks) if len(peaks) == len(parts) else None,
+        written=sum(part.written for part in parts),
+        read=sum(part.read for part in parts),
+        asked=sum(part.asked for part in parts),
+        stored=max(part.stored for part in parts),
+        load_average=parts[0].load_average,
+        extra=parts[0].extra,
+    )
+
+
+class Meter:
+    """Runs from its making to `stop`. `mark_blocked` says when the caller could go on; by default that is the end."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        _trim()
+        self._tree = _Tree()
+        self._blocked: float | None = None
+        self._load = os.getloadavg()[0]
+        self._start = time.perf_counter()
+
+    def mark_blocked(self) -> None:
+        """The caller may go on."""
+        self._blocked = time.perf_counter() - self._start
+
+    def stop(self) -> Measured:
+        """What it cost until now."""
+        durable = time.perf_counter() - self._start
+        blocked = durable if self._blocked is None else self._blocked
+        return self._tree.since(Measured(blocked=blocked, durable=durable, load_average=self._load))
+
+
+class _Tree:
+    """Counters of this process and of its children, at one moment."""
+
+    def __init__(self) -> None:
+        self._resident: dict[int, int] = {}
+        self._seconds, self._io = self._counters()
+        for pid in _pids():
+            with suppress(OSError):
+                Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK)
+                self._resident[pid] = _memory(pid)[0]
+
+    def _counters(self) -> tuple[float, list[int]]:
+        own = os.times()
+        seconds = time.process_time() + own.children_user + own.children_system
+        io = [0, 0, 0]
+        for pid in _pids():
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if pid != os.getpid():
+                    times = process.cpu_times()
+                    seconds += times.user + times.system
+                found = process.io_counters()
+                io = [io[0] + found.write_bytes, io[1] + found.read_bytes, io[2] + found.read_chars]
+        return seconds, io
+
+    def since(self, measured: Measured) -> Measured:
+        """Fill in what was used since."""
+        measured.peak = self._peak()
+        seconds, io = self._counters()
+        measured.cpu = seconds - self._seconds
+        measured.written, measured.read, measured.asked = (max(0, b - a) for a, b in zip(self._io, io, strict=True))
+        return measured
+
+    def _peak(self) -> int | None:
+        if os.getpid() not in self._resident:
+            return None
+        extra = 0
+        for pid in _pids():
+            with suppress(OSError):
+                _, peak, shared = _memory(pid)
+                if pid != os.getpid():
+                    peak = max(0, peak - shared)  # what it shares with its parent is counted there
+                extra += max(0, peak - self._resident.get(pid, 0))
+        return extra
+
+
+def _pids() -> list[int]:
+    """This process and all below it; psutil would look at every process of the machine."""
+    found = [os.getpid()]
+    for pid in found:
+        with suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _memory(pid: int) -> tuple[int, int, int]:
+    """(resident, its highest since the last reset, shared) bytes of a process."""
+    found = dict.fromkeys(("VmRSS", "VmHWM", "RssShmem"), 0)
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in found:
+            found[name] = int(rest.split()[0]) << 10
+    resident = found["VmRSS"] - (found["RssShmem"] if pid != os.getpid() else 0)
+    return resident, found["VmHWM"], found["RssShmem"]
+
+
+def _trim() -> None:
+    """Give freed memory back, so that what the last operation left over is no help to this one."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

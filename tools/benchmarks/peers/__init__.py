@@ -1,0 +1,34 @@
+"""Adapters: casckpt and whom it is compared with. Importing one imports no library of its own yet."""
+
+from __future__ import annotations
+
+from benchmarks.peers.base import Peer
+from benchmarks.peers.dcp import Dcp
+from benchmarks.peers.meta import TorchCheckpointing
+from benchmarks.peers.olmo import Olmo1, Olmo3
+from benchmarks.peers.ours import Casckpt
+from benchmarks.peers.safe import Safetensors
+from benchmarks.peers.torch_save import TorchSave
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer for peer in (TorchSave, Safetensors, Dcp, TorchCheckpointing, Olmo1, Olmo3)
+}
+DEFAULT = ("torch.save", "safetensors", "dcp", "torch_checkpointing")
+GROUPS = {"default": DEFAULT, "none": (), "olmo": ("olmo-0.1.0", "olmo-3.0.0"), "all": tuple(PEERS)}
+
+
+def peer_class(name: str) -> type[Peer]:
+    """The adapter of a name."""
+    return Casckpt if name == Casckpt.name else PEERS[name]
+
+
+def chosen(text: str) -> list[type[Peer]]:
+    """The peers of a list with commas, of names and groups. Raises ValueError for what nobody is called."""
+    names: dict[str, None] = {}
+    for word in filter(None, text.split(",")):
+        known = GROUPS.get(word, (word,))
+        for name in known:
+            if name not in PEERS:
+                raise ValueError(f"no peer is called {name!r}; there are {', '.join([*PEERS, *GROUPS])}")
+            names[name] = None
+    return [PEERS[name] for name in names]

@@ -1,0 +1,69 @@
+"""safetensors: one file, and one file for each thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from benchmarks.peers.base import LOAD, PART, SAVE, Best, Part, Peer, missing
+
+if TYPE_CHECKING:
+    from benchmarks.peers.base import State
+
+_FILE = "state.safetensors"
+
+
+class Safetensors(Peer):
+    """``way``: "file", load_file and copy; "open", safe_open with ``threads`` threads that copy."""
+
+    name = "safetensors"
+    best: ClassVar[Best] = {
+        SAVE: ({"way": "file"},),
+        LOAD: ({"way": "file"}, {"way": "open", "threads": 2}),
+        PART: ({"way": "open", "threads": 1}, {"way": "open", "threads": 2}),
+    }
+
+    @classmethod
+    def absent(cls) -> str | None:
+        """See `Peer.absent`."""
+        return missing("safetensors.torch")
+
+    def save(self, state: State, folder: Path) -> None:
+        """See `Peer.save`."""
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        save_file(state, folder / _FILE)
+
+    def load(self, state: State, folder: Path) -> None:
+        """See `Peer.load`."""
+        if self.setting["way"] == "file":
+            from safetensors.torch import load_file
+
+            found = load_file(folder / _FILE)
+            for name, tensor in state.items():
+                tensor.copy_(found[name])
+            return
+        self._in_threads({name: Part(one, (), (0,) * one.ndim) for name, one in state.items()}, folder)
+
+    def load_part(self, parts: Mapping[str, Part], folder: Path) -> None:
+        """See `Peer.load_part`."""
+        self._in_threads(parts, folder)
+
+    def _in_threads(self, parts: Mapping[str, Part], folder: Path) -> None:
+        threads = self.setting["threads"]
+        names = sorted(parts, key=lambda name: parts[name].data.nbytes)
+
+        def read(first: int) -> None:
+            from safetensors import safe_open
+
+            with safe_open(folder / _FILE, framework="pt") as file:
+                for name in names[first::threads]:
+                    part = parts[name]
+                    box = [slice(at, at + n) for at, n in zip(part.offset, part.data.shape, strict=True)]
+                    part.data.copy_(file.get_slice(name)[tuple(box)])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(read, range(threads)))

@@ -1,0 +1,174 @@
+"""What a run found: rows of rounds, their medians, ratios and targets; as JSON and back."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.measure import Measured
+
+OURS = "casckpt"
+METRICS = ("blocked", "durable", "cpu", "peak", "written", "read", "asked", "stored", "load_average")
+
+
+@dataclass
+class Spread:
+    """Median, lowest and highest of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass
+class Row:
+    """One configuration in one scenario. ``nbytes``: what it had to save or load; 0 where that says nothing.
+
+    ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: why there
+    are no rounds. ``summary``: of each metric, over all rounds; filled in by `summarise`.
+    """
+
+    group: str
+    who: str
+    what: str
+    nbytes: int = 0
+    limit: bool = False
+    note: str = ""
+    rounds: list[Measured] = field(default_factory=list)
+    summary: dict[str, Spread] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Who and what."""
+        return f"{self.who}, {self.what}" if self.what else self.who
+
+    def values(self, metric: str) -> list[float]:
+        """One metric of all rounds that have it."""
+        found = [
+            getattr(one, metric) if metric in METRICS else one.extra.get(metric) for one in self.rounds
+        ]  # fmt: skip
+        return [float(value) for value in found if value is not None]
+
+    def median(self, metric: str) -> float | None:
+        """The median of one metric; None where nothing was measured."""
+        found = self.values(metric)
+        return statistics.median(found) if found else None
+
+    def summarise(self) -> None:
+        """Fill in ``summary``."""
+        extra = dict.fromkeys(key for one in self.rounds for key in one.extra)
+        for metric in (*METRICS, *extra):
+            found = self.values(metric)
+            if found:
+                self.summary[metric] = Spread(statistics.median(found), min(found), max(found))
+
+
+@dataclass
+class Ratio:
+    """How often ``peer``'s cost contains ours: over 1, casckpt is cheaper. Of medians; range over the rounds."""
+
+    group: str
+    ours: str
+    peer: str
+    metric: str
+    ratio: Spread
+
+
+@dataclass
+class Check:
+    """A target, and what was found."""
+
+    text: str
+    wanted: float
+    at_least: bool
+    value: float | None
+
+    @property
+    def met(self) -> bool | None:
+        """Is it met? None if it could not be looked at."""
+        if self.value is None:
+            return None
+        return self.value >= self.wanted if self.at_least else self.value <= self.wanted
+
+
+@dataclass
+class ScenarioResult:
+    """One scenario. ``metric``: what its ratios and plot are about."""
+
+    name: str
+    title: str
+    metric: str
+    parameters: dict[str, str | int | float]
+    rows: list[Row]
+    ratios: list[Ratio]
+    checks: list[Check]
+    started: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """One run of the benchmark on one machine."""
+
+    machine: dict[str, str]
+    scenarios: list[ScenarioResult] = field(default_factory=list)
+
+
+def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, what: str = "") -> Row | None:
+    """The row of ``who`` with the lowest median; ``what``: only rows whose settings contain this."""
+    found = [
+        (median, number, row)
+        for number, row in enumerate(rows)
+        if row.who == who and what in row.what and group in (None, row.group)
+        if (median := row.median(metric)) is not None
+    ]
+    return min(found)[2] if found else None
+
+
+def median_of(row: Row | None, metric: str) -> float | None:
+    """The median of a row, if there is one."""
+    return row.median(metric) if row else None
+
+
+def ratios(rows: list[Row], metric: str) -> list[Ratio]:
+    """Each of our rows against the best row of everybody else, group by group."""
+    found = []
+    for group in dict.fromkeys(row.group for row in rows):
+        here = [row for row in rows if row.group == group]
+        others = dict.fromkeys(row.who for row in here if row.who != OURS)
+        for ours in (row for row in here if row.who == OURS and row.rounds):
+            for who in others:
+                peer = best(here, who, metric)
+                if peer is not None and (spread := _ratio(peer, ours, metric)):
+                    found.append(Ratio(group, ours.name, peer.name, metric, spread))
+    return found
+
+
+def _ratio(peer: Row, ours: Row, metric: str) -> Spread | None:
+    one, other = peer.values(metric), ours.values(metric)
+    middle = over(peer.median(metric), ours.median(metric))
+    if middle is None or not all(other):
+        return None
+    rounds = [a / b for a, b in zip(one, other, strict=False)]
+    return Spread(middle, min(rounds), max(rounds))
+
+
+def over(value: float | None, other: float | None) -> float | None:
+    """``value`` / ``other``, where both are known."""
+    return value / other if value is not None and other else None
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write a report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+def read_json(paths: list[Path]) -> Report:
+    """One report of several files; of a scenario that stands in several, the last one's."""
+    reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
+    scenarios = {scenario.name: scenario for report in reports for scenario in report.scenarios}
+    return Report(reports[-1].machine, list(scenarios.values()))

@@ -1,0 +1,29 @@
+"""The scenarios, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.results import ScenarioResult
+from benchmarks.scenarios.base import Options
+from benchmarks.scenarios.catalogue import catalogue
+from benchmarks.scenarios.loading import load, partial
+from benchmarks.scenarios.memory import memory
+from benchmarks.scenarios.planning import plan
+from benchmarks.scenarios.resharding import reshard
+from benchmarks.scenarios.saving import frozen, in_background, resave, save
+from benchmarks.scenarios.small import small
+
+SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
+    "save": save,
+    "resave": resave,
+    "frozen": frozen,
+    "async": in_background,
+    "load": load,
+    "partial": partial,
+    "reshard": reshard,
+    "small": small,
+    "plan": plan,
+    "catalogue": catalogue,
+    "memory": memory,
+}

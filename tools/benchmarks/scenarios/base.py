@@ -1,0 +1,182 @@
+"""What all scenarios are made of: options, teams of workers, cases of peers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import Absent
+from benchmarks.harness import Case, Tell, run_rounds
+from benchmarks.measure import Measured
+from benchmarks.peers.base import Peer, Setting
+from benchmarks.peers.ours import Casckpt
+from benchmarks.results import OURS, Check, Row, ScenarioResult, ratios
+from benchmarks.teams import CallFailed, Team
+
+_NUMBERS = itertools.count()
+BLOB = 32 << 20
+WRITERS = (2, 4)
+READERS = (2, 4)
+
+
+@dataclass
+class Options:
+    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run."""
+
+    folder: Path
+    peers: Sequence[type[Peer]]
+    rounds: int
+    threads: int
+    size: int | None = None
+    quick: bool = False
+    tell: Tell = lambda text: None
+
+    def size_or(self, usual: int, *, quick: int = 4 << 20) -> int:
+        """The size of a state: as asked, or as usual."""
+        return self.size or (quick if self.quick else usual)
+
+
+@dataclass
+class Bench:
+    """One scenario in progress: its options, and its workers, which end with it."""
+
+    options: Options
+    rows: list[Row] = field(default_factory=list)
+    _teams: dict[tuple[str, int], Team] = field(default_factory=dict)
+    _made: list[tuple[int, str, dict[str, Any]]] = field(default_factory=list)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def team(self, environment: str = "", ranks: int = 1) -> Team:
+        """The workers of an environment. Started when first asked for, and again after one died, and given all states.
+
+        Raises `Absent`.
+        """
+        key = (environment, ranks)
+        if key in self._teams and self._teams[key].broken:
+            self._teams.pop(key).close()
+        if key not in self._teams:
+            team = self._stack.enter_context(Team(self.options.folder, environment, ranks, quick=self.options.quick))
+            for of, task, arguments in self._made:
+                if of == ranks:
+                    team.call(task, **arguments)
+            self._teams[key] = team
+        return self._teams[key]
+
+    def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
+        """Make a state in the workers of every environment; its size in bytes."""
+        arguments = {"name": name, "kind": kind, "size": size, **more}
+        first = self.team(ranks=ranks)
+        self._made.append((ranks, "states:make", arguments))
+        found: int = first.call("states:make", **arguments)[0]
+        return found
+
+    def change_state(self, name: str, prefix: str = "") -> int:
+        """Change a state in all workers that have it; how many bytes."""
+        self._made.append((1, "states:change", {"name": name, "prefix": prefix}))
+        teams = [team for (_, ranks), team in self._teams.items() if ranks == 1]
+        return [int(team.call("states:change", name=name, prefix=prefix)[0]) for team in teams][-1]
+
+    def place(self) -> str:
+        """A new place for a checkpoint: a folder that does not exist, in one that will hold nothing else."""
+        return str(self.options.folder / f"{next(_NUMBERS):05}" / "checkpoint")
+
+    def run(self, cases: Sequence[Case], *, warm_up: int = 1) -> list[Row]:
+        """Rounds of these cases; their rows, group by group, which are those of the scenario too."""
+        found = run_rounds(cases, self.options.rounds, self.options.tell, warm_up=warm_up)
+        groups = list(dict.fromkeys(row.group for row in found))
+        rows = sorted(found, key=lambda row: groups.index(row.group))
+        self.rows += rows
+        return rows
+
+    def peers(self, work: str, *, ours: type[Peer] = Casckpt) -> Iterator[tuple[type[Peer], Setting]]:
+        """We and every peer that does ``work``, with each of the settings worth trying."""
+        for peer in (ours, *self.options.peers):
+            for setting in peer.best.get(work, ()):
+                yield peer, setting
+
+    def cases(
+        self,
+        work: str,
+        run: Callable[[type[Peer], Setting, Team, int], Measured],
+        *,
+        group: str = "",
+        nbytes: int = 0,
+        ranks: int = 1,
+        prepare: Callable[[type[Peer], Setting, Team], None] | None = None,
+        only: Callable[[type[Peer], Setting], bool] = lambda peer, setting: True,
+    ) -> list[Case]:
+        """A case for each peer and setting; those that are absent say so in their row."""
+        found = []
+        for peer, setting in self.peers(work):
+            if only(peer, setting):
+                row = Row(group, peer.name, described(setting), nbytes)
+                found.append(Case(row, self._runner(peer, setting, ranks, run, prepare), ours=peer.name == OURS))
+        return found
+
+    def _runner(
+        self,
+        peer: type[Peer],
+        setting: Setting,
+        ranks: int,
+        run: Callable[[type[Peer], Setting, Team, int], Measured],
+        prepare: Callable[[type[Peer], Setting, Team], None] | None,
+    ) -> Callable[[int], Measured]:
+        ready: list[bool] = []
+
+        def runner(number: int) -> Measured:
+            team = self.team(peer.environment, ranks)
+            if not ready:
+                why = team.call("storing:absent", peer=peer.name)[0]
+                if why:
+                    raise Absent(why)
+                if prepare is not None:
+                    prepare(peer, setting, team)
+                ready.append(True)
+            return run(peer, setting, team, number)
+
+        return runner
+
+    def limit(self, who: str, what: str, task: str, *, group: str = "", nbytes: int = 0, **arguments: Any) -> Case:
+        """A case that measures a limit of the machine. ``folder="new"``: in a place of its own, removed again."""
+
+        def run(_: int) -> Measured:
+            if arguments.get("folder") != "new":
+                return self.team().measure(task, **arguments)
+            place = self.place()
+            try:
+                return self.team().measure(task, **arguments | {"folder": place})
+            finally:
+                self.team().call("storing:delete", folder=place)
+
+        return Case(Row(group, who, what, nbytes, limit=True), run)
+
+    def result(
+        self, name: str, title: str, checks: list[Check], metric: str = "durable", **parameters: str | int | float
+    ) -> ScenarioResult:
+        """What the scenario found."""
+        parameters = {"rounds": self.options.rounds, "threads": self.options.threads, **parameters}
+        return ScenarioResult(name, title, metric, parameters, self.rows, ratios(self.rows, metric), checks)
+
+
+def described(setting: Setting) -> str:
+    """A setting in words: "threads=2 hf"."""
+    return " ".join(_word(name, value) for name, value in setting.items())
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return name if value else f"{name}=no"
+    return f"{name}={value}"
+
+
+__all__ = ["BLOB", "READERS", "WRITERS", "Absent", "Bench", "CallFailed", "Options", "described"]

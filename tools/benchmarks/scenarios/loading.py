@@ -1,0 +1,130 @@
+"""Loads of one process: everything, or one eighth of every tensor; from the page cache, or from the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import Case
+from benchmarks.measure import Measured
+from benchmarks.peers.base import LOAD, PART, Peer, Setting
+from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
+from benchmarks.scenarios.base import READERS, Bench, Options
+from benchmarks.scenarios.saving import time_of
+from benchmarks.teams import Team
+
+_STATE = "state"
+_USUAL = 3 << 29  # 1.5 GiB
+_EIGHTH = 3
+WARM, COLD = "warm", "cold"
+_TASKS = {LOAD: "storing:load", PART: "storing:load_part"}
+
+
+def load(options: Options) -> ScenarioResult:
+    """A full load into memory that is allocated and touched."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
+        rows = bench.run([*loads(bench, LOAD, size), *raw_reads(bench, size)])
+        return bench.result("load", "Full load, one process", _load_checks(rows), bytes=size)
+
+
+def _load_checks(rows: list[Row]) -> list[Check]:
+    checks = []
+    wanted = {WARM: (0.9, 3.5, 1.9), COLD: (0.95, 1.9, 1.9)}
+    for group, (raw, unverified, verified) in wanted.items():
+        plain, checked = (_ours(rows, group, verify=verify) for verify in (False, True))
+        dcp = time_of(rows, "dcp", group=group)
+        checks += [
+            Check(f"{group}: raw read / casckpt, not verified", raw, True,
+                  over(_raw(rows, group), plain)),
+            Check(f"{group}: DCP / casckpt, not verified", unverified, True, over(dcp, plain)),
+            Check(f"{group}: DCP / casckpt, verified", verified, True, over(dcp, checked)),
+        ]  # fmt: skip
+    plain, checked = (_ours(rows, COLD, verify=verify) for verify in (False, True))
+    return [*checks, Check("cold: casckpt verified / not verified", 1.05, False, over(checked, plain))]
+
+
+def partial(options: Options) -> ScenarioResult:
+    """A load of one eighth of every tensor along its first dimension, as one of eight ranks would."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
+        cases = [*loads(bench, PART, size // 8), *raw_reads(bench, size // 8, eighth=_EIGHTH)]
+        rows = bench.run(cases)
+        plain, checked = (_row(rows, COLD, verify=verify) for verify in (False, True))
+        checks = [
+            Check("bytes read / bytes wanted, not verified", 1.05, False, _read_factor(plain)),
+            Check("bytes read / bytes wanted, verified", 1.5, False, _read_factor(checked)),
+            Check("warm: DCP / casckpt, verified", 1.9, True,
+                  over(time_of(rows, "dcp", group=WARM), _ours(rows, WARM, verify=True))),
+        ]  # fmt: skip
+        return bench.result("partial", "Load of one eighth of every tensor (dimension 0)", checks, bytes=size // 8)
+
+
+def _read_factor(row: Row | None) -> float | None:
+    return over(row.median("bytes_asked"), row.median("bytes_wanted")) if row else None
+
+
+def _row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
+    found = [row for row in rows if row.who == OURS and row.group == group and ("verify=no" not in row.what) is verify]
+    return best(found, OURS, "durable")
+
+
+def _ours(rows: list[Row], group: str, *, verify: bool) -> float | None:
+    return median_of(_row(rows, group, verify=verify), "durable")
+
+
+def _raw(rows: list[Row], group: str) -> float | None:
+    times = (time_of(rows, who, group=group) for who in ("raw preadv", "raw direct read"))
+    return min((time for time in times if time is not None), default=None)
+
+
+def loads(
+    bench: Bench, work: str, size: int, *, state: str = _STATE, groups: tuple[str, ...] = (WARM, COLD)
+) -> list[Case]:
+    """Loads of a checkpoint that each peer saved before, warm and cold."""
+    saved: dict[str, str] = {}
+
+    def key(peer: type[Peer], setting: Setting) -> str:
+        return f"{peer.name} {peer.as_saved(setting)}"
+
+    def prepare(peer: type[Peer], setting: Setting, team: Team) -> None:
+        if key(peer, setting) not in saved:
+            place = bench.place()
+            team.call("storing:save", peer=peer.name, setting=peer.as_saved(setting), state=state, folder=place)
+            saved[key(peer, setting)] = place
+
+    def runner(cache: str) -> Callable[[type[Peer], Setting, Team, int], Measured]:
+        def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
+            place = saved[key(peer, setting)]
+            more: dict[str, Any] = {"eighth": _EIGHTH} if work == PART else {}
+            job = {"peer": peer.name, "setting": setting, "state": state, "folder": place, "cache": cache}
+            return team.measure(_TASKS[work], **job, **more)
+
+        return run
+
+    return [
+        case
+        for group in groups
+        for case in bench.cases(work, runner(group), group=group, nbytes=size, prepare=prepare)
+    ]  # fmt: skip
+
+
+def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Case]:
+    """What memory and disk can give: warm reads by threads; cold ones, buffered and direct."""
+    place = bench.place()
+    bench.team().call("limits:put_state", folder=place, state=_STATE)
+    more: dict[str, Any] = {"state": _STATE, "folder": place, "eighth": eighth}
+    found = [
+        bench.limit(
+            "raw preadv", f"{n} threads", "limits:read", group=cache, nbytes=size, threads=n, cache=cache, **more
+        )
+        for cache in (WARM, COLD)
+        for n in READERS
+    ]
+    if eighth is None:
+        found += [
+            bench.limit("raw direct read", f"{n} threads", "limits:read_direct", group=COLD, nbytes=size, threads=n,
+                        folder=place)
+            for n in (4, 8)
+        ]  # fmt: skip
+    return found

@@ -1,0 +1,178 @@
+"""Saves of one process: a whole state, an unchanged one, one that is mostly frozen, one in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.harness import Case
+from benchmarks.measure import Measured
+from benchmarks.peers.base import ASYNC, SAVE, Peer, Setting
+from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
+from benchmarks.scenarios.base import BLOB, WRITERS, Bench, Options
+from benchmarks.teams import Team
+from benchmarks.values import ADAPTERS
+
+_STATE = "state"
+_USUAL = 3 << 29  # 1.5 GiB
+
+
+def save(options: Options) -> ScenarioResult:
+    """A full durable save of a state of which the store knows nothing."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
+        rows = bench.run([*full_saves(bench, size), *raw_writes(bench, size)])
+        ours, raw = (time_of(rows, who) for who in (OURS, "raw direct write"))
+        checks = [
+            Check("raw direct write / casckpt", 0.95, True, over(raw, ours)),
+            Check("safetensors + fsync / casckpt", 1.6, True, over(time_of(rows, "safetensors"), ours)),
+            Check("DCP / casckpt", 1.9, True, over(time_of(rows, "dcp"), ours)),
+            memory_check(rows, options.threads),
+        ]
+        return bench.result("save", "Full durable save, one process", checks, bytes=size)
+
+
+def resave(options: Options) -> ScenarioResult:
+    """A save of a state that has not changed since the last one. The peers write it all again."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
+        hashes = bench.limit("raw BLAKE3", "all cores", "limits:blake3", nbytes=size, state=_STATE)
+        rows = bench.run([*steps(bench, size), *full_saves(bench, size, ours=False), hashes])
+        ours = time_of(rows, OURS)
+        written = best(rows, OURS, "durable")
+        checks = [
+            Check("raw BLAKE3 / casckpt", 0.85, True, over(time_of(rows, "raw BLAKE3"), ours)),
+            Check("full DCP save / casckpt", 8.0, True, over(time_of(rows, "dcp"), ours)),
+            Check("blob bytes written", 0.0, False, median_of(written, "blob_bytes")),
+        ]
+        return bench.result("resave", "Save of an unchanged state", checks, bytes=size)
+
+
+def frozen(options: Options) -> ScenarioResult:
+    """A save after a step that changed the adapters alone: 4 % of the bytes."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "adapted", options.size_or(_USUAL))
+        changed = bench.change_state(_STATE, ADAPTERS)
+        ours = [
+            *steps(bench, size, change=ADAPTERS),
+            *steps(bench, size, change=ADAPTERS, setting={"frozen": True}),
+        ]  # fmt: skip
+        limits = [
+            bench.limit("raw BLAKE3", "all cores", "limits:blake3", nbytes=size, state=_STATE),
+            *raw_writes(bench, changed, who="raw direct write of what changed"),
+        ]
+        rows = bench.run([*ours, *full_saves(bench, size, ours=False), *limits])
+        return bench.result(
+            "frozen", "Save with 96 % unchanged", _frozen_checks(rows, changed), bytes=size, changed_bytes=changed
+        )
+
+
+def _frozen_checks(rows: list[Row], changed: int) -> list[Check]:
+    plain = next(row for row in rows if row.who == OURS and not row.what)
+    declared = next(row for row in rows if row.who == OURS and row.what)
+    hashing, writing = time_of(rows, "raw BLAKE3"), time_of(rows, "raw direct write of what changed")
+    floor = hashing + writing if hashing is not None and writing is not None else None
+    return [
+        Check("blob bytes written / changed bytes", 1.02, False, over(plain.median("blob_bytes"), changed)),
+        Check("casckpt / (raw BLAKE3 of all + raw write of what changed)", 1.0, False,
+              over(plain.median("durable"), floor)),
+        Check("declared frozen: casckpt / raw write of what changed", 2.0, False,
+              over(declared.median("durable"), writing)),
+    ]  # fmt: skip
+
+
+def in_background(options: Options) -> ScenarioResult:
+    """Saves that go on while the state changes: how long the caller waits. Every byte changes from save to save."""
+    with Bench(options) as bench:
+        size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
+        place = bench.place()  # of casckpt: its store stays open
+
+        def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
+            team.call("states:change", name=_STATE)
+            folder = place if peer.name == OURS else bench.place()
+            job = {"peer": peer.name, "setting": setting, "state": _STATE, "folder": folder}
+            measured = team.measure("storing:save_in_background", **job)
+            team.call("storing:load", **job)
+            if peer.name != OURS:
+                team.call("storing:delete", folder=folder)
+            return measured
+
+        copies = [
+            bench.limit("memcpy", f"{n} threads", "limits:copy", nbytes=size, state=_STATE, threads=n)
+            for n in dict.fromkeys((1, options.threads))
+        ]
+        rows = bench.run([*bench.cases(ASYNC, run, nbytes=size), *copies])
+        ours, copy = time_of(rows, OURS, "blocked"), time_of(rows, "memcpy", "blocked")
+        checks = [Check("blocked / one copy into touched memory", 1.2, False, over(ours, copy))]
+        return bench.result(
+            "async", "Time the caller waits for a save in the background", checks, "blocked", bytes=size
+        )
+
+
+def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STATE) -> list[Case]:
+    """Saves into a new place each time, checked by a load and removed."""
+
+    def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
+        return saved_once(bench, team, {"peer": peer.name, "setting": setting, "state": state})
+
+    return bench.cases(SAVE, run, nbytes=size, only=lambda peer, _: ours or peer.name != OURS)
+
+
+def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
+    """One save into a new place, checked and removed."""
+    folder = bench.place()
+    try:
+        measured = team.measure("storing:save", **job, folder=folder)
+        team.call("storing:load", **job, folder=folder)
+        return measured
+    finally:
+        team.call("storing:delete", folder=folder)
+
+
+def steps(bench: Bench, size: int, *, change: str | None = None, setting: Setting | None = None) -> list[Case]:
+    """Our saves of one training: into one store, after a first save that does not count."""
+    job = {"peer": OURS, "setting": setting or {}, "state": _STATE, "folder": bench.place()}
+
+    def run(_: type[Peer], __: Setting, team: Team, number: int) -> Measured:
+        if number == 0:
+            team.measure("storing:save", **job)
+        if change is not None:
+            bench.change_state(_STATE, change)
+        measured = team.measure("storing:save", **job)
+        team.call("storing:load", **job)
+        return measured
+
+    cases = bench.cases(SAVE, run, nbytes=size, only=lambda peer, _: peer.name == OURS)
+    for case in cases:
+        case.row.what = "frozen= declared" if setting else ""
+        if setting:
+            case.run = _if_offered(bench, case.run)
+    return cases
+
+
+def _if_offered(bench: Bench, run: Callable[[int], Measured]) -> Callable[[int], Measured]:
+    def guarded(number: int) -> Measured:
+        bench.team().call("storing:offers_frozen")
+        return run(number)
+
+    return guarded
+
+
+def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[Case]:
+    """What the disk can take."""
+    return [
+        bench.limit(who, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
+        for n in WRITERS
+    ]
+
+
+def time_of(rows: list[Row], who: str, metric: str = "durable", *, group: str | None = None) -> float | None:
+    """The median of the best row of somebody."""
+    return median_of(best(rows, who, metric, group=group), metric)
+
+
+def memory_check(rows: list[Row], threads: int) -> Check:
+    """Extra memory, in blob buffers for each worker."""
+    row = best(rows, OURS, "durable")
+    return Check("peak extra memory / blob buffers of all workers", 4.0, False,
+                 over(median_of(row, "peak"), BLOB * threads))  # fmt: skip

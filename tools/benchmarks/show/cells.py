@@ -1,0 +1,94 @@
+"""How figures are written: the same on the terminal and in the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, over
+
+_NOISE = 64 << 10  # bytes: what a process reads and writes anyway
+Column = tuple[str, Callable[[Row], str]]
+
+
+def columns(scenario: ScenarioResult) -> list[Column]:
+    """Headings, and what stands under them. Columns that say nothing about this scenario are left out."""
+    found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu")), ("extra memory", _size("peak"))]
+    rows = scenario.rows
+    if any(_differ(row) for row in rows):
+        found.insert(0, ("blocked", _time("blocked")))
+    if any(row.nbytes for row in rows):
+        found.insert(1, ("GB/s", lambda row: _speed(row, scenario.metric)))
+    found += [
+        (heading, _size(metric))
+        for heading, metric in (("written", "written"), ("read", "read"), ("asked", "asked"), ("stored", "stored"))
+        if any((row.median(metric) or 0) >= _NOISE for row in rows)
+    ]
+    found.append(("to casckpt", lambda row: _to_ours(row, scenario)))
+    return found
+
+
+def seconds(found: Spread) -> str:
+    """A time and its range."""
+    factor, unit = (1.0, "s") if found.median >= 1 else (1e3, "ms")
+    low, middle, high = (_short(value * factor) for value in (found.low, found.median, found.high))
+    return f"{middle} ({low}-{high}) {unit}"
+
+
+def ratio(found: Spread) -> str:
+    """A ratio and its range."""
+    return f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def size(value: float) -> str:
+    """Bytes."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if value >= unit:
+            return f"{_short(value / unit)} {name}"
+    return f"{value:.0f} B"
+
+
+def verdict(check: Check) -> str:
+    """Was a target met?"""
+    return {None: "not measured", True: "met", False: "not met"}[check.met]
+
+
+def target(check: Check) -> tuple[str, str, str, str]:
+    """What, wanted, found, verdict."""
+    sign = "at least" if check.at_least else "at most"
+    found = "" if check.value is None else _number(check.value)
+    return check.text, f"{sign} {_number(check.wanted)}", found, verdict(check)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _time(metric: str) -> Callable[[Row], str]:
+    return lambda row: seconds(row.summary[metric]) if metric in row.summary else ""
+
+
+def _size(metric: str) -> Callable[[Row], str]:
+    return lambda row: size(row.summary[metric].median) if metric in row.summary else ""
+
+
+def _speed(row: Row, metric: str) -> str:
+    if metric not in ("durable", "blocked"):
+        metric = "durable"
+    found = row.median(metric)
+    return f"{row.nbytes / found / 1e9:.2f}" if row.nbytes and found else ""
+
+
+def _differ(row: Row) -> bool:
+    return any(one.blocked < 0.99 * one.durable for one in row.rounds)
+
+
+def _to_ours(row: Row, scenario: ScenarioResult) -> str:
+    """How many times the cost of our first row of the group."""
+    ours = next((one for one in scenario.rows if one.group == row.group and one.who == OURS), None)
+    ours = ours or best(scenario.rows, OURS, scenario.metric)
+    ratio = over(row.median(scenario.metric), ours.median(scenario.metric)) if ours else None
+    return "" if ratio is None else f"{ratio:.2f}"

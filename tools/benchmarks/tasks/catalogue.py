@@ -1,0 +1,104 @@
+"""A store of many checkpoints, made without saving anything, and what it takes to look at it."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.measure import Measured, Meter
+from benchmarks.worker import WrongBytes
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Here
+    from casckpt.format.manifest import BlobRef
+    from casckpt.repository.repository import Repository
+
+_BLOB = 1 << 20
+_RUN = "bench"
+
+
+def build(here: Here, folder: str, checkpoints: int, blobs: int, first: int = 0) -> int:
+    """Add checkpoints of ``blobs`` blobs each, which are files without content; how many objects there are then."""
+    repo = _open(folder, Path(folder).with_name("builder.cache"))
+    repo.create()
+    draw = random.Random(first)  # noqa: S311 - names for a benchmark
+    for step in range(first, first + checkpoints):
+        _add(repo, Path(folder), draw, step, blobs)
+    return (first + checkpoints) * (blobs + 1)
+
+
+def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: int) -> None:
+    from casckpt.format.keys import blob_key
+    from casckpt.format.manifest import BlobRef
+    from casckpt.format.names import BlobHash
+    from casckpt.format.records import Committed
+    from casckpt.repository import commits, manifests
+
+    txid = repo.new_txid(_RUN, step)
+    refs = [BlobRef(BlobHash(draw.randbytes(32).hex()), _BLOB + 4096, txid) for _ in range(count)]
+    for number, ref in enumerate(refs):
+        where = path / blob_key(txid, ref.hash)
+        if not number:
+            where.parent.mkdir(parents=True)
+        fd = os.open(where, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444)
+        os.ftruncate(fd, ref.size)  # takes no space on the disk
+        os.close(fd)
+    found = manifests.put(repo, txid, *_body(refs, step, draw))
+    now = repo.clock()
+    commits.commit(
+        repo,
+        Committed(
+            txid=txid, run=_RUN, step=step, time=now, manifest=found, uploader=txid, created_at=now,
+            bytes_total=count * _BLOB, tensors=count,
+        ),
+    )  # fmt: skip
+
+
+def _body(refs: list[BlobRef], step: int, draw: random.Random) -> tuple[Any, Any]:
+    """A manifest of one tensor in each blob."""
+    from casckpt._version import __version__
+    from casckpt.format.extents import CellPlace, build
+    from casckpt.format.manifest import TENSOR, Body, encode_metadata, packed_blobs, packed_entry
+    from casckpt.format.names import CellDigest
+    from casckpt.format.regions import whole
+
+    blobs, places = packed_blobs(refs)
+    shape = (_BLOB // 4,)
+    entries = []
+    for number in range(len(refs)):
+        place = CellPlace(whole(shape), number, 4096, _BLOB, CellDigest(draw.randbytes(32)))
+        entries.append(packed_entry(TENSOR, f"model.{number:05}", "float32", build(shape, 4, shape[0], [place])))
+    body = Body(
+        format=1, casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
+        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=blobs, entries=entries, objects=[], attachments=[],
+        tree=b"",
+    )  # fmt: skip
+    return body, places
+
+
+def look(here: Here, *, folder: str, cache: str, what: str, checkpoints: int, blobs: int) -> Measured:
+    """List, measure, or plan a gc, as the command line does: the store is opened anew."""
+    from casckpt.checkpoint.store import open as open_store
+
+    meter = Meter()
+    store = open_store(folder, cache_dir=cache)
+    if what == "list":
+        found, wanted = len(store.checkpoints()), checkpoints
+    elif what == "stats":
+        found, wanted = store.stats().blobs, checkpoints * blobs
+    else:
+        plan = store.gc(keep_last=max(1, checkpoints // 2), dry_run=True)
+        found, wanted = len(plan.forgotten), checkpoints - max(1, checkpoints // 2)
+    measured = meter.stop()
+    if found != wanted:
+        raise WrongBytes(f"{what} found {found} instead of {wanted}")
+    return measured
+
+
+def _open(folder: str, cache: Path) -> Repository:
+    import casckpt
+
+    repo: Repository = casckpt.open(folder, cache_dir=cache).repository
+    return repo

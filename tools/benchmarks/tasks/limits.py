@@ -1,0 +1,205 @@
+"""The limits of this machine, measured in the same run: raw writes and reads, hashes, copies."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from benchmarks import files, values
+from benchmarks.measure import Measured, Meter
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.worker import Here
+
+T = TypeVar("T")
+_BLOB = 32 << 20
+_BLOCK = 4096
+_PIECE = 8 << 20
+_CELL = 1 << 20
+_RAW = "raw"
+
+
+def write(here: Here, folder: str, size: int, writers: int) -> Measured:
+    """Durable direct writes of ``size`` bytes in files of 32 MiB, preallocated, synced, the folder too."""
+    path = Path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffers = [_aligned(here, number, _BLOB) for number in range(writers)]
+    meter = Meter()
+    path.mkdir()
+    todo = list(enumerate(length for _, length in files.pieces(size, _BLOB)))
+    _shared(todo, writers, lambda worker, one: _write_file(path / f"{one[0]:05}", buffers[worker], one[1]))
+    for one in (path, path.parent):
+        _sync(one)
+    return meter.stop()
+
+
+def _write_file(path: Path, buffer: memoryview, size: int) -> None:
+    padded = -(-size // _BLOCK) * _BLOCK
+    fd = _open(path, os.O_CREAT | os.O_WRONLY)
+    try:
+        os.posix_fallocate(fd, 0, padded)
+        for start, length in files.pieces(padded, _PIECE):
+            os.pwrite(fd, buffer[start : start + length], start)
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def put_state(here: Here, folder: str, state: str) -> None:
+    """Write a state's bytes, one tensor after the other, into one file: for `read` and `read_direct`."""
+    path = Path(folder)
+    path.mkdir(parents=True)
+    with (path / _RAW).open("wb", buffering=0) as file:
+        for tensor in here.states[state].values():
+            for start, length in files.pieces(tensor.nbytes):
+                file.write(values.as_bytes(tensor).numpy()[start : start + length].data)
+        os.fsync(file.fileno())
+
+
+def read(here: Here, *, folder: str, state: str, threads: int, cache: str, eighth: int | None = None) -> Measured:
+    """Plain reads by several threads, straight into touched tensors; of one eighth of every tensor if it is given."""
+    path = Path(folder)
+    tensors = here.states[state]
+    if "raw" not in here.kept:
+        here.kept["raw"] = values.poisoned(tensors)
+    _prepare(here, path, cache)
+    todo: list[tuple[memoryview, int]] = list(_ranges(tensors, here.kept["raw"], eighth))
+    fd = os.open(path / _RAW, os.O_RDONLY)
+    try:
+        meter = Meter()
+        _shared(todo, threads, lambda _, one: _fill(fd, *one))
+        return meter.stop()
+    finally:
+        os.close(fd)
+
+
+def _ranges(
+    tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor], eighth: int | None
+) -> Iterator[tuple[memoryview, int]]:
+    """(memory, where its bytes lie in the file) of all that is to be read."""
+    offset = 0
+    for name, tensor in tensors.items():
+        lo, hi = 0, tensor.nbytes
+        if eighth is not None:
+            rows = tensor.chunk(8)[0].nbytes
+            lo, hi = min(eighth * rows, hi), min((eighth + 1) * rows, hi)
+        memory = values.as_bytes(into[name]).numpy().data
+        for start, length in files.pieces(hi - lo):
+            yield memory[lo + start : lo + start + length], offset + lo + start
+        offset += tensor.nbytes
+
+
+def _fill(fd: int, memory: memoryview, offset: int) -> None:
+    done = 0
+    while done < memory.nbytes:
+        done += os.preadv(fd, [memory[done:]], offset + done)
+
+
+def read_direct(here: Here, folder: str, threads: int) -> Measured:
+    """Direct reads of a file that is not in the page cache, into aligned buffers that are used again and again."""
+    path = Path(folder)
+    _prepare(here, path, "cold")
+    size = (path / _RAW).stat().st_size
+    buffers = [_aligned(here, number, _PIECE) for number in range(threads)]
+    fd = _open(path / _RAW, os.O_RDONLY)
+    try:
+        meter = Meter()
+        _shared(
+            list(files.pieces(size)), threads, lambda worker, one: _read_piece(fd, buffers[worker][:_PIECE], one[0])
+        )
+        return meter.stop()
+    finally:
+        os.close(fd)
+
+
+def _read_piece(fd: int, buffer: memoryview, offset: int) -> None:
+    os.preadv(fd, [buffer], offset)
+
+
+def blake3(here: Here, state: str, prefix: str = "") -> Measured:
+    """Digests of all cells of 1 MiB of a state, in place, on all cores."""
+    from blake3 import blake3 as digest
+
+    cells = [
+        raw[start : start + length]
+        for name, tensor in here.states[state].items()
+        if name.startswith(prefix)
+        for raw in [values.as_bytes(tensor).numpy()]
+        for start, length in files.pieces(raw.size, _CELL)
+    ]
+    meter = Meter()
+    _shared(cells, here.threads, lambda _, cell: digest(cell.data).digest())
+    return meter.stop()
+
+
+def copy(here: Here, state: str, threads: int) -> Measured:
+    """One copy of a state into touched memory, by several threads."""
+    source = here.states[state]
+    if "copy" not in here.kept:
+        here.kept["copy"] = values.poisoned(source)
+    target: dict[str, torch.Tensor] = here.kept["copy"]
+    pairs = []
+    for name, tensor in source.items():
+        one, other = values.as_bytes(tensor).numpy(), values.as_bytes(target[name]).numpy()
+        pairs += [(one[a : a + n], other[a : a + n]) for a, n in files.pieces(one.size)]
+    meter = Meter()
+    _shared(pairs, threads, lambda _, pair: np.copyto(pair[1], pair[0]))
+    return meter.stop()
+
+
+def _shared(todo: Sequence[T], workers: int, act: Callable[[int, T], object]) -> None:
+    """Let several threads work on one list."""
+    left = iter(todo)
+
+    def work(worker: int) -> None:
+        for one in left:  # a list's iterator may be shared by threads
+            act(worker, one)
+
+    if workers == 1:
+        work(0)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(work, range(workers)))
+
+
+def _aligned(here: Here, number: int, size: int) -> memoryview:
+    """A buffer at the start of a page, full of random bytes, kept for the next time."""
+    key = f"buffer {number} {size}"
+    if key not in here.kept:
+        mapped = mmap.mmap(-1, size)
+        mapped[:] = np.random.default_rng(number).bytes(size)
+        here.kept[key] = memoryview(mapped)
+    found: memoryview = here.kept[key]
+    return found
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open for direct I/O, where the file system has it."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o644)
+    except OSError:
+        return os.open(path, flags, 0o644)
+
+
+def _prepare(here: Here, path: Path, cache: str) -> None:
+    if cache == "warm":
+        files.bring_into_cache(path)
+    else:
+        files.drop_from_cache(path, everything=not here.quick)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,43 @@
+"""States in a worker's memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks import values
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.worker import Here
+
+
+def make(here: Here, *, name: str, kind: str, size: int, seed: int = 1, shard: int | None = None) -> int:
+    """Make a state; its size in bytes over all ranks. ``shard``: each rank has its part along this dimension."""
+    state = values.make(kind, size, seed)
+    whole = values.size_of(state)
+    here.states[name] = state if shard is None else {k: _sharded(here, v, shard) for k, v in state.items()}
+    return whole
+
+
+def _sharded(here: Here, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    if "mesh" not in here.kept:
+        here.kept["mesh"] = init_device_mesh("cpu", (here.ranks,))
+    local = tensor.chunk(here.ranks, dim)[here.rank].clone()
+    found: torch.Tensor = DTensor.from_local(local, here.kept["mesh"], [Shard(dim)], run_check=False)
+    return found
+
+
+def change(here: Here, name: str, prefix: str = "") -> int:
+    """Change all bytes of the tensors whose name starts with ``prefix``; the bytes of these tensors."""
+    state = here.states[name]
+    values.change(state, prefix=prefix)
+    return sum(tensor.nbytes for key, tensor in state.items() if key.startswith(prefix))
+
+
+def tensors(here: Here, name: str) -> int:
+    """How many tensors a state has."""
+    return len(here.states[name])

@@ -1,0 +1,107 @@
+"""A worker process: does what it is told on a line of JSON, and answers with a line of JSON.
+
+It runs in any environment that has torch, numpy and psutil.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field, is_dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.peers.base import Peer
+
+
+class WrongBytes(Exception):
+    """A checkpoint does not hold what was saved: the benchmark is void."""
+
+
+@dataclass
+class Here:
+    """What one worker has at hand. ``states``: by name; ``peers``: by name and settings, kept for their caches.
+
+    ``quick``: a smoke run, which must not slow others down.
+    """
+
+    rank: int
+    ranks: int
+    rendezvous: str
+    quick: bool
+    threads: int
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def peer(self, name: str, setting: dict[str, Any]) -> Peer:
+        """An adapter, always the same one for the same settings."""
+        from benchmarks.peers import peer_class
+
+        key = name + json.dumps(setting, sort_keys=True)
+        if key not in self.peers:
+            self.peers[key] = peer_class(name)(setting, self.threads)
+        return self.peers[key]
+
+    def barrier(self) -> None:
+        """Wait for the other ranks."""
+        if self.ranks > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+    def open_group(self) -> None:
+        """Make the process group, if there are several ranks."""
+        if self.ranks == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(max(1, self.threads // self.ranks))
+        where = f"file://{self.rendezvous}"
+        dist.init_process_group("gloo", init_method=where, rank=self.rank, world_size=self.ranks)
+
+    def close(self) -> None:
+        """End what adapters keep running."""
+        for peer in self.peers.values():
+            peer.close()
+
+
+def main() -> None:
+    """Answer until the pipe is closed."""
+    about = json.loads(sys.argv[1])
+    here = Here(threads=len(os.sched_getaffinity(0)), **about)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+    here.open_group()
+    for line in sys.stdin.buffer:
+        answers.write(json.dumps(_answer(here, json.loads(line))).encode() + b"\n")
+        answers.flush()
+    here.close()
+
+
+def _answer(here: Here, wanted: dict[str, Any]) -> dict[str, Any]:
+    module, _, name = wanted["task"].partition(":")
+    try:
+        found = getattr(import_module(f"benchmarks.tasks.{module}"), name)(here, **wanted["arguments"])
+    except Exception as error:  # noqa: BLE001 - whatever a peer raises is an answer
+        traceback.print_exc()
+        return {"error": type(error).__name__, "text": _first_line(error)}
+    return {"result": asdict(found) if is_dataclass(found) and not isinstance(found, type) else found}
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says; of torch's checkpoint errors, the line that tells something."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Error" in line and "Exception ranks" not in line]
+    return (told or lines or [""])[-1 if told else 0][:300]
+
+
+if __name__ == "__main__":
+    # under the name that tasks import, so that there is one WrongBytes
+    import_module("benchmarks.worker").main()
