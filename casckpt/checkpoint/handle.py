@@ -92,9 +92,8 @@ class Checkpoint:
 
     @property
     def tags(self) -> list[str]:
-        """The tags that name it now, sorted."""
-        named = tags.tags(self.repo).values()
-        return sorted(tag.name for tag in named if tag.txid == self.commit.txid)
+        """The tags that name it now, sorted; without those whose records are damaged."""
+        return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.txid)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:

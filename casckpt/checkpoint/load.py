@@ -6,15 +6,15 @@ Everything that can be known to be wrong is found before the first byte changes:
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
@@ -31,8 +31,6 @@ from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object
 from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, check_replaceable, flatten, inflate, replace_leaves
-
-Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +119,7 @@ class _Loading:
         """Check all of it. Raises MissingKey, Mismatch or InvalidInput."""
         contents, options = self._plan.contents, self._plan.options
         flat = flatten(state)
-        name_of = _renamer(options.rename)
+        name_of = renamer(options.rename)
         names = {key: name_of(key) for key in flat.leaves}
         self.missing = tuple(key for key, leaf in flat.leaves.items() if not self._plan.add(key, names[key], leaf))
         if self.missing and options.strict:
@@ -279,8 +277,7 @@ def read(
     repo: Repository, manifest: Manifest, *, keys: Sequence[str] | None, device: torch.device, options: LoadOptions
 ) -> Any:
     """New tensors on ``device`` and the other leaves, nested as they were saved; ``keys``: fnmatch patterns."""
-    if isinstance(keys, str):
-        keys = [keys]
+    keys = usable_patterns(keys)
     contents = Contents(manifest, options.rank)
     tree = decode_tree(manifest.body.tree)
     plan = _Plan(contents, options)
@@ -333,27 +330,11 @@ def read_attachment(repo: Repository, manifest: Manifest, name: str, options: Lo
 def _empty(entry: Entry, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
-    except RuntimeError as error:  # torch has no error of its own for a lack of memory
+    except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking
         raise InvalidInput(
-            f"no memory on {device} for {entry.key!r} ({entry.nbytes} bytes): {error}", key=entry.key
+            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            key=entry.key,
         ) from error
-
-
-def _renamer(rename: Rename) -> Callable[[str], str]:
-    if rename is None:
-        return lambda key: key
-    if callable(rename):
-        return rename
-    rules = [(re.compile(pattern), replacement) for pattern, replacement in rename.items()]
-
-    def apply(key: str) -> str:
-        for pattern, replacement in rules:
-            found = pattern.fullmatch(key)
-            if found:
-                return found.expand(replacement)
-        return key
-
-    return apply
 
 
 def _missing_error(

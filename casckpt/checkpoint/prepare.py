@@ -119,6 +119,8 @@ def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes | byt
 
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"attachments is a {type(given).__name__}; give a dict of names to contents as bytes")
     inline, large = [], []
     for name, data in given.items():
         if not isinstance(data, bytes | bytearray | memoryview):

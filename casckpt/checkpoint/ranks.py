@@ -5,9 +5,11 @@ them raise. It is a star of point-to-point messages over a gloo group of casckpt
 leaves another one waiting:
 
 - a rank that raises hands its error up; every rank raises it, with the rank named, and the group stays usable
-- a rank that dies closes its connection; rank 0 sees that at once and tells the others
+- a rank that dies closes its connection; rank 0 finds it closed, at the latest when all others have answered, and
+  tells them
 - a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store
 - if rank 0 is gone, the others see their connection closed, find no word, and name rank 0
+- if rank 0 stalls, they run into a longer timeout, leave word in their turn, and rank 0 finds it
 
 After a death or a stall the group is dropped and made anew by the next call.
 """

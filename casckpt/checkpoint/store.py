@@ -5,6 +5,7 @@ Importing this module and looking at checkpoints needs no torch; saving and load
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
+    from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.job import SaveJob, State
     from casckpt.checkpoint.leader import SaveMemory
-    from casckpt.checkpoint.load import LoadOptions, Rename
+    from casckpt.checkpoint.load import LoadOptions
     from casckpt.checkpoint.prepare import Frozen
 
 Dedup = Literal["store", "run"]
 Progress = Callable[[int], None]
+log = logging.getLogger(__name__)
 
 
 def open(
@@ -80,8 +83,11 @@ class Store:
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
-        self._background: ThreadPoolExecutor | None = None
+        self._background: tuple[int, ThreadPoolExecutor] | None = None
         self._memories: dict[str, SaveMemory | None] = {}
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Repository]]:
+        return Store, (self.repository,)
 
     @property
     def url(self) -> str:
@@ -173,9 +179,13 @@ class Store:
             purpose="async",
         )  # fmt: skip
         snapshot = job.snapshot()
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="casckpt-async")
-        return self._background.submit(job.run, snapshot)
+        return self._in_background().submit(job.run, snapshot)
+
+    def _in_background(self) -> ThreadPoolExecutor:
+        """What runs asynchronous saves. A forked child has one of its own: the parent's thread is not copied."""
+        if self._background is None or self._background[0] != os.getpid():
+            self._background = (os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="casckpt-async"))
+        return self._background[1]
 
     def _job(
         self,
@@ -248,7 +258,9 @@ class Store:
                 rank=ranks.rank, ranks=ranks.size, progress=progress,
             )  # fmt: skip
 
-        commit, missing, unread = load_together(self.repository, ranks, state, lambda: self._resolve(ref), options)
+        commit, missing, unread = load_together(
+            self.repository, ranks, state, lambda: self._resolve_to_load(ref), options
+        )
         return Checkpoint(self.repository, commit, missing, unread)
 
     def read(
@@ -263,13 +275,13 @@ class Store:
         progress: Progress | None = None,
     ) -> Any:
         """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys."""
-        import torch
-
+        from casckpt.checkpoint.arguments import usable_device
         from casckpt.checkpoint.load import read
 
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        on = usable_device(device)
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         options = self._load_options(verify=verify, allow_pickle=allow_pickle, threads=threads, progress=progress)
-        return read(self.repository, manifest, keys=keys, device=torch.device(device), options=options)
+        return read(self.repository, manifest, keys=keys, device=on, options=options)
 
     def _load_options(self, *, threads: int | None, progress: Progress | None, **rest: Any) -> LoadOptions:
         from casckpt.checkpoint.job import usable_threads
@@ -278,6 +290,12 @@ class Store:
         if progress is not None:
             rest["progress"] = progress
         return LoadOptions(threads=usable_threads(threads), **rest)
+
+    def _resolve_to_load(self, ref: str | Checkpoint) -> commit_log.Commit:
+        commit = self._resolve(ref)
+        if commit.last == "forgotten":
+            log.warning("%s was forgotten, and the next gc may purge it; Store.restore keeps it", commit)
+        return commit
 
     # looking
 
@@ -338,10 +356,12 @@ class Store:
         tags.set_tag(self.repository, name, self._resolve(ref))
 
     def tags(self) -> dict[str, Checkpoint]:
-        """All tags, and the checkpoints that they name."""
-        found = commit_log.list_commits(self.repository).commits
-        named = tags.tags(self.repository)
-        return {name: Checkpoint(self.repository, found[tag.txid]) for name, tag in named.items() if tag.txid in found}
+        """All tags, and the checkpoints that they name; without those whose records are damaged."""
+        found, named = commit_log.list_commits(self.repository).commits, tags.list_tags(self.repository)
+        for name in named.damaged:
+            log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", name)
+        named_now = [tag for tag in named.tags.values() if tag.txid in found]
+        return {tag.name: Checkpoint(self.repository, found[tag.txid]) for tag in named_now}
 
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
@@ -396,7 +416,7 @@ class Store:
 
     def verify(
         self,
-        *refs: str,
+        *refs: str | Checkpoint,
         mode: Mode = "full",
         sample: float = 1.0,
         progress: Progress | None = None,
@@ -407,18 +427,20 @@ class Store:
         fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes just read. What is
         damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
         """
-        chosen = refs or None
+        chosen = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs] or None
         return verify(
             self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or (lambda nbytes: None)
         )
 
-    def repair(self, *sources: Store, progress: Progress | None = None) -> RepairResult:
+    def repair(self, *sources: Store | str | os.PathLike[str], progress: Progress | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
 
         They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
         the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
         """
-        others = [source.repository for source in sources]
+        cache = self.repository.cache_dir
+        stores = [one if isinstance(one, Store) else open(one, cache_dir=cache) for one in sources]
+        others = [store.repository for store in stores]
         return repair(self.repository, sources=others, progress=progress or (lambda nbytes: None))
 
     def restore(self, ref: str | Checkpoint) -> Checkpoint:

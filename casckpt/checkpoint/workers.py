@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from threading import Thread
+from typing import Generic, TypeVar
 
 from casckpt.errors import CasckptError
 
@@ -18,14 +19,68 @@ def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
-    """Call all; the first error is raised once all have ended. One task, or one thread, is run by the caller itself."""
+    """Call all; the caller is one of the threads. The first error is raised once all have ended.
+
+    Where no thread can be started, as in a save that still runs while the interpreter ends, the caller runs all.
+    """
     todo = list(tasks)
     if threads == 1 or len(todo) <= 1:
         for task in todo:
             call(task)
         return
-    with ThreadPoolExecutor(min(threads, len(todo)), thread_name_prefix="casckpt") as pool:
-        futures = [pool.submit(call, task) for task in todo]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise min(errors, key=lambda error: not isinstance(error, CasckptError))  # ours says more
+    team = _Team(call, todo)
+    try:
+        team.start(min(threads, len(todo)) - 1)
+        team.work()
+    finally:
+        team.join()
+    if team.errors:
+        raise min(team.errors, key=_rank)
+
+
+def _rank(error: BaseException) -> int:
+    """An interrupt goes first; of errors, ours say more."""
+    return 0 if not isinstance(error, Exception) else 1 if isinstance(error, CasckptError) else 2
+
+
+class _Team(Generic[T]):
+    """Threads that take tasks from one queue; whoever calls `work` is one of them. ``errors``: of all tasks."""
+
+    def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
+        self.errors: list[BaseException] = []
+        self._call = call
+        self._tasks = deque(tasks)
+        self._helpers: list[Thread] = []
+
+    def start(self, helpers: int) -> None:
+        """Start so many helpers, or fewer."""
+        for _ in range(helpers):
+            helper = Thread(target=self.work, name="casckpt")
+            try:
+                helper.start()
+            except RuntimeError:  # no thread is to be had
+                return
+            self._helpers.append(helper)
+
+    def work(self) -> None:
+        """Run tasks until none is left."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            self._run(task)
+
+    def _run(self, task: T) -> None:
+        try:
+            self._call(task)
+        except BaseException as error:  # noqa: BLE001 - `run_all` raises it, when all have ended
+            self.errors.append(error)
+            if not isinstance(error, Exception):  # somebody wants to leave
+                self._tasks.clear()
+
+    def join(self) -> None:
+        """Wait for the helpers, which begin nothing more."""
+        self._tasks.clear()
+        for helper in self._helpers:
+            helper.join()

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final
@@ -71,7 +72,8 @@ class Reported:
 
     def _as_json(self, kind: str, message: str, status: int) -> int:
         if self.as_json:
-            click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
+            with suppress(OSError):  # stdout may be what failed
+                click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
         return status
 
 

@@ -55,7 +55,8 @@ class Commands(click.Group):
             return run(given, NAME, complete_var, standalone_mode=False, **extra)
         with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
             outcome.status = exit_status(run(given, NAME, complete_var, standalone_mode=False, **extra))
-            sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
+            if sys.stdout is not None:  # it was closed
+                sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
         sys.exit(outcome.status)
 
 

@@ -79,7 +79,8 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
-        made.add_column(column.title, justify=column.side, no_wrap=column.fixed, overflow="fold")
+        least = None if column.fixed else len(column.title)  # or a long text beside it would take all the room
+        made.add_column(column.title, justify=column.side, no_wrap=column.fixed, overflow="fold", min_width=least)
     for row in rows:
         made.add_row(*(Text(printable(cell)) for cell in row))
     out = console()

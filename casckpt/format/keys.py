@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from numbers import Integral
+from typing import Any
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.digest import hex_digest
@@ -95,11 +97,11 @@ def check_run(run: str) -> str:
     return run
 
 
-def check_step(step: int) -> int:
-    """A step, else `InvalidInput`."""
-    if type(step) is not int or not 0 <= step <= MAX_STEP:
+def check_step(step: Any) -> int:
+    """A step as an int, else `InvalidInput`."""
+    if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
         raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
-    return step
+    return int(step)  # it may be numpy's
 
 
 def check_tag(name: str) -> str:

@@ -286,7 +286,9 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         raise InvalidInput(f"{path[:80]}...: metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it")
     if kind in (list, tuple):
         return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if type(key) is not str]:
+            raise InvalidInput(f"{path} has the key {odd[0]!r:.80}; the keys of metadata are text: give str() of it")
         return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
     raise InvalidInput(
         f"{path} is a {kind.__name__}; metadata holds None, bool, int (64 bits), float, str, and lists and dicts with "

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
@@ -41,13 +42,13 @@ class Policy:
     keep_within_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if self.keep_last is not None and self.keep_last < 0:
-            raise InvalidInput(f"keep-last {self.keep_last}: give a number of checkpoints, 1 or more")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise InvalidInput(f"keep-every {self.keep_every}: give a number of steps, 1 or more")
+        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 0):
+            raise InvalidInput(f"keep-last {self.keep_last!r}: give a number of checkpoints, 1 or more")
+        if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
+            raise InvalidInput(f"keep-every {self.keep_every!r}: give a number of steps, 1 or more")
         within = self.keep_within_seconds
-        if within is not None and not (isfinite(within) and within >= 0):
-            raise InvalidInput(f"keep-within {within} seconds: give a duration, as 12h or 7d")
+        if within is not None and not _is_duration(within):
+            raise InvalidInput(f"keep-within {within!r} seconds: give a duration, as 12h or 7d")
         if self.keep_last == 0 and self.keep_every is None and within is None:
             raise InvalidInput(
                 "keep-last 0 would keep nothing, but the newest of a run always stays: give 1, or name what to forget"
@@ -57,6 +58,10 @@ class Policy:
     def is_empty(self) -> bool:
         """Does it say nothing at all? Then it forgets nothing."""
         return self == Policy()
+
+
+def _is_duration(seconds: Any) -> bool:
+    return isinstance(seconds, int | float) and isfinite(seconds) and seconds >= 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from casckpt.errors import Conflict
 from casckpt.repository import commits
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import delete_tag, tags, tags_of
@@ -18,13 +18,9 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
     ``tagged``: those with a tag too; without it they are a `Conflict`, and nobody need be surprised. Raises as
     `resolve_many`; `Damaged` or `Refused` if a tag cannot be read.
     """
-    listed = list_commits(repo)
-    chosen: dict[str, Commit] = {}
-    for ref in refs:
-        found = resolve_many(repo, [ref], listed) if isinstance(ref, str) else [listed.commits.get(ref.txid, ref)]
-        chosen.update({commit.txid: commit for commit in found})
+    chosen = resolve_many(repo, refs)
     named = tags(repo)
-    protected = [(commit, names) for commit in chosen.values() if (names := tags_of(named, commit.txid))]
+    protected = [(commit, names) for commit in chosen if (names := tags_of(named, commit.txid))]
     if protected and not tagged:
         shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
         raise Conflict(
@@ -32,7 +28,7 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
             "(tagged=True)",
             checkpoints=tuple(commit.id for commit, _ in protected),
         )
-    return list(chosen.values())
+    return chosen
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:

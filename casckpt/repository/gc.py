@@ -121,8 +121,7 @@ def plan_gc(
     Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
     that gc cannot work on, `StorageError`.
     """
-    if min_age is not None and not min_age >= 0:
-        raise InvalidInput(f"a minimum age of {min_age} seconds makes no sense: give 0 or more")
+    _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
     return plan_retiring(repo, commits_without_doubt(repo), policy or Policy(), ages, run)
@@ -164,8 +163,8 @@ def execute(
     Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted.
     Raises `Conflict` if other gcs come in between again and again; `Unsupported`, `StorageError`.
     """
-    if not wait >= 0:
-        raise InvalidInput(f"a wait of {wait} seconds makes no sense: give 0 or more")
+    _check_seconds("a wait", wait)
+    _check_seconds("a time to revoke after", revoke_after)
     _check_storage(repo)
     if revoke_after is None:
         known = repo.settings.revoke_after_seconds
@@ -176,6 +175,11 @@ def execute(
     _tidy(repo, gc.tally.deleted)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
     return gc.tally.result(forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
+
+
+def _check_seconds(what: str, seconds: Any) -> None:
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+        raise InvalidInput(f"{what} of {seconds!r} seconds makes no sense: give a number, 0 or more")
 
 
 def collect(repo: Repository, policy: Policy | None = None, *, dry_run: bool = False, **options: Any) -> GcResult:

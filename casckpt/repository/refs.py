@@ -42,6 +42,7 @@ def resolve(repo: Repository, ref: str, commits: CommitList | None = None) -> Co
     Raises `InvalidInput` for what is no reference or is ambiguous, `NotFound` that says what there is instead,
     `StorageError`.
     """
+    _check_text(ref)
     found = list_commits(repo) if commits is None else commits
     run, at, where = ref.rpartition("@")
     if ref.startswith(TAG):
@@ -55,14 +56,26 @@ def resolve(repo: Repository, ref: str, commits: CommitList | None = None) -> Co
     raise InvalidInput(f"{ref!r} does not name a checkpoint: {GRAMMAR}")
 
 
-def resolve_many(repo: Repository, refs: Iterable[str], commits: CommitList | None = None) -> list[Commit]:
-    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`."""
+def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
+    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`.
+
+    A commit names itself, as it is now.
+    """
     found = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
-        for commit in _range(repo, found, ref) or [resolve(repo, ref, found)]:
-            named.setdefault(commit.txid, commit)
+        if isinstance(ref, Commit):
+            chosen = [found.commits.get(ref.txid, ref)]
+        else:
+            _check_text(ref)
+            chosen = _range(repo, found, ref) or [resolve(repo, ref, found)]
+        named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
+
+
+def _check_text(ref: object) -> None:
+    if not isinstance(ref, str):
+        raise InvalidInput(f"{ref!r:.80} is not text, and does not name a checkpoint: {GRAMMAR}")
 
 
 def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import platformdirs
 
-from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.digest import hex_digest
 from casckpt.format.names import TxId
@@ -73,7 +73,11 @@ class Repository:
         except NotFound as error:
             message = f"there is no store at {self.storage.url}: the first save or `casckpt init` makes one"
             raise NotFound(message, key=keys.MARKER) from error
-        marker = records.decode_marker(data)
+        try:
+            marker = records.decode_marker(data)
+        except Damaged as error:
+            message = f"{error}; put the file back from a copy of the store at {self.storage.url}"
+            raise Damaged(message, key=keys.MARKER) from error
         if not _STORE_ID.fullmatch(marker.store_id):
             raise Refused(f"casckpt.json at {self.storage.url} holds an unusable store id", key=keys.MARKER)
         return marker
@@ -129,7 +133,11 @@ class Repository:
         newest = max((number for number in numbers if number is not None), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)
-        return newest, self.get_record(keys.settings_key(newest), Settings)
+        try:
+            return newest, self.get_record(keys.settings_key(newest), Settings)
+        except (Damaged, Refused) as error:
+            message = f"{error}. Put the file back from a copy of the store, or delete it: older settings count then"
+            raise type(error)(message, key=error.key) from error
 
     @property
     def catalogue(self) -> Catalogue:

@@ -36,6 +36,12 @@ class TagList:
     tags: Mapping[str, Tag]
     damaged: Mapping[str, CasckptError]
 
+    def raise_damage(self) -> None:
+        """Raise the first of ``damaged``, saying what to do."""
+        for name, error in self.damaged.items():
+            advice = f"Set the tag anew, or delete it (`casckpt tag STORE --delete {name}`)"
+            raise type(error)(f"{error}. {advice}", key=error.key) from error
+
 
 def list_tags(repo: Repository) -> TagList:
     """A snapshot made by one LIST, for listings: a damaged record spoils its own tag alone. Raises `StorageError`."""
@@ -49,8 +55,7 @@ def tags(repo: Repository) -> dict[str, Tag]:
     knows which; `StorageError`.
     """
     found = list_tags(repo)
-    for error in found.damaged.values():
-        raise error
+    found.raise_damage()
     return dict(found.tags)
 
 
@@ -58,8 +63,7 @@ def get_tag(repo: Repository, name: str) -> Tag | None:
     """One tag, None if there is none. Raises `InvalidInput` for a bad name, `Damaged`, `Refused`, `StorageError`."""
     folder = f"{PREFIX}{check_tag(name)}/"
     found = _read(repo, folder, repo.storage.list(folder))
-    for error in found.damaged.values():
-        raise error
+    found.raise_damage()
     return found.tags.get(name)
 
 
@@ -74,7 +78,8 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         raise Conflict(f"{commit} was {commit.last}: it cannot be tagged", checkpoints=(commit.committed.manifest,))
     if commit.last == "forgotten":
         commit = restore(repo, commit)
-    number, before = _newest(repo, name)
+    number, found = _newest(repo, name)
+    before = found.tags.get(name)
     tag = _write(repo, name, number + 1, commit.txid, commit.id)
     # a gc lists tags before it purges: either it saw this one, or its purge is seen here
     now = refresh(repo, commit)
@@ -87,10 +92,13 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
 
 
 def delete_tag(repo: Repository, name: str) -> None:
-    """Delete a tag. Raises `NotFound` if there is none, `Conflict` if somebody else moved it at this instant."""
+    """Delete a tag, one that cannot be read too.
+
+    Raises `NotFound` if there is none, `Conflict` if somebody else moved it at this instant.
+    """
     check_tag(name)
-    number, _ = _newest(repo, name)
-    if get_tag(repo, name) is None:
+    number, found = _newest(repo, name)
+    if name not in found.tags and name not in found.damaged:
         raise no_tag(repo, name)
     _write(repo, name, number + 1, None, None)
 
@@ -132,12 +140,12 @@ def _newest_entries(entries: Iterable[Entry]) -> dict[str, tuple[int, Entry]]:
     return newest
 
 
-def _newest(repo: Repository, name: str) -> tuple[int, Tag | None]:
-    """(number of the highest generation, -1 for none; what it says, None where it says nothing or is damaged)."""
+def _newest(repo: Repository, name: str) -> tuple[int, TagList]:
+    """(number of the highest generation of a tag, -1 for none; what it says)."""
     folder = f"{PREFIX}{name}/"
     entries = list(repo.storage.list(folder))
     number = _newest_entries(entries).get(name, (-1, None))[0]
-    return number, _read(repo, folder, entries).tags.get(name)
+    return number, _read(repo, folder, entries)
 
 
 def _write(repo: Repository, name: str, number: int, txid: TxId | None, manifest: ManifestId | None) -> Tag:

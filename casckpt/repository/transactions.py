@@ -10,6 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
@@ -49,12 +50,14 @@ class _Pulse:
         self._seconds = seconds
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
-        self._thread.start()
+        with suppress(RuntimeError):  # no thread can be had while the interpreter ends; the process itself is a sign
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread, after the sign that it may be giving; one that hangs is left behind."""
         self._end.set()
-        self._thread.join(STOP_SECONDS)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
 
     def let_go(self) -> None:
         """End the thread without waiting for it."""

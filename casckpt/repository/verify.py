@@ -102,7 +102,7 @@ class Survey:
 def verify(
     repo: Repository,
     *,
-    refs: Iterable[str] | None = None,
+    refs: Iterable[str | Commit] | None = None,
     mode: Mode = "full",
     sample: float = 1.0,
     mark: bool = True,
@@ -117,8 +117,7 @@ def verify(
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
-    if mode not in ("full", "exists") or not 0 < sample <= 1:
-        raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
+    _check_arguments(mode, sample)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.live() if refs is None else resolve_many(repo, refs, listed)
     records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
@@ -144,6 +143,11 @@ def verify(
         failed=tuple((one.ref.hash, one.failed) for one in checked if one.failed),
         repaired=_mark(repo, damaged, checked if mode == "full" else ()) if mark else (),
     )
+
+
+def _check_arguments(mode: Any, sample: Any) -> None:
+    if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
+        raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
 
 
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:

@@ -25,9 +25,9 @@ def open_storage(url: str | os.PathLike[str], storage_options: Options | None = 
     Relative paths are made absolute, and ``~`` is expanded. Raises `InvalidInput` for what is no such name,
     `Unsupported` for other kinds of storage.
     """
-    text = os.fspath(url)
-    if not text or "\0" in text:
-        raise InvalidInput(f"{text!r} does not name a store: give a path or a URL")
+    text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
     found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
     opener = _OPENERS.get(scheme)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Region, Shape, whole
@@ -104,7 +105,11 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 def _problem(data: torch.Tensor) -> str | None:
     if data.is_meta:
         return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
-    if data.layout is not torch.strided or data.is_nested:
+    if is_lazy(data):
+        return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
+    if data.is_nested:
+        return "a nested tensor cannot be stored as it is; store the tensors that it unbinds to"
+    if data.layout is not torch.strided:
         return (
             f"a tensor of layout {data.layout} cannot be stored as it is; store its indices and values, or to_dense()"
         )
@@ -112,7 +117,7 @@ def _problem(data: torch.Tensor) -> str | None:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
     on_host = data.device.type == "cpu" and data.numel()
-    if on_host and data.data_ptr() == 0:
+    if on_host and (data.untyped_storage().device.type == "meta" or data.data_ptr() == 0):
         return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
     return None
 

@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import casckpt
 from casckpt.cli import main
 from casckpt.cli.main import cli, command_modules
 from casckpt.cli.session import Session, store_command
@@ -176,4 +177,22 @@ def test_a_damaged_record_spoils_its_own_line_alone(saved: Path, run: Run, as_js
     result = run("list", saved, "--json")
     assert len(json.loads(result.stdout)) == 3
     assert f"the record of {record.name} cannot be read" in result.stderr
+    verified = run("verify", saved, status=4).stdout
+    assert "1 record damaged: put the files back from a copy" in verified
+    assert "casckpt repair" not in verified  # which has no other copy of a record
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
+
+
+def test_a_damaged_tag_spoils_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:
+    for name in ("good", "bad"):
+        store.tag(name, "a@1")
+    record = saved / "tags" / "bad" / "0"
+    record.chmod(0o600)
+    record.write_bytes(b"nonsense")
+    assert json.loads(run("show", saved, "a@1", "--json").stdout)["tags"] == ["good"]
+    listed = run("tag", saved, "--json")
+    assert [tag["name"] for tag in json.loads(listed.stdout)] == ["good"]
+    assert "the record of tag bad cannot be read" in listed.stderr
+    assert "--delete bad" in as_json("gc", saved, status=4)["error"]["message"]
+    run("tag", saved, "--delete", "bad")
+    run("gc", saved)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import casckpt
 from casckpt.repository.transactions import begin
 
@@ -75,11 +77,38 @@ def test_a_reader_may_leave_early(saved: Path) -> None:
     assert process.returncode == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_full_disk_behind_stdout_is_a_message(saved: Path, option: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*CASCKPT, "list", str(saved), *option], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("casckpt: OSError: [Errno 28]")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_stdout_it_works_in_silence(saved: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *CASCKPT, "list", str(saved)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_interrupt_ends_it_without_a_traceback(saved: Path, store: casckpt.Store) -> None:
     store.forget("a@1")
     transaction = begin(store.repository, "a", 9)
+    # a shell that starts this in the background has it ignore interrupts, and so its children
+    command = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from casckpt.cli.main import main; main()"
+    )
     with subprocess.Popen(
-        [*CASCKPT, "gc", str(saved), "--wait", "1h"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", command, "gc", str(saved), "--wait", "1h"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("waiting for the save of a@9")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta, timezone
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,7 @@ def test_no_steps(step: int) -> None:
     with pytest.raises(InvalidInput, match="not usable"):
         keys.check_step(step)
     assert keys.check_step(2**63 - 1) == 2**63 - 1
+    assert type(keys.check_step(np.uint64(7))) is int
 
 
 @pytest.mark.parametrize("name", ["", "Best", "-x", ".x", "a/b", "x" * 101, "a\n", None])

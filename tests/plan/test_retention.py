@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -66,11 +67,16 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         {"keep_within_seconds": -1.0},
         {"keep_within_seconds": float("nan")},
         {"keep_within_seconds": float("inf")},
+        {"keep_last": 1.5},
+        {"keep_last": True},
+        {"keep_last": "3"},
+        {"keep_every": 2.0},
+        {"keep_within_seconds": "7d"},
     ],
 )
-def test_a_policy_of_nonsense_is_refused(rules: dict[str, float]) -> None:
+def test_a_policy_of_nonsense_is_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"keep-"):
-        Policy(**rules)  # type: ignore[arg-type]
+        Policy(**rules)
 
 
 def test_no_policy_forgets_nothing() -> None:

@@ -79,7 +79,9 @@ def test_a_store_id_that_is_no_folder_name_is_refused(tmp_path: Path, store_id: 
 def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
-    with pytest.raises(Damaged, match=r"casckpt\.json"):
+    with pytest.raises(
+        Damaged, match=r"casckpt\.json is damaged.*put the file back from a copy of the store at memory:"
+    ):
         _ = Repository(storage, tmp_path).marker
 
 
@@ -92,6 +94,16 @@ def test_settings_have_defaults_and_generations(tmp_path: Path) -> None:
     now = repo.settings
     assert (now.min_age_seconds, now.exclusive_create) == (60.0, True)
     assert sorted(entry.key for entry in repo.storage.list("settings/")) == ["settings/0", "settings/1"]
+
+
+def test_damaged_settings_say_what_to_do(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    repo.change_settings(min_age_seconds=60.0)
+    repo.storage.put("settings/1", b"torn")
+    with pytest.raises(Damaged, match=r"settings/1 is damaged.*Put the file back"):
+        _ = repo.settings
+    repo.storage.delete("settings/1")
+    assert repo.settings.min_age_seconds == 60.0
 
 
 def test_the_highest_generation_counts_as_a_number(tmp_path: Path) -> None:

@@ -195,6 +195,17 @@ def test_a_damaged_tag_spoils_no_listing_but_stops_who_must_know(repo: Repositor
     assert tags(repo).keys() == {"good", "bad"}
 
 
+def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) -> None:
+    set_tag(repo, "bad", commit_bare(repo))
+    repo.storage.replace(tag_key("bad", 0), b"torn")
+    with pytest.raises(Damaged, match=r"Set the tag anew, or delete it .*--delete bad"):
+        tags(repo)
+    delete_tag(repo, "bad")
+    assert tags(repo) == {}
+    with pytest.raises(NotFound):
+        delete_tag(repo, "bad")
+
+
 def test_a_record_of_another_tag_is_refused(repo: Repository) -> None:
     set_tag(repo, "one", commit_bare(repo))
     repo.storage.put(tag_key("two", 0), repo.storage.get(tag_key("one", 0), limit=1 << 20))

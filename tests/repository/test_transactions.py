@@ -64,6 +64,17 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("casckpt-alive")]
 
 
+def test_where_no_thread_can_be_started_there_are_no_signs(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while the interpreter ends, from Python 3.12 on."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    begin(repo, "a", 1).abort("done")
+    assert files(repo) == []
+
+
 def test_what_has_begun_is_open_and_tells_who_runs_it(repo: Repository, transaction: Transaction) -> None:
     (found,) = open_transactions(repo, set())
     assert (found.txid, found.signs) == (transaction.txid, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,8 @@ def test_other_schemes(scheme: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b"])
-def test_nonsense(url: str) -> None:
+@pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b", 5, None, b"a"])
+def test_nonsense(url: Any) -> None:
     with pytest.raises(InvalidInput):
         open_storage(url)
 

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from casckpt import Shard
 from casckpt.errors import InvalidInput
@@ -57,6 +58,17 @@ def test_several_chunks() -> None:
     assert [piece.region.box.offset for piece in local.pieces] == [(0, 0), (3, 0)]
 
 
+def test_shards_that_are_replicas() -> None:
+    def is_replicated(*flags: bool) -> bool:
+        chunks = [Shard(torch.zeros(2), (6,), offset=(2 * at,), replicated=flag) for at, flag in enumerate(flags)]
+        return local_tensor("w", chunks).replicated
+
+    assert is_replicated(True)
+    assert is_replicated(True, True)
+    assert not is_replicated(True, False)
+    assert not local_tensor("w", Shard(torch.zeros(2), (2,))).replicated
+
+
 def test_nothing_of_a_tensor() -> None:
     local = local_tensor("w", Shard(torch.zeros(0), (4, 3), flat=(5, 5)))
     assert local.shape == (4, 3)
@@ -92,6 +104,18 @@ class _Wrapper(torch.Tensor):
 def test_a_wrapper_without_memory_is_refused() -> None:
     with pytest.raises(InvalidInput, match="no memory of its own"):
         local_tensor("w", torch.Tensor._make_wrapper_subclass(_Wrapper, (3,)))
+
+
+def test_tensors_that_only_look_like_some_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="'w': an uninitialized parameter"):
+        local_tensor("w", torch.nn.LazyLinear(3).weight)
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(InvalidInput, match="'w': a FakeTensor has no memory of its own"):
+        local_tensor("w", fake)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(InvalidInput, match="'w': a nested tensor"):
+        local_tensor("w", nested)
 
 
 def test_an_expanded_tensor_can_be_saved_but_not_loaded_into() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for scenario in report.scenarios:
             table.show(scenario)
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: what was saved is removed
         try:
             report = _run(chosen)
         except Void as error:

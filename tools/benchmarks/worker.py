@@ -5,10 +5,13 @@ It runs in any environment that has torch, numpy and psutil.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from benchmarks.peers.base import Peer
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 class WrongBytes(Exception):
@@ -74,6 +80,7 @@ class Here:
 
 def main() -> None:
     """Answer until the pipe is closed."""
+    _die_with_parent()
     about = json.loads(sys.argv[1])
     here = Here(threads=len(os.sched_getaffinity(0)), **about)
     answers = os.fdopen(os.dup(1), "wb")
@@ -83,6 +90,12 @@ def main() -> None:
         answers.write(json.dumps(_answer(here, json.loads(line))).encode() + b"\n")
         answers.flush()
     here.close()
+
+
+def _die_with_parent() -> None:
+    """A worker in a long call would not notice that nobody waits for it any more."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(here: Here, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -55,10 +55,18 @@ def text(result: dict[str, Any]) -> None:
         say(f"right again: blob {blob}")
     checked = f"{count(result['checked_blobs'], 'blob')}, {size(result['checked_bytes'])}"
     say(f"checked {checked}, for {count(result['checked_checkpoints'], 'checkpoint')}")
-    damaged = len(result["damaged"]) + len(result["manifests"]) + len(result["records"])
-    if damaged:
-        say(f"{damaged} damaged: run `casckpt repair`")
-    elif result["failed"]:
-        say(f"{count(len(result['failed']), 'blob')} could not be read: try again")
-    else:
-        say("all is well")
+    for line in _to_do(result) or ["all is well"]:
+        say(line)
+
+
+def _to_do(result: dict[str, Any]) -> list[str]:
+    lines = []
+    if result["failed"]:
+        lines.append(f"{count(len(result['failed']), 'blob')} could not be read: try again")
+    if result["records"]:
+        records = count(len(result["records"]), "record")
+        lines.append(f"{records} damaged: put the files back from a copy of the store; without one, set the tags anew,")
+        lines.append("and give up the saves with `casckpt transactions STORE --give-up`")
+    if damaged := len(result["damaged"]) + len(result["manifests"]):
+        lines.append(f"{damaged} damaged: run `casckpt repair`")
+    return lines

@@ -147,15 +147,8 @@ def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor)
     return entry.shape == () != tuple(parameter.shape) if there is None else not is_dtensor(there)
 
 
-def _new_dtensor(parameter: DTensor, entry: Entry) -> DTensor:
-    """Sharded like the parameter if it has its shape, else whole on every rank."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    here, mesh = parameter.to_local(), parameter.device_mesh
+def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
+    """Sharded like the parameter if it has its shape, else whole on every rank; where the parameter's memory is."""
     if tuple(parameter.shape) == entry.shape:
-        data = _new_like(here, entry)
-        return DTensor.from_local(
-            data, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
-    whole = new_tensor(entry, here.device)
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return _new_like(parameter, entry)
+    return parameter.new_empty(entry.shape, dtype=torch_dtype(entry.dtype), requires_grad=False)

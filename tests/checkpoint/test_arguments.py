@@ -1,0 +1,135 @@
+"""Arguments of no use: an error that says what to give instead, before anything is read or changed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Conflict, InvalidInput, NotFound
+from tests.support.repositories import memory
+from tests.support.saves import small
+
+
+@pytest.fixture
+def saved() -> casckpt.Store:
+    store = small(memory())
+    store.save({"w": torch.arange(3.0)}, step=1)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("rename", "names"),
+    [
+        ({"(": "x"}, r"'\(' is no regular expression"),
+        ({5: "x"}, "5 is no regular expression"),
+        ({"w": r"\9"}, r"'\\\\9' is no replacement for 'w'"),
+        ({"w": 5}, "5 is no replacement"),
+        ([("a", "b")], "rename is a list"),
+        (lambda key: None, "gives None for 'w'"),
+    ],
+)
+def test_rename(saved: casckpt.Store, rename: Any, names: str) -> None:
+    target = torch.zeros(3)
+    with pytest.raises(InvalidInput, match=names):
+        saved.load({"w": target}, "default@1", rename=rename)
+    assert not target.any()
+
+
+@pytest.mark.parametrize("keys", [5, [5], [b"w"]])
+def test_patterns(saved: casckpt.Store, keys: Any) -> None:
+    with pytest.raises(InvalidInput, match="give a list of patterns"):
+        saved.read("default@1", keys=keys)
+
+
+@pytest.mark.parametrize("device", ["nonsense", None])
+def test_devices_that_torch_does_not_know(saved: casckpt.Store, device: Any) -> None:
+    with pytest.raises(InvalidInput, match="is not usable; give one as"):
+        saved.read("default@1", device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there(saved: casckpt.Store) -> None:
+    with pytest.raises(InvalidInput, match=r"'w' .* cannot be made on cuda"):
+        saved.read("default@1", device="cuda")
+
+
+@pytest.mark.parametrize("ref", [5, None, b"latest", ("default", 1)])
+def test_what_is_no_reference(saved: casckpt.Store, ref: Any) -> None:
+    for call in (saved.get, saved.read, saved.forget, saved.verify, saved.restore, saved.__contains__):
+        with pytest.raises(InvalidInput, match="is not text"):
+            call(ref)
+
+
+@pytest.mark.parametrize("given", [["a"], "a", [("a", b"")]])
+def test_attachments(saved: casckpt.Store, given: Any) -> None:
+    with pytest.raises(InvalidInput, match="attachments is a"):
+        saved.save({}, step=2, attachments=given)
+
+
+@pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
+@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age"])
+def test_seconds_of_a_gc(saved: casckpt.Store, name: str, seconds: Any) -> None:
+    """A negative revoke_after would give up on every save in progress."""
+    with pytest.raises(InvalidInput, match="give a number, 0 or more"):
+        saved.gc(keep_last=1, **{name: seconds})
+
+
+@pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
+def test_samples(saved: casckpt.Store, sample: Any) -> None:
+    with pytest.raises(InvalidInput, match="a fraction"):
+        saved.verify(sample=sample)
+
+
+def test_steps_of_numpy(saved: casckpt.Store) -> None:
+    import numpy as np
+
+    ckpt = saved.save({}, step=np.int64(7))  # type: ignore[arg-type]  # a training loop may well count so
+    assert type(ckpt.step) is int
+    assert saved.get("default@7").step == 7
+
+
+def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> None:
+    ckpt = saved.get("default@1")
+    assert saved.verify(ckpt).checked_checkpoints == 1
+    saved.forget(ckpt)
+    with pytest.raises(NotFound):
+        saved.get("default@1")
+
+
+def test_repair_from_a_path(tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0)}
+    store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")
+    for one in (store, other):
+        one.save(state, step=1)
+    (blob,) = (tmp_path / "a").rglob("*.safetensors")
+    blob.unlink()
+    assert store.verify().is_damaged
+    assert not store.repair(tmp_path / "b").is_damaged
+    assert not store.verify().is_damaged
+
+
+def test_loading_what_was_forgotten_warns(saved: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+    id = saved.get("default@1").id
+    with caplog.at_level(logging.WARNING, "casckpt"):
+        saved.read(id)
+        assert not caplog.records
+        saved.forget(id)
+        saved.read(id)
+        saved.load({"w": torch.zeros(3)}, id)
+    assert [record.getMessage()[:21] for record in caplog.records] == ["default@1 (" + id[:10]] * 2
+    saved.restore(id)
+
+
+def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -> None:
+    ckpt = saved.get("default@1")
+    saved.save({"w": torch.zeros(3)}, step=2)
+    saved.forget(ckpt)
+    saved.gc()
+    for call in (lambda: saved.read(ckpt), lambda: saved.load({"w": torch.zeros(3)}, ckpt)):
+        with pytest.raises(Conflict, match="purged"):
+            call()

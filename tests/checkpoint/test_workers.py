@@ -1,0 +1,69 @@
+"""Tasks run by several threads: each once, errors afterwards, and no thread needed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from casckpt.checkpoint.workers import run_all
+from casckpt.errors import StorageError
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 50])
+@pytest.mark.parametrize("count", [0, 1, 2, 200])
+def test_every_task_runs_once(threads: int, count: int) -> None:
+    done: list[int] = []
+    run_all(done.append, range(count), threads)
+    assert sorted(done) == list(range(count))
+
+
+def test_as_many_threads_as_are_asked_for_run_at_once() -> None:
+    meeting = threading.Barrier(3, timeout=60)
+
+    def meet(_: int) -> None:
+        meeting.wait()
+
+    run_all(meet, range(3), 3)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """As while the interpreter ends, from Python 3.12 on."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done: list[int] = []
+    run_all(done.append, range(9), threads)
+    assert done == list(range(9))
+
+
+def test_the_error_that_says_most_is_raised_after_all_have_run() -> None:
+    done = []
+
+    def call(task: int) -> None:
+        done.append(task)
+        if task == 1:
+            raise ValueError("text of a library")
+        if task == 5:
+            raise StorageError("what to do")
+
+    with pytest.raises(StorageError):
+        run_all(call, range(20), 4)
+    assert sorted(done) == list(range(20))
+
+
+def test_an_interrupt_is_raised_and_the_rest_is_left() -> None:
+    done: list[Any] = []
+
+    def call(task: int) -> None:
+        done.append(task)
+        if task == 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(call, range(10_000), 2)
+    assert len(done) < 10_000
