@@ -23,7 +23,8 @@ def columns(scenario: ScenarioResult) -> list[Column]:
         for heading, metric in (("written", "written"), ("read", "read"), ("asked", "asked"), ("stored", "stored"))
         if any((row.median(metric) or 0) >= _NOISE for row in rows)
     ]
-    found.append(("to casckpt", lambda row: _to_ours(row, scenario)))
+    if any(row.who != OURS for row in rows):
+        found.append(("to casckpt", lambda row: _to_ours(row, scenario)))
     return found
 
 
