@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal
+from itertools import zip_longest
+from typing import Any, Final, Literal
 
 import click
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SHORT_ID: Final = 12
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _MANY: Final = 20
+_GAP: Final = 2
 
 say = partial(click.echo)
 
@@ -73,21 +73,57 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. No line is longer than the terminal is wide, or 80 columns where there is none."""
-    from rich.table import Table
-    from rich.text import Text
+    """Print a table. No line is longer than the terminal is wide, or 80 columns where there is none.
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        least = None if column.fixed else len(column.title)  # or a long text beside it would take all the room
-        made.add_column(column.title, justify=column.side, no_wrap=column.fixed, overflow="fold", min_width=least)
-    for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
-    out = console()
-    with out.capture() as capture:
-        out.print(made)
-    for line in capture.get().splitlines():
-        say(line.rstrip())
+    By hand, as rich takes half a second for a thousand rows.
+    """
+    cells = [tuple(map(printable, row)) for row in rows]
+    widths = _widths(columns, cells)
+    say(click.style(_line(columns, widths, [column.title for column in columns]), bold=True))
+    for row in cells:
+        folded = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for line in zip_longest(*folded, fillvalue=""):
+            say(_line(columns, widths, line))
+
+
+def _widths(columns: Sequence[Column], cells: Iterable[Sequence[str]]) -> list[int]:
+    """As wide as what stands in them; where that is too much, the widest that may fold gives way first."""
+    widths = [len(column.title) for column in columns]
+    for row in cells:
+        widths = [max(width, cell_width(cell)) for width, cell in zip(widths, row, strict=True)]
+    excess = sum(widths) + _GAP * (len(widths) - 1) - shutil.get_terminal_size().columns
+    while excess > 0:
+        may = [not c.fixed and width > len(c.title) for c, width in zip(columns, widths, strict=True)]
+        if not any(may):
+            break
+        widths[max(range(len(widths)), key=lambda i: widths[i] * may[i])] -= 1
+        excess -= 1
+    return widths
+
+
+def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]) -> str:
+    shown = []
+    for column, width, cell in zip(columns, widths, cells, strict=True):
+        room = " " * (width - cell_width(cell))
+        shown.append(room + cell if column.side == "right" else cell + room)
+    return (" " * _GAP).join(shown).rstrip()
+
+
+def _folded(cell: str, width: int) -> list[str]:
+    if cell_width(cell) <= width:
+        return [cell]
+    from rich.cells import chop_cells
+
+    return chop_cells(cell, width)
+
+
+def cell_width(text: str) -> int:
+    """How many places of a terminal's line ``text`` takes."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> None:
@@ -96,10 +132,3 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
     width = max((len(title) for title, _ in given), default=0)
     for title, value in given:
         say(f"{title:<{width}}  {printable(value)}".rstrip())
-
-
-def console() -> Console:
-    """Where tables go: stdout, as it is now."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False)

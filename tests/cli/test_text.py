@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.cli.text import count, moment, printable, shortened, size
+from casckpt.cli.text import Column, cell_width, count, moment, printable, shortened, size, table
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,51 @@ def test_words_for_numbers_and_times() -> None:
     assert moment("2026-11-21T04:12:59+02:00") == "2026-11-21 02:12"
     assert shortened(["a", "b", "c"], 3) == ["a", "b", "c"]
     assert shortened(["a", "b", "c"], 2) == ["a", "b", "... and 1 more (--json lists all)"]
+
+
+_COLUMNS = (Column("ID", fixed=True), Column("RUN"), Column("STEP", "right", fixed=True), Column("NOTES"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *rows: tuple[str, ...]) -> list[str]:
+    table(_COLUMNS, rows)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_stands_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, ("a1", "seven", "7", ""), ("b2", "x", "1000", "best")) == [
+        "ID  RUN    STEP  NOTES",
+        "a1  seven     7",
+        "b2  x      1000  best",
+    ]
+
+
+def test_what_is_too_long_for_the_line_folds_and_leaves_room_for_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = printed(capsys, ("abcdef", "r" * 20, "7", "n" * 9))
+    assert lines[1:] == ["abcdef  rrrrrrr     7  nnnnnnn", "        rrrrrrr        nn", "        rrrrrr"]
+
+
+def test_a_title_is_never_cut_and_a_fixed_column_never_folds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "5")
+    assert printed(capsys, ("abcdef", "abcd", "7", "abcdef"))[1:] == [
+        "abcdef  abc     7  abcde",
+        "        d          f",
+    ]
+
+
+@given(st.lists(st.tuples(*[st.text(max_size=60)] * 4), max_size=4))
+def test_any_text_stands_in_its_column(rows: list[tuple[str, str, str, str]]) -> None:
+    with pytest.MonkeyPatch.context() as patch, io.StringIO() as out, contextlib.redirect_stdout(out):
+        patch.setenv("COLUMNS", "200")
+        short = [(one[:10], two, three[:4], four) for one, two, three, four in rows]
+        table(_COLUMNS, short)
+        text = out.getvalue()
+    assert all(cell_width(line) <= 200 for line in text.split("\n"))
+    shown = "".join(text.split())
+    assert len(shown) == sum(len("".join(printable(cell).split())) for row in short for cell in row) + len(
+        "IDRUNSTEPNOTES"
+    )

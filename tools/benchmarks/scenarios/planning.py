@@ -13,7 +13,7 @@ from benchmarks.scenarios.saving import time_of
 _RANKS = (4, 256, 1024, 4096)
 _KINDS = ("replicas", "shards", "hsdp")
 _TENSORS = 1000
-_PATIENCE = 120.0  # seconds that a round may be expected to take, with the making of what is planned
+_PATIENCE = 60.0  # seconds that a round may be expected to take, with the making of what is planned
 _TELLING = 1.0  # seconds: less may be anything
 _ROUNDS = 3
 
@@ -22,7 +22,7 @@ def plan(options: Options) -> ScenarioResult:
     """What rank 0 does with what all ranks told it, the first time; both keep the plan while nothing changes.
 
     "replicas": all ranks hold the same; "shards": each holds its rows; "hsdp": rows over 8 ranks, the same in each
-    group of 8. DCP is spared where its last round, grown in proportion, would take more than two minutes.
+    group of 8. DCP is spared where its last round, grown in proportion, would take more than a minute.
     """
     ranks, tensors = ((4, 16), 50) if options.quick else (_RANKS, _TENSORS)
     options.rounds = min(options.rounds, _ROUNDS)

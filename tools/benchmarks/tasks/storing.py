@@ -111,7 +111,7 @@ def load_part(here: Here, *, peer: str, setting: Setting, state: str, folder: st
     }  # fmt: skip
     measured = _measured_load(here, path, cache, lambda: adapter.load_part(parts, path))
     _compare(expected, memory, peer, setting)
-    measured.extra["bytes_wanted"] = float(values.size_of(memory))
+    measured.extra |= {"bytes_wanted": float(values.size_of(memory)), "ranges": float(len(memory))}
     return measured
 
 
