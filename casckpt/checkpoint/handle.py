@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -88,7 +89,7 @@ class Checkpoint:
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
         found = self._record.metadata
-        return dict(found) if found is not None else manifests.get(self.repo, self.commit).metadata
+        return deepcopy(found) if found is not None else manifests.get(self.repo, self.commit).metadata
 
     @property
     def tags(self) -> list[str]:

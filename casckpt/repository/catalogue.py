@@ -106,16 +106,16 @@ class Catalogue:
         """Has an error turned the file off for this process?"""
         return self._off
 
-    def records(self, prefix: str) -> dict[str, bytes]:
-        """The bytes of all records that are known under ``prefix`` ("commits/"), by key."""
-        end = prefix + chr(0x10FFFF)
+    def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
+        """The bytes of all records that are known under ``prefix`` ("commits/"), by key; from the key ``first`` on."""
+        first, end = max(prefix, first), prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> dict[str, bytes]:
             sql = "SELECT key, data, digest FROM records WHERE key >= ? AND key < ?"
-            rows = connection.execute(sql, (prefix, end)).fetchall()
+            rows = connection.execute(sql, (first, end)).fetchall()
             return {key: data for key, data, digest in rows if digest == _digest(key, data)}
 
-        return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if k.startswith(prefix)})
+        return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if first <= k < end})
 
     def add_records(self, records: Mapping[str, bytes]) -> None:
         """Keep the bytes of records of the store, by key."""

@@ -135,16 +135,23 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
     """
-    entries = {entry.key: entry for entry in repo.storage.list(PREFIX) if parse_log(entry.key)}
-    firsts = {commit_key(_name(key)[0]) for key in entries}
-    for key in firsts - entries.keys():  # put while the listing ran, or gone
-        entries[key] = Entry(key, -1)
+    names = {entry: name for entry in repo.storage.list(PREFIX) if (name := parse_log(entry.key))}
+    sizes = {entry.key: entry.size for entry in names}
+    last: tuple[Mapping[str, int], CommitList | None] = repo.records.folded
+    if last[1] is not None and last[0] == sizes and not anew:
+        return last[1]
+    for txid in {name[0] for name in names.values()}:
+        if commit_key(txid) not in sizes:  # put while the listing ran, or gone
+            names[Entry(commit_key(txid), -1)] = (txid, 0)
     logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
-    for key, record in read_records(repo, PREFIX, entries.values(), _kind, anew=anew).items():
-        txid, number = _name(key)
-        logs[txid][number] = _checked(record, txid, key)
-    commits = {txid: found for txid, log in logs.items() if (found := _folded(txid, log))}
-    return CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
+    found = read_records(repo, PREFIX, names, _kind, anew=anew)
+    for entry, (txid, number) in names.items():
+        logs[txid][number] = _checked(found[entry.key], txid, entry.key)
+    commits = {txid: commit for txid, log in logs.items() if (commit := _folded(txid, log))}
+    listed = CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
+    if not listed.damaged and len(sizes) == len(names):
+        repo.records.folded = (sizes, listed)
+    return listed
 
 
 def list_names(repo: Repository) -> set[TxId]:

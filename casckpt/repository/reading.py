@@ -35,19 +35,26 @@ def read_records(
 ) -> dict[str, Read]:
     """The record, or the error, of each listed key under ``prefix`` ("commits/"). Raises `StorageError`.
 
-    What the catalogue holds is not read again, unless its size is not the one that was listed: then the store was put
-    back from a copy, and went another way since. ``anew``: read all of them, to see whether they are still whole.
+    What this process, or the catalogue, holds is not read again, unless its size is not the one that was listed: then
+    the store was put back from a copy, and went another way since. ``anew``: read all of them, to see whether they are
+    still whole.
     """
     entries = list(entries)
-    known = {} if anew else repo.catalogue.records(prefix)
-    hits = {entry.key: known[entry.key] for entry in entries if len(known.get(entry.key, b"")) == entry.size > 0}
-    misses = [entry.key for entry in entries if entry.key not in hits]
+    held = {} if anew else {entry.key: repo.records.get(entry.key, entry.size) for entry in entries}
+    rest = [entry for entry in entries if held.get(entry.key) is None]
+    if not rest:
+        return held
+    known = {} if anew else repo.catalogue.records(prefix, min(entry.key for entry in rest))
+    hits = {entry.key: known[entry.key] for entry in rest if len(known.get(entry.key, b"")) == entry.size > 0}
+    misses = [entry.key for entry in rest if entry.key not in hits]
     fresh = dict(zip(misses, each(repo.storage, lambda key: _fetch(repo, key), misses), strict=True))
     found = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
-    new = {k: v for k, v in fresh.items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
-    if new:
+    whole = {k: v for k, v in (hits | fresh).items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
+    for key, data in whole.items():
+        repo.records.add(key, len(data), found[key])
+    if new := {key: data for key, data in whole.items() if key in fresh}:
         repo.catalogue.add_records(new)
-    return found
+    return held | found
 
 
 def _fetch(repo: Repository, key: str) -> bytes | CasckptError:

@@ -21,6 +21,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.manifest_cache import ManifestCache
+from casckpt.repository.record_cache import RecordCache
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 Clock: TypeAlias = Callable[[], int]
@@ -51,14 +52,15 @@ class Repository:
     entropy: Entropy = os.urandom
     single_writer: bool = False
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
+    records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"manifests": None, "_catalogue": None}
+        return self.__dict__ | {"manifests": None, "records": None, "_catalogue": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"manifests": ManifestCache()})
+        self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
 
     @property
     def marker(self) -> Marker:

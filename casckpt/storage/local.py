@@ -206,18 +206,19 @@ def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:
                 continue
             if item.is_dir(follow_symlinks=False):
                 deeper.append(key)
-            elif entry := _entry(item, key, folders.root / key):
+            elif entry := _entry(item, key, folders.root):
                 files.append(entry)
     return files, deeper
 
 
-def _entry(item: os.DirEntry[str], key: str, path: Path) -> Entry | None:
+def _entry(item: os.DirEntry[str], key: str, root: Path) -> Entry | None:
     """An object of a listing; None for what is no regular file, or was deleted meanwhile."""
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-    refuse_symlink(status.st_mode, path)
+    if stat.S_ISLNK(status.st_mode):
+        refuse_symlink(status.st_mode, root / key)
     return Entry(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 

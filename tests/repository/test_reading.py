@@ -1,0 +1,112 @@
+"""Records are read from the store once by a host, and decoded once by a process; listings stay exact all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Damaged
+from casckpt.format import records
+from casckpt.format.keys import commit_key
+from casckpt.repository import record_cache
+from casckpt.repository.commits import forget, list_commits
+from casckpt.repository.tags import set_tag, tags
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import commit_bare, memory, repository
+
+Decoded = list[str]
+
+
+@contextmanager
+def decodings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoded]:
+    """The keys of the records that are decoded inside the block."""
+    seen: Decoded = []
+    decode = records.decode
+
+    def counting(data: bytes, kind: Any, key: str) -> Any:
+        seen.append(key)
+        return decode(data, kind, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "decode", counting)
+        yield seen
+
+
+def test_a_save_decodes_what_is_new_whatever_the_store_holds(
+    store: casckpt.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.ones(4)}
+    store.save(state, step=0)
+    for step in range(200):
+        commit_bare(store.repository, "other", step)
+    store.save(state, step=1)
+    with decodings(monkeypatch) as seen:
+        store.save(state, step=2)
+    assert [key for key in seen if key.startswith("commits/")] == [commit_key(store.get("default@1").commit.txid)]
+
+
+def test_another_process_reads_from_the_catalogue_and_then_only_what_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = memory()
+    first = repository(tmp_path, inner)
+    for step in range(20):
+        commit_bare(first, step=step)
+    list_commits(first)
+    storage = FaultyStore(inner)
+    other = repository(tmp_path, storage)
+    assert len(list_commits(other).live()) == 20
+    assert storage.keys("get") == ["casckpt.json"]
+    made = commit_bare(first, step=20)
+    with decodings(monkeypatch) as seen:
+        assert len(list_commits(other).live()) == 21
+    assert seen == [commit_key(made.txid)]
+
+
+def test_what_was_added_to_a_log_is_seen(tmp_path: Path) -> None:
+    repo, other = repository(tmp_path, storage := memory()), repository(tmp_path, storage, seed=2)
+    made = commit_bare(repo)
+    assert [commit.last for commit in list_commits(repo).live()] == ["committed"]
+    forget(other, made)
+    assert [commit.last for commit in list_commits(repo).live()] == ["forgotten"]
+
+
+def test_a_record_of_another_size_is_read_again(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    made = commit_bare(repo)
+    list_commits(repo)
+    repo.storage.replace(commit_key(made.txid), b"torn")
+    assert isinstance(list_commits(repo).damaged[made.txid], Damaged)
+    assert isinstance(list_commits(repo).damaged[made.txid], Damaged)  # what is damaged is never taken as known
+
+
+def test_anew_sees_what_the_disk_did_to_a_known_record(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    made = commit_bare(repo)
+    list_commits(repo)
+    data = repo.storage.get(commit_key(made.txid), limit=1 << 20)
+    repo.storage.replace(commit_key(made.txid), data.replace(b"run", b"ruN"))
+    assert made.txid in list_commits(repo).commits
+    assert made.txid in list_commits(repo, anew=True).damaged
+
+
+def test_more_records_than_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_cache, "MAX_RECORDS", 3)
+    repo = repository(tmp_path)
+    made = [commit_bare(repo, step=step) for step in range(8)]
+    set_tag(repo, "best", made[0])
+    for _ in range(2):
+        assert [commit.txid for commit in list_commits(repo).live()] == [commit.txid for commit in made]
+        assert tags(repo)["best"].txid == made[0].txid
+
+
+def test_metadata_that_a_program_changes_is_its_own(store: casckpt.Store) -> None:
+    store.save({"w": torch.ones(4)}, step=0, metadata={"scores": [1]})
+    store.get("latest").metadata["scores"].append(2)
+    assert store.get("latest").metadata == {"scores": [1]}
