@@ -19,7 +19,7 @@ from typing import TypeVar
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import unpack
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.repository.forking import PerProcess
+from casckpt.storage.forking import PerProcess
 
 SCHEMA = 1
 """Stands in user_version. A file with another one is dropped and rebuilt."""

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import ManifestId, TxId
-from casckpt.repository.forking import PerProcess
+from casckpt.storage.forking import PerProcess
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20
