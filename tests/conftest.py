@@ -14,6 +14,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     import casckpt
     from tests.support.ranks import Pool
+    from tests.support.servers import Server
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
@@ -106,3 +107,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder
 
     with Pool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A fast imitation of S3."""
+    from tests.support import servers
+
+    with servers.running(servers.moto(tmp_path_factory.mktemp("moto"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real server that speaks S3."""
+    from tests.support import servers
+
+    with servers.running(servers.seaweed(tmp_path_factory.mktemp("seaweed"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that speaks S3, and ignores the condition that makes a put create only."""
+    from tests.support import servers
+
+    with servers.running(servers.rclone(tmp_path_factory.mktemp("rclone"))) as server:
+        yield server

@@ -61,7 +61,11 @@ FENCES = (
         ("frontends/",),
         "wrappers of models and other checkpointers are known to front ends only",
     ),
-    Fence(("fsspec", "s3fs", "aiobotocore", "botocore"), ("storage/remote.py",), "one adapter to remote storages"),
+    Fence(
+        ("fsspec", "s3fs", "aiobotocore", "botocore", "aiohttp"),
+        ("storage/remote",),
+        "one adapter to remote storages, of a few modules",
+    ),
     Fence(("sqlite_utils", "sqlite3"), ("repository/catalogue.py",), "the catalogue can be done without"),
     Fence(("blake3",), ("format/",), "the format has one hash"),
     Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),

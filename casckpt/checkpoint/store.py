@@ -53,11 +53,14 @@ def open(
 ) -> Store:
     """Open a store: a path, ``file://``, ``memory://``. Creates nothing; the first save does.
 
-    ``storage_options``: passed on to the storage's client. ``cache_dir``: where what is learnt of the store is kept
-    on this host (default: the user's cache folder). Raises InvalidInput or Unsupported for a URL that cannot be used.
+    ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
+    is kept on this host (default: the user's cache folder). ``single_writer``: your word that nobody else writes to the
+    store at the same time, which makes storages usable that cannot create exclusively. Raises InvalidInput or
+    Unsupported for a URL that cannot be used.
     """
     cache = None if cache_dir is None else Path(cache_dir)
-    return Store(Repository(open_storage(url, storage_options), cache, single_writer=single_writer))
+    storage = open_storage(url, storage_options, single_writer=single_writer)
+    return Store(Repository(storage, cache, single_writer=single_writer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,14 @@ Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-def open_storage(url: str | os.PathLike[str], storage_options: Options | None = None) -> ObjectStore:
-    """The storage at a path, ``file:///path`` or ``memory://name``. Makes and reads nothing.
+def open_storage(
+    url: str | os.PathLike[str], storage_options: Options | None = None, *, single_writer: bool = False
+) -> ObjectStore:
+    """The storage at a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
 
-    Relative paths are made absolute, and ``~`` is expanded. Raises `InvalidInput` for what is no such name,
-    `Unsupported` for other kinds of storage.
+    Makes and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
+    `casckpt.storage.remote.RemoteStore`. Raises `InvalidInput` for what is no such name, `Unsupported` for storages
+    that nothing here can open.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
@@ -31,10 +34,9 @@ def open_storage(url: str | os.PathLike[str], storage_options: Options | None = 
     found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
     opener = _OPENERS.get(scheme)
-    if opener is None:
-        known = ", ".join(f"{name}://" for name in _OPENERS if name)
-        raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
-    return opener(rest, storage_options or {})
+    if opener is not None:
+        return opener(rest, storage_options or {})
+    return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
 
 
 def _open_path(rest: str, options: Options) -> ObjectStore:
@@ -55,12 +57,21 @@ def _open_memory(rest: str, options: Options) -> ObjectStore:
     return MemoryStore(rest)
 
 
+def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
+    from casckpt.storage.remoteurls import is_known, open_remote  # fsspec takes a while to import
+
+    if not is_known(scheme):
+        known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
+        raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
+    return open_remote(scheme, rest, options, single_writer=single_writer)
+
+
 def _no_options(options: Options) -> None:
     if options:
         raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {sorted(options)}")
 
 
-# One line for each kind; what a function gets is the URL after "scheme://".
+# One line for each kind that is here; all others are fsspec's. What a function gets is the URL after "scheme://".
 _OPENERS: dict[str, Callable[[str, Options], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,

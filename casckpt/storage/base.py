@@ -29,6 +29,7 @@ class Traits:
     to merge two ranges; ``parallel`` the number of requests worth having in flight; ``exclusive`` tells whether the
     storage refuses a second create of a key (None: not known, to be probed). ``stale``: why its listings may lag behind
     what others wrote, and what to do about it; "" where they do not. Then nothing may be deleted on their word.
+    ``uploads``: the number of puts of blobs worth having in flight, each with a buffer of its own.
     """
 
     remote: bool
@@ -36,6 +37,28 @@ class Traits:
     parallel: int
     exclusive: bool | None
     stale: str = ""
+    uploads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found out about a storage. ``ok``: None where it says nothing about being safe. ``advice``: what to do.
+
+    ``name``: a stable word for programs; ``found``: for people.
+    """
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+@runtime_checkable
+class Examinable(Protocol):
+    """A storage with settings that can be looked at."""
+
+    def examine(self) -> Iterator[Finding]:
+        """What they say. Writes nothing. Raises `casckpt.errors.StorageError`."""
 
 
 class Reader(Protocol):

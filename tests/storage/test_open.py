@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,42 @@ def test_a_url_opens_the_same_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "http", "https", "nonsense"])
-def test_other_schemes(scheme: str) -> None:
-    with pytest.raises(Unsupported, match=f"{scheme}://") as caught:
+def test_credentials_in_a_url_are_refused_and_not_shown(scheme: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{scheme}://") as caught:
         open_storage(f"{scheme}://user:secret@bucket/prefix")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http", "sftp", "github"])
+def test_what_fsspec_knows_is_opened_without_a_request(scheme: str) -> None:
+    assert open_storage(f"{scheme}://bucket/a/b/").url == f"{scheme}://bucket/a/b"
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("gs", "gcsfs"), ("az", "adlfs")])
+def test_a_package_that_is_missing_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unsupported, match=f"pip install {package}"):
+        open_storage(f"{scheme}://bucket/prefix")
+
+
+def test_an_unknown_scheme() -> None:
+    with pytest.raises(Unsupported, match=r"nonsense:// storages cannot be opened.*s3://"):
+        open_storage("nonsense://bucket/prefix")
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "/", "/a", "b//a", "b/../a", "b/./a", "b/a?x=1", "b/a#x", "file::s3", "-b/a", "b\\a"]
+)
+def test_nonsense_of_buckets(rest: str) -> None:
+    with pytest.raises(InvalidInput, match="s3://"):
+        open_storage(f"s3://{rest}")
+
+
+def test_secrets_are_never_shown() -> None:
+    store = open_storage("s3://bucket/prefix", {"key": "AKIAEXAMPLE", "secret": "hidden"})
+    shown = f"{store!r} {store.url} {vars(store)!r}"
+    assert "hidden" not in shown
+    assert "AKIAEXAMPLE" not in shown
 
 
 @pytest.mark.parametrize("url", ["", "file://", "file://relative/path", "a\0b", "file:///a%00b", 5, None, b"a"])

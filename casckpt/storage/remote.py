@@ -1,0 +1,221 @@
+"""Storages that are reached over a network: buckets of S3 and of its look-alikes, and whatever else fsspec knows.
+
+A `casckpt.storage.remotebase.Client` makes single requests: `casckpt.storage.remotes3` to S3, `casckpt.storage.
+remotefsspec` to all others. Here they become an `ObjectStore`: keys are checked, what fails is tried again, errors are
+ours, and each process has a client of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from casckpt.errors import CasckptError
+from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject, Traits
+from casckpt.storage.buffers import plain_bytes
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.forking import PerProcess
+from casckpt.storage.names import split_folder, split_key
+from casckpt.storage.remotebase import Client, Ranged
+from casckpt.storage.retries import Backoff
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GAP = 1 << 20  # bytes: about what a connection moves in the time of one more request
+REQUESTS = 32
+UPLOADS = 8
+
+
+class Connect(Protocol):
+    """How a client is made of what a store was opened with; `Place` is one that pickles."""
+
+    @property
+    def url(self) -> str:
+        """The place, without credentials."""
+
+    def __call__(self) -> Client:
+        """A new client, for this process."""
+
+
+class RemoteStore:
+    """`casckpt.storage.base.ObjectStore` over a network.
+
+    ``single_writer``: the caller's word that nobody else writes. Then a put looks whether the key is taken, and
+    storages that do not refuse a second create can be used.
+    """
+
+    def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen
+        self.counts = IoCounts()
+        self._connect = connect
+        self._single_writer = single_writer
+        self._backoff = backoff
+        self._clients = PerProcess(connect)
+
+    def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
+        return _reopen, (self._connect, self._single_writer, self._backoff)
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """As it was opened; it holds no credentials."""
+        return self._connect.url
+
+    @property
+    def traits(self) -> Traits:
+        """Whether it refuses a second create is known of few; the others are probed."""
+        exclusive = self._clients.get().exclusive
+        return Traits(remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=exclusive, uploads=UPLOADS)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `casckpt.storage.base.ObjectStore`. An object is one request, whatever its size.
+
+        A refusal after an attempt whose answer was lost may be our own doing: then the object is read back.
+        """
+        split_key(key)
+        view = plain_bytes(data)
+        attempts = 0
+
+        def create(client: Client) -> None:
+            nonlocal attempts
+            attempts += 1
+            if not self._single_writer:
+                client.create(key, view)
+            elif client.size(key) is not None:
+                raise AlreadyExists(key)
+            else:
+                client.put(key, view)
+
+        self.counts.add(requests=1)
+        try:
+            self._ask("write", key, create)
+        except AlreadyExists:
+            if attempts == 1 or not self._holds(key, view):
+                raise
+        self.counts.add(puts=1, bytes_written=view.nbytes)
+
+    def _holds(self, key: str, data: memoryview) -> bool:
+        try:
+            return self._ask("read", key, lambda client: client.get(key, data.nbytes)) == data
+        except CasckptError:  # another one's is longer, or gone by now
+            return False
+
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        view = plain_bytes(data)
+        self.counts.add(requests=1)
+        self._ask("write", key, lambda client: client.put(key, view))
+        self.counts.add(puts=1, bytes_written=view.nbytes)
+
+    def settle(self, folder: str) -> None:
+        """Nothing to do: what was acknowledged has its name."""
+        split_folder(folder)
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        self.counts.add(requests=1, reads=1)
+        data = self._ask("read", key, lambda client: client.get(key, limit))
+        self.counts.add(bytes_read=len(data))
+        return data
+
+    def open(self, key: str, *, shared: bool = False) -> RemoteReader:
+        """See `casckpt.storage.base.ObjectStore`. Asks nothing: what is not there shows at the first read."""
+        split_key(key)
+        return RemoteReader(self, key, self._clients.get().open(key))
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        self.counts.add(requests=1)
+        return self._ask("look at", key, lambda client: client.size(key))
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted."""
+        after: str | None = None
+
+        def page(client: Client) -> tuple[list[Entry], str | None]:
+            return client.page(prefix, after)
+
+        while True:
+            self.counts.add(requests=1)
+            entries, after = self._ask("list", prefix, page)
+            yield from entries
+            if after is None:
+                return
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_key(key)
+        self.counts.add(requests=1)
+        self._ask("delete", key, lambda client: client.delete(key))
+
+    def sweep(self, folder: str) -> int:
+        """Nothing is ever left over that has a name; see `examine` for uploads in parts, which are never ours."""
+        split_folder(folder)
+        return 0
+
+    def examine(self) -> Iterator[Finding]:
+        """What the settings of the bucket say."""
+        return self._clients.get().examine()
+
+    def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
+        client = self._clients.get()
+        return self.again(verb, key, lambda: call(client))
+
+    def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
+        """``call``, again and again while that may help. Raises what the last failure means."""
+        client, pauses, attempts = self._clients.get(), self._backoff.pauses(), 0
+        while True:
+            attempts += 1
+            try:
+                return call()
+            except (CasckptError, AlreadyExists, ShortObject):
+                raise  # some of these are OSErrors
+            except client.failures as error:
+                failure = client.explain(error)
+                pause = next(pauses, None) if failure.again else None
+                if pause is None:
+                    tried = f" {attempts} times" if attempts > 1 else ""
+                    message = f"cannot {verb} {self.url}/{key}{tried and ', tried' + tried}: {failure.why}"
+                    raise failure.kind(message, key=key) from error
+                log.info("%s %s/%s failed, again in %.1f s: %s", verb, self.url, key, pause, failure.why)
+            self._backoff.sleep(pause)
+
+
+class RemoteReader:
+    """An object of a `RemoteStore`. A read is one request; all reads see one version of the object."""
+
+    def __init__(self, store: RemoteStore, key: str, ranged: Ranged) -> None:
+        self._store = store
+        self._key = key
+        self._ranged = ranged
+
+    @property
+    def size(self) -> int:
+        """Size in bytes: a request, unless something was read before."""
+        self._store.counts.add(requests=1)
+        return self._store.again("look at", self._key, self._ranged.size)
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.base.Reader`."""
+        filled = [buffer for buffer in buffers if buffer.nbytes]
+        if not filled:
+            return
+        self._store.counts.add(requests=1, reads=1)
+        self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
+        self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is held open."""
+
+
+def _reopen(connect: Connect, single_writer: bool, backoff: Backoff) -> RemoteStore:
+    return RemoteStore(connect, single_writer=single_writer, backoff=backoff)

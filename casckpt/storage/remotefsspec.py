@@ -1,0 +1,159 @@
+"""Objects of any storage that fsspec knows, through its plain methods."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from fsspec.core import url_to_fs
+
+from casckpt.errors import NotFound, Refused, Unsupported
+from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
+from casckpt.storage.remotebase import Failure
+
+# Those whose pipe_file(mode="create") is one request that the server refuses. fsspec's own looks first and writes
+# then, so that two can win; with these a probe decides.
+_ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+_READ_ONLY: Final = frozenset({"http", "https"})
+
+
+class FsspecClient:
+    """`casckpt.storage.remotebase.Client` of the folder that ``url`` names."""
+
+    failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._scheme = url.partition("://")[0]
+        self._fs, root = url_to_fs(url, **options)
+        self._root = root.rstrip("/")
+        self._listing = threading.Lock()
+        self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
+
+    def explain(self, error: Exception) -> Failure:
+        """See `casckpt.storage.remotebase.Client`."""
+        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, PermissionError):
+            return Failure(f"{line}; check the credentials in storage_options")
+        if isinstance(error, NotImplementedError | ImportError | TypeError):
+            return Failure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
+        return Failure(f"{line}; check the network and the storage_options, and try again", again=True)
+
+    def create(self, key: str, data: memoryview) -> None:
+        """See `casckpt.storage.remotebase.Client`."""
+        self._write(key, data, mode="create")
+
+    def put(self, key: str, data: memoryview) -> None:
+        """See `casckpt.storage.remotebase.Client`."""
+        self._write(key, data, mode="overwrite")
+
+    def _write(self, key: str, data: memoryview, mode: str) -> None:
+        if self._scheme in _READ_ONLY:
+            raise Unsupported(f"{self._scheme}:// storages can only be read; save to another store")
+        path = self._path(key)
+        if self._scheme not in _ATOMIC:  # those have no folders
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        try:
+            self._fs.pipe_file(path, bytes(data), mode=mode)
+        except FileExistsError as error:
+            raise AlreadyExists(key) from error
+
+    def get(self, key: str, limit: int) -> bytes:
+        """See `casckpt.storage.remotebase.Client`."""
+        size = self.size(key)
+        if size is None:
+            raise NotFound(f"object {key} is not in {self._root}: it was deleted, or never written", key=key)
+        if size > limit:
+            raise Refused(f"object {key} in {self._root} has {size} bytes where at most {limit} are allowed")
+        data: bytes = self._fs.cat_file(self._path(key))
+        return data
+
+    def open(self, key: str) -> FsspecObject:
+        """See `casckpt.storage.remotebase.Client`."""
+        return FsspecObject(self, key)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.remotebase.Client`."""
+        found = self.info(key)
+        return None if found is None or found["type"] != "file" else int(found["size"])
+
+    def info(self, key: str) -> Mapping[str, Any] | None:
+        """What fsspec says of an object; None if there is none."""
+        self._fs.invalidate_cache()
+        try:
+            found: Mapping[str, Any] = self._fs.info(self._path(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found
+
+    def read(self, key: str, offset: int, end: int) -> bytes:
+        """Bytes of an object. Raises FileNotFoundError."""
+        data: bytes = self._fs.cat_file(self._path(key), start=offset, end=end)
+        return data
+
+    def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
+        """See `casckpt.storage.remotebase.Client`: all at once."""
+        folder = prefix.rpartition("/")[0]
+        with self._listing:  # the cache is of the whole file system
+            self._fs.invalidate_cache()
+            found = self._fs.find(self._path(folder) if folder else self._root, detail=True)
+        entries = [self._entry(path, about) for path, about in found.items()]
+        return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
+
+    def _entry(self, path: str, about: Mapping[str, Any]) -> Entry | None:
+        key = path.removeprefix(self._root).removeprefix("/")
+        if about.get("type") == "directory" or not key or key.endswith("/"):
+            return None
+        size = about.get("size")
+        if size is None:  # a listing of links
+            size = self.size(key)
+        return None if size is None else Entry(key, int(size))
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.remotebase.Client`."""
+        if self._scheme in _READ_ONLY:
+            raise Unsupported(f"{self._scheme}:// storages can only be read; nothing can be deleted there")
+        try:
+            self._fs.rm_file(self._path(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def examine(self) -> Iterator[Finding]:
+        """Nothing is known of the settings of all storages."""
+        return iter(())
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+
+class FsspecObject:
+    """`casckpt.storage.remotebase.Ranged`."""
+
+    def __init__(self, client: FsspecClient, key: str) -> None:
+        self._client, self._key = client, key
+        self._info: Mapping[str, Any] | None = None
+
+    def size(self) -> int:
+        """See `casckpt.storage.remotebase.Ranged`."""
+        if self._info is None:
+            self._info = self._client.info(self._key)
+        if self._info is None:
+            raise NotFound(f"object {self._key} was deleted, or never written", key=self._key)
+        return int(self._info["size"])
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.remotebase.Ranged`."""
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if self.size() < end:
+            raise ShortObject(self._key, self.size())
+        try:
+            data = memoryview(self._client.read(self._key, offset, end))
+        except FileNotFoundError as error:
+            raise NotFound(f"object {self._key} was deleted, or never written", key=self._key) from error
+        if len(data) == self.size() > end - offset:  # the server does not know ranges
+            data = data[offset:end]
+        if len(data) != end - offset:
+            raise ShortObject(self._key, offset + len(data))
+        for buffer in buffers:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]

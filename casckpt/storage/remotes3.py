@@ -1,0 +1,235 @@
+"""Objects in a bucket of S3, or of a server that speaks its protocol, through the client of s3fs.
+
+s3fs finds credentials and regions, and keeps the connections; what is sent is decided here, because its own methods
+switch to uploads in parts by themselves (of which several may win the race for one name) and drop parameters that an
+old client does not know (such as the condition that makes a put create only).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from botocore.exceptions import ClientError, ResponseStreamingError
+from s3fs import S3FileSystem
+
+from casckpt.errors import NotFound, Refused, StorageError, Unsupported
+from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
+from casckpt.storage.remotebase import Failure
+from casckpt.storage.remotes3errors import FAILURES, explain, size_from, status_of
+from casckpt.storage.remotes3facts import examine
+
+T = TypeVar("T")
+_CHUNK = 1 << 20
+# The client would try again by itself, and a put that it repeats is refused because of the first one. So it is told
+# not to, and `RemoteStore`, which knows that, repeats.
+_CONFIG: Mapping[str, Any] = {
+    "max_pool_connections": 64,
+    "connect_timeout": 10,
+    "read_timeout": 60,
+    "retries": {"total_max_attempts": 1},
+}
+
+
+class S3Client:
+    """`casckpt.storage.remotebase.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash)."""
+
+    exclusive: bool | None = None  # some servers ignore the condition without a word
+    failures = FAILURES
+
+    def __init__(self, bucket: str, prefix: str, options: Mapping[str, Any]) -> None:
+        config = {**_CONFIG, **options.get("config_kwargs", {})}
+        self.bucket, self.prefix = bucket, prefix
+        self._fs = S3FileSystem(**{**options, "config_kwargs": config, "use_listings_cache": False})
+        self._loop: asyncio.AbstractEventLoop = self._fs.loop
+
+    def explain(self, error: Exception) -> Failure:
+        """See `casckpt.storage.remotebase.Client`."""
+        return explain(error)
+
+    def create(self, key: str, data: memoryview) -> None:
+        """See `casckpt.storage.remotebase.Client`."""
+        try:
+            self._call("put_object", Key=self.prefix + key, Body=bytes(data), IfNoneMatch="*")
+        except ClientError as error:
+            if status_of(error) == 412:
+                raise AlreadyExists(key) from error
+            raise
+
+    def put(self, key: str, data: memoryview) -> None:
+        """See `casckpt.storage.remotebase.Client`."""
+        self._call("put_object", Key=self.prefix + key, Body=bytes(data))
+
+    def get(self, key: str, limit: int) -> bytes:
+        """See `casckpt.storage.remotebase.Client`."""
+        with self.absence(key):
+            return self.run(self._get(key, limit))
+
+    async def _get(self, key: str, limit: int) -> bytes:
+        answer = await self.send("get_object", Key=self.prefix + key)
+        async with answer["Body"] as body:
+            if answer["ContentLength"] > limit:
+                size = answer["ContentLength"]
+                raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
+            data = bytearray(answer["ContentLength"])
+            await _fill(body, [memoryview(data)])
+        return bytes(data)
+
+    def open(self, key: str) -> S3Object:
+        """See `casckpt.storage.remotebase.Client`."""
+        return S3Object(self, key)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.remotebase.Client`."""
+        try:
+            return int(self._call("head_object", Key=self.prefix + key)["ContentLength"])
+        except ClientError as error:
+            if status_of(error) == 404:
+                return None
+            raise
+
+    def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
+        """See `casckpt.storage.remotebase.Client`: up to 1,000 objects."""
+        token = {} if after is None else {"ContinuationToken": after}
+        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, **token)
+        skip = len(self.prefix)
+        entries = [Entry(one["Key"][skip:], one["Size"]) for one in found.get("Contents", ())]
+        files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
+        return files, found.get("NextContinuationToken") if found.get("IsTruncated") else None
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.remotebase.Client`. In a bucket with versions these too, where that is allowed."""
+        try:
+            answer = self._call("delete_object", Key=self.prefix + key)
+        except ClientError as error:
+            if status_of(error) != 404:
+                raise
+            return
+        if answer.get("DeleteMarker"):
+            self._delete_versions(key)
+
+    def _delete_versions(self, key: str) -> None:
+        """All that a delete only hid. Where it may not be seen or deleted it stays: `examine` says so."""
+        try:
+            found = self._call("list_object_versions", Prefix=self.prefix + key)
+            for one in [*found.get("Versions", ()), *found.get("DeleteMarkers", ())]:  # markers last, or it shows again
+                if one["Key"] == self.prefix + key:
+                    self._call("delete_object", Key=one["Key"], VersionId=one["VersionId"])
+        except ClientError as error:
+            if status_of(error) not in (400, 403, 405, 501):
+                raise
+
+    def examine(self) -> Iterator[Finding]:
+        """See `casckpt.storage.remotebase.Client`."""
+        return examine(self._call, self.prefix)
+
+    # requests
+
+    @contextmanager
+    def absence(self, key: str) -> Iterator[None]:
+        """Where the object is not there, say so."""
+        try:
+            yield
+        except ClientError as error:
+            if status_of(error) != 404 or error.response["Error"].get("Code") == "NoSuchBucket":
+                raise
+            message = f"object {key} is not in {self._place}: it was deleted, or never written"
+            raise NotFound(message, key=key) from error
+
+    @property
+    def _place(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def _call(self, operation: str, **arguments: Any) -> Any:
+        return self.run(self.send(operation, **arguments))
+
+    async def send(self, operation: str, **arguments: Any) -> Any:
+        """One request, with what the options say about all requests. No parameter is dropped in silence."""
+        client = await self._fs.set_session()
+        model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
+        known = model.input_shape.members
+        if "IfNoneMatch" in arguments and "IfNoneMatch" not in known:
+            raise Unsupported("this S3 client cannot put without replacing: install aiobotocore 2.19 or later")
+        extra = {**self._fs.s3_additional_kwargs, **self._fs.req_kw}
+        extra = {name: value for name, value in extra.items() if name in known}
+        return await getattr(client, operation)(**extra, Bucket=self.bucket, **arguments)
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run in fsspec's loop, which has a thread of its own; stop it if this thread is interrupted."""
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class S3Object:
+    """`casckpt.storage.remotebase.Ranged`: bytes go from the connection's buffer straight into place."""
+
+    def __init__(self, client: S3Client, key: str) -> None:
+        self._client, self._key = client, key
+        self._etag: str | None = None
+        self._size: int | None = None
+
+    def size(self) -> int:
+        """See `casckpt.storage.remotebase.Ranged`."""
+        if self._size is None:
+            with self._client.absence(self._key):
+                answer = self._client.run(self._client.send("head_object", Key=self._client.prefix + self._key))
+            self._is_the_same(answer, answer["ContentLength"])
+        return self._size or 0
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.remotebase.Ranged`."""
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        try:
+            with self._client.absence(self._key):
+                self._client.run(self._read(offset, end, buffers))
+        except ClientError as error:
+            if status_of(error) != 416:
+                raise
+            size = size_from(error.response["ResponseMetadata"]["HTTPHeaders"].get("content-range"))
+            raise ShortObject(self._key, self.size() if size is None else size) from error
+
+    async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
+        answer = await self._client.send(
+            "get_object", Key=self._client.prefix + self._key, Range=f"bytes={offset}-{end - 1}"
+        )
+        async with answer["Body"] as body:
+            size = size_from(answer.get("ContentRange"))
+            if size is None and offset:
+                raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
+            self._is_the_same(answer, answer["ContentLength"] if size is None else size)
+            if self.size() < end:
+                raise ShortObject(self._key, self.size())
+            await _fill(body, buffers)
+
+    def _is_the_same(self, answer: Mapping[str, Any], size: int) -> None:
+        """Note which version of the object answers; an error if it is not the one that answered before."""
+        etag = answer.get("ETag")
+        if self._size is None:
+            self._etag, self._size = etag, size
+        elif (self._etag, self._size) != (etag, size):
+            message = f"object {self._key} was replaced while it was read; read it again"
+            raise StorageError(message, key=self._key)
+
+
+async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:
+    """Bytes of an answer into buffers, as they arrive."""
+    left = sum(buffer.nbytes for buffer in buffers)
+    rest = iter(buffers)
+    place = next(rest, memoryview(b""))
+    while left:
+        chunk = memoryview(await body.read(min(left, _CHUNK)))
+        if not chunk:
+            raise ResponseStreamingError(error=f"the answer ended {left} bytes early")
+        left -= len(chunk)
+        while chunk:
+            part = min(len(chunk), len(place))
+            place[:part] = chunk[:part]
+            chunk, place = chunk[part:], place[part:]
+            if not place:
+                place = next(rest, place)

@@ -1,0 +1,81 @@
+"""From a URL and storage_options to a storage over a network. Makes and reads nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from casckpt.errors import InvalidInput, Unsupported
+from casckpt.storage.remote import RemoteStore
+from casckpt.storage.remotebase import Client
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_NEEDS = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "s3": "s3fs"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a remote store lies, and how to get there. ``options`` hold secrets, so they are never shown."""
+
+    scheme: str
+    rest: str
+    options: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """As given, without a slash at the end."""
+        return f"{self.scheme}://{self.rest}"
+
+    def __call__(self) -> Client:
+        """A client for this process. Raises `Unsupported` if its package is not installed or refuses the options."""
+        try:
+            return self._client()
+        except ImportError as error:
+            raise Unsupported(_missing(self.scheme)) from error
+        except (TypeError, ValueError, KeyError) as error:
+            names = ", ".join(sorted(self.options)) or "none"
+            raise InvalidInput(f"{self.url} cannot be opened with the storage_options {names}: {error}") from None
+
+    def _client(self) -> Client:
+        if self.scheme != "s3":
+            from casckpt.storage.remotefsspec import FsspecClient
+
+            return FsspecClient(self.url, self.options)
+        from casckpt.storage.remotes3 import S3Client
+
+        bucket, _, prefix = self.rest.partition("/")
+        return S3Client(bucket, prefix and f"{prefix}/", self.options)
+
+
+def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_writer: bool = False) -> RemoteStore:
+    """The store at ``scheme://rest``. Raises `InvalidInput`, `Unsupported` for what cannot be opened at all."""
+    rest = rest.rstrip("/")
+    host, *parts = rest.split("/")
+    if "@" in host:
+        raise InvalidInput(f"a {scheme}:// URL holds no credentials here: give them with storage_options")
+    if any(character in rest for character in "?#\\") or "::" in rest:
+        raise InvalidInput(
+            f"a {scheme}:// URL of a store has no query and no other part: give {scheme}://bucket/prefix"
+        )
+    if any(part in ("", ".", "..") for part in parts) or not _BUCKET.fullmatch(host.partition(":")[0]):
+        raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: give {scheme}://bucket/prefix")
+    package = _NEEDS.get(scheme)
+    if package and importlib.util.find_spec(package) is None:
+        raise Unsupported(_missing(scheme))
+    return RemoteStore(Place(scheme, rest, dict(options)), single_writer=single_writer)
+
+
+def is_known(scheme: str) -> bool:
+    """Does fsspec know storages of this kind?"""
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in registry or scheme in known_implementations
+
+
+def _missing(scheme: str) -> str:
+    package = _NEEDS.get(scheme)
+    extra = "pip install 'casckpt[s3]'" if scheme == "s3" else f"pip install {package or 'what fsspec names for it'}"
+    return f"{scheme}:// storages need another package: {extra}"

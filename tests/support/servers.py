@@ -1,0 +1,189 @@
+"""S3 servers of the machine's own, on the loopback interface: started for a session of tests, and gone at its end.
+
+Each is a process that dies with the one that started it, whatever happens to that. A binary that is missing is an
+error, and no reason to skip: tools/setup installs all of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+KEY, SECRET = "casckpt-test", "casckpt-test-secret"
+_START_SECONDS = 60.0
+_ATTEMPTS = 3  # a port that was free may be taken a moment later
+# Becomes the command, which is killed by the kernel when the thread that started it dies.
+_BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+@dataclass
+class Server:
+    """A server with its data in ``folder``. ``command``: what to run, given so many free ports; the first is S3's."""
+
+    name: str
+    command: Callable[[Path, Sequence[int]], Sequence[str]]
+    ports: int
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    buckets: int = 0
+    _taken: list[int] = field(default_factory=list)
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self._taken[0]}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What opens a store in it: ``storage_options``."""
+        return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
+
+    @cached_property
+    def client(self) -> Any:
+        """A client of boto3, to look behind a store's back."""
+        config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+            config=config,
+        )
+
+    def new_bucket(self) -> str:
+        """The name of a bucket that was not there before."""
+        self.buckets += 1
+        name = f"bucket-{self.buckets}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def look(self, bucket: str, key: str) -> bytes | None:
+        """The bytes of an object, None if there is none."""
+        try:
+            found: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
+                raise
+            return None
+        return found
+
+    def start(self) -> None:
+        """Start it on ports that are free, and wait until it answers."""
+        for _ in range(_ATTEMPTS):
+            self._taken = free_ports(self.ports)
+            if self._answers():
+                return
+        log = (self.folder / "log").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{self.name} did not start; its log ends with:\n{log}")
+
+    def start_again(self) -> None:
+        """Start it on the ports that it had."""
+        if not self._answers():
+            raise RuntimeError(f"{self.name} did not come back; its log is {self.folder / 'log'}")
+
+    def kill(self) -> None:
+        """End it, as a crash would."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        """Start the process, and wait until it lists buckets. False if it ends before."""
+        command = self.command(self.folder, self._taken)
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOUND, *command], stdout=log, stderr=log, cwd=self.folder,
+                env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.environment},
+            )  # fmt: skip
+        client, end = self.client, time.monotonic() + _START_SECONDS
+        while time.monotonic() < end and self._process.poll() is None:
+            try:
+                client.list_buckets()
+            except (BotoCoreError, ClientError):
+                time.sleep(0.05)  # between looks at another process; nothing depends on how long
+                continue
+            return True
+        self.kill()
+        return False
+
+
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """Started, and killed at the end."""
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def moto(folder: Path) -> Server:
+    """A fast imitation, which keeps all in memory."""
+
+    def command(_: Path, ports: Sequence[int]) -> Sequence[str]:
+        return [sys.executable, binary("moto_server"), "-H", "127.0.0.1", "-p", str(ports[0])]
+
+    return Server("moto", command, 1, folder, {"PYTHONWARNINGS": "ignore"})
+
+
+def seaweed(folder: Path) -> Server:
+    """A real server, which keeps all in ``folder``."""
+
+    def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
+        names = ("s3", "master", "volume", "filer", "admin")
+        given = [f"-{name}.port={port}" for name, port in zip(names, ports, strict=False)]
+        given += [f"-{name}.port.grpc={port}" for name, port in zip(names, ports[len(names) :], strict=True)]
+        return [
+            binary("weed"), "mini", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-master.telemetry=false",
+        ]  # fmt: skip
+
+    (folder / "data").mkdir()
+    credentials = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    return Server("seaweedfs", command, 10, folder, {"GOMEMLIMIT": "256MiB", **credentials})
+
+
+def rclone(folder: Path) -> Server:
+    """A server that ignores the condition of a put without a word."""
+
+    def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
+        return [binary("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{ports[0]}", "--auth-key", f"{KEY},{SECRET}",
+                str(data / "data")]  # fmt: skip
+
+    (folder / "data").mkdir()
+    return Server("rclone", command, 1, folder)
+
+
+def binary(name: str) -> str:
+    """A program of this environment."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        raise RuntimeError(f"{name} is not installed beside {sys.executable}: run tools/setup")
+    return found
