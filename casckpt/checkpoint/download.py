@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from threading import Event, Lock
 from typing import NamedTuple, Protocol
 
@@ -25,9 +26,11 @@ from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
+from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.tensors.memory import copy_bytes
 
 _BATCH_BYTES = 8 << 20
+_SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
 
 
 class Sink(Protocol):
@@ -95,17 +98,20 @@ class Download:
         traits = self.repo.storage.traits
         items = list(self._items(wants))
         rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
-        batches = plan_batches(rows, gap=traits.read_gap, most=_BATCH_BYTES)
+        most = _BATCH_BYTES if all(i.takers[0].place is not None for i in items) else _SCRATCH_BYTES
+        batches = plan_batches(rows, gap=traits.read_gap, most=most)
         total = sum(batch.nbytes for batch in batches)
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, len(items))
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
         readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches), shared=shared)
+        scratches = BufferPool(threads, most)
         stop = Event()
         try:
-            run_all(lambda batch: self._read(readers, batch, stop), batches, threads)
+            run_all(lambda batch: self._read(readers, scratches, batch, stop), batches, threads)
         finally:
             readers.close()
+            scratches.close()
 
     def _items(self, wants: Sequence[Want]) -> Iterable[_Item]:
         """One item for each distinct range of bytes."""
@@ -124,19 +130,20 @@ class Download:
                 item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
 
-    def _read(self, readers: _Readers, batch: Batch[_Item], stop: Event) -> None:
+    def _read(self, readers: _Readers, scratches: BufferPool, batch: Batch[_Item], stop: Event) -> None:
         if stop.is_set():  # something failed: what was loaded is of no use any more
             readers.skip(batch.blob)
             return
         try:
-            self._read_now(readers, batch)
+            with AlignedBuffer(batch.nbytes) if batch.nbytes > scratches.nbytes else scratches.borrow() as scratch:
+                self._read_now(readers, batch, scratch.view)
         except BaseException:
             stop.set()
             raise
 
-    def _read_now(self, readers: _Readers, batch: Batch[_Item]) -> None:
+    def _read_now(self, readers: _Readers, batch: Batch[_Item], scratch: memoryview) -> None:
         key = batch.items[0][2].key
-        targets = _targets(batch)
+        targets = _targets(batch, scratch)
         with readers.use(batch.blob) as (reader, ref):
             try:
                 reader().read_into(batch.offset, [target.view for target in targets])
@@ -235,18 +242,25 @@ def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> It
             continue
 
 
-def _targets(batch: Batch[_Item]) -> list[_Target]:
-    """Consecutive buffers that together are the batch."""
+def _targets(batch: Batch[_Item], scratch: memoryview) -> list[_Target]:
+    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``."""
+    begin, end = batch.offset, batch.offset + batch.nbytes
+    if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
+        # some overlap: no byte is read twice, so all of the batch shares a buffer
+        return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
-    position = batch.offset
+    loose: list[tuple[int, _Item]] = []
+    start = begin
     for offset, nbytes, item in batch.items:
-        if offset < position:  # overlaps the one before: no byte is read twice, so all of the batch shares a buffer
-            items = [(offset - batch.offset, item) for offset, _, item in batch.items]
-            return [_Target(memoryview(bytearray(batch.nbytes)), items)]
-        if offset > position:
-            targets.append(_Target(memoryview(bytearray(offset - position)), ()))
         place = item.takers[0].place
-        buffer = memoryview(bytearray(nbytes)) if place is None else place
-        targets.append(_Target(buffer, [(0, item)], place is not None))
-        position = offset + nbytes
+        if place is None:
+            loose.append((offset - start, item))
+            continue
+        if offset > start:
+            targets.append(_Target(scratch[start - begin : offset - begin], loose))
+            loose = []
+        targets.append(_Target(place, [(0, item)], direct=True))
+        start = offset + nbytes
+    if end > start:
+        targets.append(_Target(scratch[start - begin : batch.nbytes], loose))
     return targets

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-from casckpt.errors import CasckptError, RankFailed
+import torch
+
+from casckpt.errors import CasckptError, InvalidInput, RankFailed
+
+FRAME: Final = 4096  # bytes of the first frame of a message: most need no second one
+_LENGTH: Final = 8
 
 
 @dataclass
 class Message:
-    """What goes through the wire: a value or an error."""
+    """What goes through the wire: a value or an error. ``step``: where in the code its sender is."""
 
     value: Any = None
     error: BaseException | None = None
     rank: int | None = None
+    step: str = ""
 
 
 def pack(message: Message) -> bytes:
@@ -36,6 +42,47 @@ def unpack(data: bytes) -> Message:
     """What `pack` made."""
     message: Message = pickle.loads(data)  # noqa: S301 - from a rank of the same job, which runs the same code
     return message
+
+
+def to_frames(data: bytes) -> list[torch.Tensor]:
+    """``data`` as one frame of ``FRAME`` bytes, and one of what that could not take, if anything."""
+    room = FRAME - _LENGTH
+    first = bytearray(FRAME)
+    first[:_LENGTH] = len(data).to_bytes(_LENGTH, "little")
+    first[_LENGTH : _LENGTH + min(len(data), room)] = data[:room]
+    parts = [first] + ([bytearray(data[room:])] if len(data) > room else [])
+    return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+
+
+def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
+    """What the first frame holds of a message, and how many bytes of it are still to come."""
+    data = frame.numpy().tobytes()
+    length = int.from_bytes(data[:_LENGTH], "little")
+    held = data[_LENGTH : _LENGTH + length]
+    return held, length - len(held)
+
+
+def astray(rank: int, step: str, expected: str) -> InvalidInput:
+    """What to raise where a rank is elsewhere in the code than rank 0."""
+    return InvalidInput(
+        f"rank {rank} is at {step}, rank 0 at {expected}: all ranks must make the same calls of casckpt in the same "
+        "order",
+        rank=rank,
+    )
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it comes back from a pickle as it is, else one that says the same in one text.
+
+    For errors that somebody else pickles: one that does not come back leaves ranks waiting for each other.
+    """
+    try:
+        back = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was pickled just now
+        if type(back) is type(error) and str(back) == str(error):
+            return error
+    except Exception:  # noqa: BLE001, S110 - whatever its class does when it is pickled
+        pass
+    return RankFailed(f"{type(error).__name__}: {error}")
 
 
 def _failure(rank: int | None, error: BaseException) -> RankFailed:

@@ -26,7 +26,19 @@ from weakref import ref
 
 import torch
 
-from casckpt.checkpoint.messages import Message, broken, first_line, pack, seen_from, timed_out, unpack
+from casckpt.checkpoint.messages import (
+    FRAME,
+    Message,
+    astray,
+    broken,
+    first_line,
+    from_frame,
+    pack,
+    seen_from,
+    timed_out,
+    to_frames,
+    unpack,
+)
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 
 if TYPE_CHECKING:
@@ -166,6 +178,7 @@ class GroupRanks:
         with self._lock:
             self.exchanges += 1
             mine = self._attempt(call)
+            mine.step = f"{decide.__module__}.{decide.__qualname__}".replace(".<locals>", "")
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
         if mine.error is not None:
             raise mine.error
@@ -185,6 +198,11 @@ class GroupRanks:
     def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
         received, lost = self._receive_all(mine)
         failed = [message for message in received if message is not None and message.error is not None]
+        failed += [
+            Message(error=astray(rank, message.step, mine.step), rank=rank)
+            for rank, message in enumerate(received)
+            if message is not None and message.error is None and message.step != mine.step
+        ]
         if lost:
             answers = [Message(error=lost[0], rank=lost[0].rank)] * self.size
         elif failed:
@@ -206,16 +224,14 @@ class GroupRanks:
 
     def _receive_all(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
         deadline = monotonic() + self._timeout.total_seconds()
-        lengths = {rank: torch.zeros(1, dtype=torch.int64) for rank in range(1, self.size)}
-        works = {rank: self._irecv(length, rank) for rank, length in lengths.items()}
+        frames = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in range(1, self.size)}
+        works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
         received: list[Message | None] = [mine] + [None] * (self.size - 1)
         lost: list[RankFailed] = []
         for rank, work in works.items():
             try:
                 _wait(work, deadline)
-                data = torch.empty(int(lengths[rank]), dtype=torch.uint8)
-                _wait(self._irecv(data, rank), max(deadline, monotonic() + 60))
-                received[rank] = unpack(data.numpy().tobytes())
+                received[rank] = self._message(frames[rank], rank, max(deadline, monotonic() + 60))
             except RuntimeError as error:
                 lost.append(self._why_lost(rank, error))
                 if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
@@ -225,18 +241,21 @@ class GroupRanks:
 
     def _send_all(self, answers: Sequence[Message], skip: set[int | None]) -> RankFailed | None:
         """What to raise if the others have given up on rank 0 meanwhile."""
-        packed: dict[int, bytes] = {}
+        packed: dict[int, list[torch.Tensor]] = {}
+        sent: list[tuple[int, Any]] = []
         for rank in range(1, self.size):
             if rank not in skip:
                 message = answers[rank]
-                data = packed.get(id(message)) or packed.setdefault(id(message), pack(message))
-                try:
-                    self._send(data, rank)
-                except RuntimeError as error:
-                    why = self._why_lost(rank, error)
-                    if why.rank == 0:
-                        return why
-                    continue  # it died after it had answered; the next exchange finds it
+                frames = packed.get(id(message)) or packed.setdefault(id(message), to_frames(pack(message)))
+                sent += [(rank, self._isend(frame, rank)) for frame in frames]
+        for rank, work in sent:
+            try:
+                work.wait(self._patience)
+            except RuntimeError as error:
+                why = self._why_lost(rank, error)
+                if why.rank == 0:
+                    return why
+                continue  # it died after it had answered; the next exchange finds it
         return None
 
     # the others
@@ -244,16 +263,15 @@ class GroupRanks:
     def _follow(self, mine: Message) -> Message:
         deadline = monotonic() + self._patience.total_seconds()
         try:
-            self._send(pack(mine), 0)
-            length = torch.zeros(1, dtype=torch.int64)
-            _wait(self._irecv(length, 0), deadline)
-            data = torch.empty(int(length), dtype=torch.uint8)
-            _wait(self._irecv(data, 0), deadline)
+            for sending in [self._isend(frame, 0) for frame in to_frames(pack(mine))]:
+                sending.wait(self._patience)
+            frame = torch.empty(FRAME, dtype=torch.uint8)
+            _wait(self._irecv(frame, 0), deadline)
+            answer = self._message(frame, 0, deadline)
         except RuntimeError as error:
             failure = self._why_lost(0, error)
             self._give_up(failure)
             raise failure from error
-        answer = unpack(data.numpy().tobytes())
         if isinstance(answer.error, RankFailed) and answer.error.lost:
             self._drop(answer.error)
         return seen_from(answer, self.rank)
@@ -266,10 +284,20 @@ class GroupRanks:
         except RuntimeError as error:  # the connection is broken already
             return _Broken(error)
 
-    def _send(self, data: bytes, rank: int) -> None:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for part in (torch.tensor([len(data)], dtype=torch.int64), payload):
-            self._group.send([part], rank, 0).wait(self._patience)
+    def _isend(self, frame: torch.Tensor, rank: int) -> Any:
+        try:
+            return self._group.send([frame], rank, 0)
+        except RuntimeError as error:
+            return _Broken(error)
+
+    def _message(self, frame: torch.Tensor, rank: int, deadline: float) -> Message:
+        """The message that begins with ``frame``. Most end there too: each frame costs a turn of gloo's thread."""
+        head, missing = from_frame(frame)
+        if not missing:
+            return unpack(head)
+        rest = torch.empty(missing, dtype=torch.uint8)
+        _wait(self._irecv(rest, rank), deadline)
+        return unpack(head + rest.numpy().tobytes())
 
     # when somebody is gone
 

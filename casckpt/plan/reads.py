@@ -18,7 +18,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, intersect, no
 from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
-_SMALL_GAP = 4096  # bytes: an unverified read does not take runs apart that are nearer to each other
+_SMALL_GAP = 64 << 10  # bytes: an unverified read does not take runs apart that are nearer to each other
 
 
 class Unit(NamedTuple):

@@ -8,15 +8,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined] # public, though not in its __all__
 
+import casckpt
 from casckpt.checkpoint import ranks as module
 from casckpt.checkpoint.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
 from casckpt.errors import CasckptError, Conflict, InvalidInput, MissingKey, RankFailed
 from tests.support.ranks import die, outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.ranks import Outcome, Pool
 
 SHORT = 5.0  # seconds until a stalled rank is given up on
@@ -252,6 +256,33 @@ def unsendable(rank: int, size: int) -> Any:
 
 def test_a_value_that_cannot_be_sent_fails_on_all(ranks: Pool) -> None:
     assert ranks.run(3, unsendable) == [(RankFailed, 1, 3)] * 3
+
+
+def elsewhere(rank: int, size: int) -> Any:
+    ranks = open_ranks()
+    error = outcome_of(
+        lambda: ranks.exchange(lambda: 0, lambda values: everyone(0, size)) if rank == 2 else total(ranks)
+    )
+    return type(error), error.rank, str(error), total(ranks)
+
+
+def test_a_rank_that_makes_another_call_is_named_at_once(ranks: Pool) -> None:
+    for kind, rank, text, after in ranks.run(3, elsewhere):
+        assert (kind, rank, after) == (InvalidInput, 2, 3)
+        assert "rank 2 is at tests.checkpoint.test_ranks.elsewhere" in text
+        assert "rank 0 at tests.checkpoint.test_ranks.total" in text
+
+
+def saving_or_loading(rank: int, size: int, where: str) -> Any:
+    store, state = casckpt.open(where), {"w": torch.zeros(4)}
+    store.save(state, step=0)
+    error = outcome_of(lambda: store.load(state, "default@0") if rank else store.save(state, step=1))
+    store.save(state, step=2)
+    return type(error), [one.step for one in store.checkpoints()]
+
+
+def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, saving_or_loading, str(tmp_path / "store")) == [(InvalidInput, [0, 2])] * 2
 
 
 # deaths
