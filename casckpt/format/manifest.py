@@ -101,8 +101,11 @@ class Blobs(msgspec.Struct, frozen=True, array_like=True):
     worn: bytes
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """What the id of a checkpoint is the hash of. ``created_at``: microseconds since the epoch, UTC."""
+class Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the id of a checkpoint is the hash of. ``created_at``: microseconds since the epoch, UTC.
+
+    ``notes``: what a front end adds for itself, as plain data under its name. Whoever does not know it passes it by.
+    """
 
     format: int
     casckpt: str
@@ -119,6 +122,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[ObjectEntry]
     attachments: list[Attachment]
     tree: bytes
+    notes: dict[str, bytes] = {}
 
 
 class Places(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,6 +205,13 @@ class Manifest:
         except (*DECODE_ERRORS, InvalidInput) as error:
             raise Refused(f"manifest {self.id} is not usable: key {entry.key!r}: {error}", key=entry.key) from error
 
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes, in bytes."""
+        body = self.body
+        parts = [len(entry.extents) + 200 for entry in body.entries] + [len(one.data) + 200 for one in body.objects]
+        return sum(parts) + len(body.tree) + 40 * self.blob_count + sum(len(one.data) for one in body.attachments)
+
     def encoded(self) -> bytes:
         """Its bytes, as `encode` made them."""
         return encode(self.body, self.places())[1]
@@ -249,6 +260,13 @@ def decode(data: bytes, id: ManifestId) -> Manifest:
         return Manifest(id, msgspec.msgpack.decode(head, type=Body), msgspec.msgpack.decode(tail, type=Places))
     except (*DECODE_ERRORS, Refused) as error:
         raise Refused(f"manifest {id} is not usable: {error}", checkpoints=(id,)) from error
+
+
+def moved(data: bytes, refs: Iterable[BlobRef]) -> bytes:
+    """The manifest ``data`` with its blobs at other places: ``refs``, in its order. Its body stays to the byte."""
+    end = 16 + int.from_bytes(data[8:16], "little")
+    tail = msgspec.msgpack.encode(packed_blobs(refs)[1])
+    return b"".join((memoryview(data)[:end], tail, cell_digest(tail)))
 
 
 def packed_entry(
@@ -324,6 +342,7 @@ __all__ = [
     "Places",
     "decode",
     "encode",
+    "moved",
     "packed_blobs",
     "packed_entry",
 ]

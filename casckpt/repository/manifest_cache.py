@@ -36,5 +36,10 @@ class ManifestCache:
             while len(self._entries) > 1 and self._is_full():
                 self._entries.popitem(last=False)
 
+    def names(self) -> set[tuple[TxId, ManifestId]]:
+        """Which are held."""
+        with self._lock.get():
+            return set(self._entries)
+
     def _is_full(self) -> bool:
         return len(self._entries) > MAX_MANIFESTS or sum(size for _, size in self._entries.values()) > MAX_BYTES

@@ -53,7 +53,7 @@ def find(
 
     commit, manifest, groups = ranks.exchange(lambda: optimizer, look)
     if ranks.rank != 0:
-        store.repository.manifests.add(commit.committed.uploader, manifest, len(manifest.encoded()))
+        store.repository.manifests.add(commit.committed.uploader, manifest, manifest.nbytes)
     return Stored(store, commit, manifest), groups
 
 
