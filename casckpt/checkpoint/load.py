@@ -20,6 +20,7 @@ from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Entry, Manifest, ObjectEntry
+from casckpt.format.names import ManifestId, TxId
 from casckpt.format.regions import whole
 from casckpt.format.tree import LIST, TUPLE, Container, Leaf, Node, Path, decode_tree, find, join, leaves
 from casckpt.plan.reads import covers
@@ -28,7 +29,7 @@ from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
-from casckpt.tensors.objects import decode_object
+from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, check_replaceable, flatten, inflate, replace_leaves
 
@@ -91,17 +92,25 @@ def load_together(
 ) -> tuple[Commit, tuple[str, ...], tuple[str, ...]]:
     """Fill the tensors of ``state`` in place and replace its other leaves; every rank of ``ranks`` calls it.
 
-    Returns (commit, missing keys, unread keys). Rank 0 alone resolves and reads the manifest. What is wrong on any rank
-    is raised on all of them, before anything changes on one.
+    Returns (commit, missing keys, unread keys). Rank 0 alone resolves, and reads the manifest for those that do not
+    hold it. What is wrong on any rank is raised on all of them, before anything changes on one.
     """
     settings: list[LoadOptions] = []
 
-    def find(_: Sequence[None]) -> list[tuple[Commit, Manifest]]:
-        commit = resolve()
-        return [(commit, manifests.get(repo, commit))] * ranks.size
+    def hello() -> set[tuple[TxId, ManifestId]]:
+        settings.append(options())
+        return repo.manifests.names()
 
-    commit, manifest = ranks.exchange(lambda: settings.append(options()), find)
-    loading = _Loading(manifest, settings[0])
+    def find(held: Sequence[set[tuple[TxId, ManifestId]]]) -> list[tuple[Commit, Manifest | None]]:
+        commit = resolve()
+        manifest, name = manifests.get(repo, commit), (commit.committed.uploader, commit.id)
+        whole, short = (commit, manifest), (commit, None)
+        return [short if name in names else whole for names in held]
+
+    commit, told = ranks.exchange(hello, find)
+    if told is not None and ranks.rank != 0:
+        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
+    loading = _Loading(told or manifests.get(repo, commit), settings[0])
     ranks.exchange(lambda: loading.plan(state), lambda done: done)
     ranks.exchange(lambda: loading.run(repo, state), lambda done: done)
     return commit, loading.missing, loading.unread
@@ -221,7 +230,7 @@ class _Plan:
 
     def _add_object(self, key: str, one: ObjectEntry) -> None:
         if one.pickled and not self.options.allow_pickle:
-            decode_object(key, b"", True, allow_pickle=False)  # raises, before anything changes
+            refuse_pickle(key, one.data, one.parts)  # before anything changes
         cpu = torch.device("cpu")
         entries = self.contents.manifest.body.entries
         parts = [self.new_tensor(number, entries[number], cpu) for number in self.contents.parts(one)]
@@ -291,6 +300,18 @@ def read(
     return inflate(tree, lambda key, leaf: values[key], lambda key: _matches(key, keys))
 
 
+def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
+    """What stands at flat keys, leaves or containers with all below them, in new tensors on the CPU.
+
+    Raises MissingKey for one that is not there.
+    """
+    manifest, plan = contents.manifest, _Plan(contents, options)
+    for key in keys:
+        if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
+            raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
+    return plan.run(repo)
+
+
 def _matches(key: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
@@ -352,4 +373,4 @@ def _missing_error(
     )
 
 
-__all__ = ["ATTACHMENT", "Contents", "LoadOptions", "load_together", "read", "read_attachment"]
+__all__ = ["ATTACHMENT", "Contents", "LoadOptions", "load_together", "read", "read_attachment", "values_at"]

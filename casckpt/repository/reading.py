@@ -33,8 +33,9 @@ def each(storage: ObjectStore, function: Callable[[A], B], items: Iterable[A]) -
 def read_records(
     repo: Repository, prefix: str, entries: Iterable[Entry], kind_of: Callable[[str], Any], *, anew: bool = False
 ) -> dict[str, Read]:
-    """The record, or the error, of each listed key under ``prefix`` ("commits/"). Raises `StorageError`, and `NotFound` where there
-    is no store.
+    """The record, or the error, of each listed key under ``prefix`` ("commits/").
+
+    Raises `StorageError`, and `NotFound` where there is no store.
 
     What this process, or the catalogue, holds is not read again, unless its size is not the one that was listed: then
     the store was put back from a copy, and went another way since. ``anew``: read all of them, to see whether they are

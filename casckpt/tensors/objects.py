@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
+
+import torch
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
-_UNPICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError)
+_UNPICKLE_ERRORS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    ImportError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
 
 
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
@@ -38,24 +50,60 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load: plain.Load | None = None) -> Any:
-    """The leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for bytes of no use."""
-    if pickled and not allow_pickle:
-        raise InvalidInput(
-            f"{key} is stored as a pickle, and loading one runs code from the store; "
-            "pass allow_pickle=True if you trust whoever wrote it",
-            key=key,
-        )
+    """The leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for bytes of no use.
+
+    An archive of torch.save that names nothing but tensors and plain data is read without ``allow_pickle`` too.
+    """
     try:
         value = plain.decode(data, extensions=TORCH_EXTENSIONS, load=load, strict=True)
     except Refused as error:
         raise Refused(f"key {key!r}: {error}", key=key) from error
-    return _unpickle(key, value) if pickled else value
+    return _unpickle(key, value, allow_pickle) if pickled else value
 
 
-def _unpickle(key: str, data: Any) -> Any:
+def is_archive(data: bytes | memoryview) -> bool:
+    """Is it what torch.save writes?"""
+    return bytes(data[:4]) == b"PK\x03\x04"
+
+
+def read_archive(data: bytes | memoryview) -> Any:
+    """What torch.save wrote, read by torch's restricted unpickler. Raises pickle.UnpicklingError for what that refuses.
+
+    Bytes of no use raise RuntimeError, as torch has it.
+    """
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
     if type(data) is not bytes:
         raise Refused(f"key {key!r}: its pickle is not made of bytes", key=key)
     try:
-        return pickle.loads(data)  # noqa: S301 - the caller said that the store is trusted
+        if is_archive(data) and not allow_pickle:
+            return read_archive(data)
+        if allow_pickle:
+            return _trusted(data)
     except _UNPICKLE_ERRORS as error:
-        raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
+        if allow_pickle or not isinstance(error, pickle.UnpicklingError):
+            raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
+    raise _needs_leave(key)
+
+
+def refuse_pickle(key: str, data: bytes, parts: int) -> None:
+    """Raise InvalidInput for a pickle that needs ``allow_pickle``; one with its bytes elsewhere always does."""
+    if parts:
+        raise _needs_leave(key)
+    decode_object(key, data, True, allow_pickle=False)
+
+
+def _needs_leave(key: str) -> InvalidInput:
+    return InvalidInput(
+        f"{key} is stored as a pickle, and loading one runs code from the store; "
+        "pass allow_pickle=True if you trust whoever wrote it",
+        key=key,
+    )
+
+
+def _trusted(data: bytes) -> Any:
+    if is_archive(data):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return pickle.loads(data)  # noqa: S301 - the caller said that the store is trusted
