@@ -1,0 +1,152 @@
+"""Megatron-style sharded state dicts: the surface of ``megatron.core.dist_checkpointing``, on casckpt's store.
+
+::
+
+    from casckpt.frontends.megatron import ShardedTensor, load, save
+
+    state = {"w": ShardedTensor.from_rank_offsets("w", part, (0, tp_rank, tp_size)), "iteration": 100}
+    save(state, "ckpts#sft@100")                      # STORE#RUN@STEP, or casckpt.at(store, run="sft", step=100)
+    state = load(state, "ckpts#sft@latest")           # in any other parallel configuration
+
+In the checkpoint a sharded tensor lies whole under its key, a shard of an object under its unique key, and the common
+part at its place in the state dict, so that every other front end loads it; and this one loads what they wrote.
+
+Megatron-core itself is not needed. Its own objects are taken where ours are, and its own ``save`` and ``load`` take
+`CasSaveShardedStrategy` and `CasLoadShardedStrategy`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from casckpt.frontends.megatron.async_request import AsyncRequest
+from casckpt.frontends.megatron.config import (
+    CheckpointingConfig,
+    check_is_distributed_checkpoint,
+    maybe_load_config,
+    save_config,
+)
+from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.integrity import validate_sharding_integrity
+from casckpt.frontends.megatron.loading import load
+from casckpt.frontends.megatron.mapping import (
+    LocalNonpersistentObject,
+    LocalNonpersitentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+    is_main_replica,
+)
+from casckpt.frontends.megatron.nesting import (
+    dict_list_map_inplace,
+    dict_list_map_outplace,
+    dict_map,
+    dict_map_with_key,
+    diff,
+    extract_matching_values,
+    inspect_types,
+    map_reduce,
+    merge,
+    nested_items_iter,
+    nested_values,
+)
+from casckpt.frontends.megatron.optimizer import (
+    get_optim_param_to_id_map,
+    get_param_id_to_sharded_param_map,
+    make_sharded_optimizer_tensor,
+    optim_state_to_sharding_state,
+)
+from casckpt.frontends.megatron.reading import (
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_sharded_objects,
+    load_tensors_metadata,
+)
+from casckpt.frontends.megatron.saving import save
+from casckpt.frontends.megatron.selecting import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    extract_nonpersistent,
+    extract_sharded_base,
+    extract_sharded_tensors,
+    extract_sharded_tensors_and_factories,
+    extract_sharded_tensors_or_nonpersistent,
+    replace_prefix_for_sharding,
+)
+from casckpt.frontends.megatron.strictness import StrictHandling
+
+if TYPE_CHECKING:
+    from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy as CasLoadShardedStrategy
+    from casckpt.frontends.megatron.strategies import CasSaveShardedStrategy as CasSaveShardedStrategy
+    from casckpt.frontends.megatron.strategies import register_strategies as register_strategies
+
+# Not in __all__: a star import is to work without Megatron-core.
+_NEED_MEGATRON_CORE = frozenset(("CasLoadShardedStrategy", "CasSaveShardedStrategy", "register_strategies"))
+
+__all__ = [
+    "AsyncRequest",
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "LocalNonpersistentObject",
+    "LocalNonpersitentObject",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StrictHandling",
+    "add_prefix_for_sharding",
+    "apply_factories",
+    "apply_factory_merges",
+    "apply_prefix_mapping",
+    "check_is_distributed_checkpoint",
+    "dict_list_map_inplace",
+    "dict_list_map_outplace",
+    "dict_map",
+    "dict_map_with_key",
+    "diff",
+    "extract_matching_values",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "get_optim_param_to_id_map",
+    "get_param_id_to_sharded_param_map",
+    "inspect_types",
+    "is_main_replica",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_sharded_objects",
+    "load_tensors_metadata",
+    "make_sharded_optimizer_tensor",
+    "map_reduce",
+    "maybe_load_config",
+    "merge",
+    "nested_items_iter",
+    "nested_values",
+    "optim_state_to_sharding_state",
+    "replace_prefix_for_sharding",
+    "save",
+    "save_config",
+    "validate_sharding_integrity",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_MEGATRON_CORE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from casckpt.frontends.megatron import strategies
+
+    return getattr(strategies, name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_NEED_MEGATRON_CORE]

@@ -1,0 +1,97 @@
+"""The small file of a checkpoint that says how it was stored: ``metadata.json``, among the attachments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+
+from casckpt.errors import NotFound
+from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
+from casckpt.frontends.megatron.place import CheckpointDir, Place, folder_of, place_of
+from casckpt.frontends.new_files import new_file
+from casckpt.repository import manifests
+
+CONFIG_NAME = "metadata.json"
+BACKEND, VERSION = "casckpt", 1
+
+
+@dataclass
+class CheckpointingConfig:
+    """The backends that stored the sharded and the common part, and the versions of their formats."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+    def encoded(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+
+OURS = CheckpointingConfig(BACKEND, VERSION)
+"""That of what `save` writes."""
+
+
+def decoded(data: bytes) -> CheckpointingConfig | None:
+    """A config from JSON; None for what is none. Fields that are not known here are passed over."""
+    try:
+        found = json.loads(data)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("sharded_backend"), str):
+        return None
+    known = {field.name: found[field.name] for field in fields(CheckpointingConfig) if field.name in found}
+    config = CheckpointingConfig(**known)
+    right = all(isinstance(value, type(getattr(OURS, name))) for name, value in asdict(config).items())
+    return config if right else None
+
+
+def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | None:
+    """The config of a checkpoint (of a folder that Megatron wrote, too); None if there is none that can be read."""
+    folder = folder_of(checkpoint_dir)
+    try:
+        if folder is not None:
+            return decoded((folder / CONFIG_NAME).read_bytes())
+        with checkpointing_errors():
+            place = place_of(checkpoint_dir)
+            return decoded(place.store.read_attachment(place.ref, CONFIG_NAME))
+    except (NotFound, FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
+    """Is there a checkpoint with a valid config?"""
+    return maybe_load_config(checkpoint_dir) is not None
+
+
+def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> None:
+    """Put a config where none is; one process makes the call. `save` writes its own, so this is rarely needed.
+
+    In a store it becomes a checkpoint that holds nothing else, which a `save` to the same place replaces. Raises
+    CheckpointExists if there is a checkpoint with another config: what is committed does not change.
+    """
+    folder = folder_of(checkpoint_dir)
+    if folder is not None:
+        with new_file(folder / CONFIG_NAME, force=True) as path:
+            path.write_bytes(config.encoded())
+        return
+    with checkpointing_errors():
+        place = place_of(checkpoint_dir)
+        run, step = place.run_and_step()
+        if place.ref not in place.store or is_only_config(place):
+            attachments = {CONFIG_NAME: config.encoded()}
+            place.store.save({}, run=run, step=step, attachments=attachments, overwrite=True, no_dist=True)
+        elif maybe_load_config(checkpoint_dir) != config:
+            raise CheckpointExists(
+                f"{place.ref} is there, with another config, and a committed checkpoint does not change; save to "
+                "another step"
+            )
+
+
+def is_only_config(place: Place) -> bool:
+    """Is there a checkpoint with nothing but what `save_config` wrote?"""
+    if place.ref not in place.store:
+        return False
+    body = manifests.get(place.store.repository, place.store.get(place.ref).commit).body
+    return not body.entries and not body.objects and [one.name for one in body.attachments] == [CONFIG_NAME]

@@ -1,0 +1,59 @@
+"""What the Megatron front end raises: Megatron's one exception, which is also the error of casckpt that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from casckpt.errors import CasckptError, Conflict, InvalidInput, Mismatch, MissingKey, NotFound
+
+
+class CheckpointingException(InvalidInput):
+    """A sharded state dict, or a checkpoint, that cannot be used as it is."""
+
+
+class CheckpointNotFound(CheckpointingException, NotFound):
+    """There is no such store or checkpoint."""
+
+    kind, exit_status = NotFound.kind, NotFound.exit_status
+
+
+class CheckpointExists(CheckpointingException, Conflict):
+    """The step has a checkpoint already."""
+
+    kind, exit_status = Conflict.kind, Conflict.exit_status
+
+
+class ShardedKeyMissing(CheckpointingException, MissingKey):
+    """The checkpoint lacks what was asked for. ``keys`` lists it."""
+
+    kind, exit_status = MissingKey.kind, MissingKey.exit_status
+
+
+class ShardedMismatch(CheckpointingException, Mismatch):
+    """Shape, dtype or kind differs between the checkpoint and what it is loaded into."""
+
+    kind, exit_status = Mismatch.kind, Mismatch.exit_status
+
+
+_LIKE: dict[type[CasckptError], type[CheckpointingException]] = {
+    NotFound: CheckpointNotFound,
+    Conflict: CheckpointExists,
+    MissingKey: ShardedKeyMissing,
+    Mismatch: ShardedMismatch,
+    InvalidInput: CheckpointingException,
+}
+
+
+@contextmanager
+def checkpointing_errors() -> Iterator[None]:
+    """Raise errors of casckpt that Megatron code expects as a CheckpointingException as one; the others as they are."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except CasckptError as error:
+        like = next((like for kind, like in _LIKE.items() if isinstance(error, kind)), None)
+        if like is None:
+            raise
+        raise like(str(error), **error.__dict__) from error

@@ -1,0 +1,212 @@
+"""Load into a sharded state dict: whatever ranks, shards and front end the checkpoint was saved from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.format.regions import Box, Shape, flat_boxes, full_box
+from casckpt.frontends.megatron.errors import ShardedKeyMissing, ShardedMismatch, checkpointing_errors
+from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
+from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
+from casckpt.frontends.megatron.mapping import apply_factory_merges
+from casckpt.frontends.megatron.nesting import (
+    Nested,
+    dict_list_map_outplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from casckpt.frontends.megatron.place import CheckpointDir, place_of
+from casckpt.frontends.megatron.reading import object_key
+from casckpt.frontends.megatron.saving import check_strategies, is_empty
+from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
+from casckpt.frontends.megatron.stored import Request, Stored
+from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
+from casckpt.tensors.foreign import flat_range, megatron_data, megatron_region, megatron_shard
+from casckpt.tensors.memory import narrow
+from casckpt.tensors.values import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def load(  # noqa: PLR0917 - the positions of Megatron-core's
+    sharded_state_dict: dict[Any, Any],
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: tuple[str, int] | None = None,
+    common_strategy: None = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_pickle: bool = False,
+    **options: Any,
+) -> Any:
+    """Load; every rank of ``process_group`` (None: all) makes the call, with its own part.
+
+    Returns a new state dict: the common part of the checkpoint; what is not persistent, as it is here; and the sharded
+    values, in the tensors of ``sharded_state_dict`` where it has some, merged by its factories. Its plain values, and
+    its own dicts, are left alone. ``strict``: see `StrictHandling`; with one of its RETURN values the result is (state
+    dict, missing keys, unexpected keys).
+
+    ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
+    the ranks together must ask for every element just once, by main replicas, as in `save`. ``options``: ``verify`` and
+    ``threads`` of `Store.load`.
+
+    Raises CheckpointingException before any tensor changes, on every rank alike: it is also a NotFound if there is no
+    such checkpoint, a MissingKey for unexpected keys, a Mismatch for another global shape without
+    ``allow_shape_mismatch``. Damaged and StorageError during the read, after which the tensors are undefined.
+    """
+    check_strategies(sharded_strategy, common_strategy)
+    with checkpointing_errors():
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        loading = Loading(Stored.together(ranks, lambda: place_of(checkpoint_dir)), sharded_state_dict)
+
+        def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[set[str]]:
+            if validate_access_integrity:
+                check_claims([claims for claims, _ in gathered])
+            return everyone(loading.missing(frozenset().union(*(used for _, used in gathered))), ranks.size)
+
+        missing = ranks.exchange(lambda: loading.plan(strict), decide)
+        loaded = loading.run(process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
+    return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
+
+
+class Loading:
+    """One rank's part of a load."""
+
+    def __init__(self, stored: Stored, sharded_state_dict: dict[Any, Any]) -> None:
+        self.stored = stored
+        self.strict = StrictHandling.ASSUME_OK_UNEXPECTED
+        self.unexpected: set[str] = set()
+        self._template = sharded_state_dict
+        self._request = Request()
+        self._results: dict[int, Any] = {}
+        self._zeroed: list[torch.Tensor] = []
+
+    def plan(self, strict: Any) -> tuple[list[Claim], set[str]]:
+        """Sort the state dict, and say what is to be read: (claims, flat keys). Nothing changes.
+
+        Raises CheckpointingException.
+        """
+        self.strict = parse_strict_flag(strict)
+        values = self._sorted()
+        self.unexpected = {value.key for value in values if self._is_unexpected(value)}
+        check_unexpected(self.strict, self.stored.where, self.unexpected)
+        self._leave_out()
+        wanted = list(nested_values(self._sharded))
+        claims = claims_of(wanted)
+        return claims, {self._add(value) for value in wanted}
+
+    def _sorted(self) -> list[Any]:
+        """All sharded values; what they stand in, and what stands beside them, is kept for `run`."""
+        copy, _ = extract_matching_values(self._template, lambda value: not is_empty(value))
+        self._factories, _ = extract_matching_values(copy, is_factory, return_lists_as_dicts=True)
+        self._built = {id(factory): factory.build() for factory in nested_values(self._factories)}
+        copy = dict_list_map_outplace(lambda value: self._built.get(id(value), value), copy)
+        self._local, copy = extract_nonpersistent(copy)
+        self._sharded, _ = extract_sharded_base(copy)
+        return list(nested_values(self._sharded))
+
+    def _is_unexpected(self, value: Any) -> bool:
+        if is_sharded_object(value):
+            known = any(one.key == value.key for one in self.stored.objects.values())
+            return not known and self.stored.object_key(value) is None
+        return self.stored.tensor_key(value.key) is None
+
+    def _leave_out(self) -> None:
+        """What is unexpected, and with any part of what a factory built, all of it."""
+        gone = {id(value) for value in nested_values(self._sharded) if value.key in self.unexpected}
+        broken = [number for number, built in self._built.items() if any(id(v) in gone for v in _values(built))]
+        gone.update(id(value) for number in broken for value in _values(self._built[number]))
+        _, self._sharded = extract_matching_values(self._sharded, lambda value: id(value) in gone)
+        _, self._factories = extract_matching_values(
+            self._factories, lambda factory: id(factory) in broken, return_lists_as_dicts=True
+        )
+
+    def _add(self, value: Any) -> str:
+        """Ask for a value; the key under which the checkpoint lists it."""
+        if is_sharded_object(value):
+            number = self._request.add(object_key(self.stored, value))
+            self._results[id(value)] = lambda: self._request.values[number]
+            return str(value.key)
+        key = self.stored.tensor_key(value.key)
+        if key is None:
+            raise ShardedKeyMissing(f"{self.stored.where} lacks {value.key!r}", key=value.key, keys=(value.key,))
+        data = _data(value)
+        for shard in self._shards(value, data, self.stored.tensors[key].shape):
+            self._request.add(key, shard)
+        self._results[id(value)] = data.detach
+        return key
+
+    def _shards(self, value: Any, data: torch.Tensor, stored: Shape) -> list[Shard]:
+        if tuple(value.global_shape) == stored:
+            return [megatron_shard(value, data)]
+        if not value.allow_shape_mismatch or len(value.global_shape) != len(stored):
+            raise ShardedMismatch(
+                f"{value.key!r} has global shape {list(value.global_shape)} here, but {list(stored)} in "
+                f"{self.stored.where}; allow_shape_mismatch=True pads and cuts, in the same number of dimensions",
+                key=value.key,
+            )
+        self._zeroed.append(data)
+        return list(_clipped(value, data, stored))
+
+    def missing(self, used: frozenset[str]) -> set[str]:
+        """What no rank asked for, of the keys that all ranks ``used``."""
+        if not self.strict.looks_for_missing:
+            return set()
+        have = {*self.stored.tensors, *(one.key for one in self.stored.objects.values())}
+        check_missing(self.strict, self.stored.where, have - used)
+        return have - used
+
+    def read(self, **options: Any) -> None:
+        """Read all that was asked for. Raises what `Store.load` raises."""
+        for data in self._zeroed:
+            data.detach().zero_()
+        self._request.run(self.stored, **options)
+
+    def run(self, *, allow_pickle: bool, **options: Any) -> dict[Any, Any]:
+        """Read, the common part too, and put the state dict together. Raises what `Store.load` raises."""
+        common = {key: self._request.add(key) for key in self.stored.common_keys}
+        self.read(allow_pickle=allow_pickle, **options)
+        values = {key: self._request.values[number] for key, number in common.items()}
+        state = self.stored.common(values, allow_pickle)
+        merge(state, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
+        merge(state, self.loaded())
+        merged: dict[Any, Any] = apply_factory_merges(state, self._factories)
+        return merged
+
+    def loaded(self) -> Nested:
+        """The sharded values alone, as they were read."""
+        return dict_list_map_outplace(lambda value: self._results[id(value)](), self._sharded)
+
+
+def _values(built: Nested) -> list[Any]:
+    return list(nested_values(built)) if isinstance(built, dict | list) else [built]
+
+
+def _data(value: Any) -> torch.Tensor:
+    """Its own data, or new memory on the CPU."""
+    if value.data is not None:
+        data: torch.Tensor = value.data
+        return data
+    flat = flat_range(value)
+    return torch.empty(tuple(value.local_shape) if flat is None else (len(flat),), dtype=value.dtype)
+
+
+def _clipped(value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
+    """The parts of ``data`` that a tensor of another global shape has."""
+    region, local = megatron_region(value), megatron_data(value, data)
+    flat = flat_range(value) is not None
+    pieces: list[tuple[Box, torch.Tensor]] = [(region.box, local)]
+    if flat:
+        pieces = [(box, local[start - region.lo :][: box.numel].view(box.shape)) for box, start in flat_boxes(region)]
+    for box, piece in pieces:
+        common = box.intersect(full_box(stored))
+        if common is not None:
+            yield Shard(narrow(piece, common.relative_to(box)), stored, common.offset)

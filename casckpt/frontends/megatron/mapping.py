@@ -1,0 +1,383 @@
+"""How a state dict says what is sharded, and what is not saved: `ShardedTensor`, `ShardedObject`, factories.
+
+Fields, defaults and constructors are those of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
+``flattened_range``), so that code moves over by its imports. Units are elements; for a `ShardedObject`, shards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.kinds import is_factory
+from casckpt.frontends.megatron.nesting import Nested, Path, dict_list_map_inplace
+
+ReplicaId: TypeAlias = int | tuple[int, ...]
+Shape: TypeAlias = tuple[int, ...]
+
+
+class ShardedBase(ABC):
+    """What has a key of its own in a checkpoint, whatever its place in the state dict."""
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+    @abstractmethod
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointingException where the fields contradict each other."""
+
+    @abstractmethod
+    def without_data(self) -> Self:
+        """A copy whose data is None."""
+
+
+def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
+    """Is it the one of its replicas that is written: 0, or all zeros (also none at all)?"""
+    return replica_id == 0 if isinstance(replica_id, int) else all(one == 0 for one in replica_id)
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """The part of a global tensor that a process holds.
+
+    ``local_shape``: of the part, without the ``prepend_axis_num`` axes of extent 1 that stand before it in the global
+    tensor. ``global_offset``: of the part. ``axis_fragmentations``: into how many parts each axis is cut, None for an
+    uneven cut. ``replica_id``: 0 (or zeros) on the one process that is to write it. ``allow_shape_mismatch``: on a load
+    the global shape may be another; what the checkpoint lacks becomes 0. ``flattened_range``: ``data`` is only this
+    slice of the part, flattened. Raises CheckpointingException where the fields contradict each other.
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False)
+    dtype: torch.dtype
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    axis_fragmentations: Shape | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointingException where the fields contradict each other."""
+        problem = self._problem()
+        if problem:
+            raise CheckpointingException(f"{self.key!r}: {problem} ({self})", key=self.key)
+
+    def _problem(self) -> str | None:
+        if len(self.global_shape) != len(self.global_offset):
+            return "global_shape and global_offset differ in length"
+        if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
+            return "local_shape and prepend_axis_num do not make up the dimensions of global_shape"
+        if self.axis_fragmentations is not None and not self._on_a_grid():
+            return "global_offset is no multiple of local_shape; for an uneven cut give axis_fragmentations=None"
+        if self.flattened_range is not None and self.flattened_range.step is not None:
+            return "flattened_range has a step, which is not supported"
+        return None if self.data is None else self._problem_of(self.data)
+
+    def _on_a_grid(self) -> bool:
+        return all(extent == 0 or start % extent == 0 for start, extent in self._axes())
+
+    def _axes(self) -> Iterator[tuple[int, int]]:
+        """(offset, extent) of each axis that ``data`` has."""
+        return zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
+
+    def _before(self) -> Shape:
+        """The offsets of the prepended axes."""
+        return self.global_offset[: self.prepend_axis_num]
+
+    def _problem_of(self, data: torch.Tensor) -> str | None:
+        if data.dtype != self.dtype:
+            return f"data is {data.dtype}, dtype says {self.dtype}"
+        expected: Sequence[int] = self.local_shape if self.flattened_range is None else (len(self._flat()),)
+        if tuple(data.shape) != tuple(expected):
+            what = "local_shape" if self.flattened_range is None else "flattened_range"
+            return f"data has shape {list(data.shape)}, but {what} makes it {list(expected)}"
+        return None
+
+    def _flat(self) -> range:
+        """The elements of the part that ``data`` holds, in its row-major order."""
+        every = range(prod(self.local_shape))
+        return every if self.flattened_range is None else every[self.flattened_range]
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Is the global tensor cut into equal parts along each axis?"""
+        return self.axis_fragmentations is not None
+
+    def global_slice(self) -> tuple[int | slice, ...]:
+        """What to index the global tensor with to get this part: ints for prepended axes, slices for the others."""
+        return (*self._before(), *(slice(start, start + extent) for start, extent in self._axes()))
+
+    def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Index arrays of the elements that ``flattened_range`` names, in the part.
+
+        Raises CheckpointingException without a ``flattened_range``.
+        """
+        if self.flattened_range is None:
+            raise CheckpointingException(
+                f"{self.key!r}: coordinates are those of a flattened_range, and it has none; use global_slice()",
+                key=self.key,
+            )
+        return tuple(np.unravel_index(np.asarray(self._flat(), dtype=np.int64), self.local_shape))
+
+    def global_coordinates(self) -> tuple[int | npt.NDArray[np.int64], ...]:
+        """The same in the global tensor; of prepended axes one number each."""
+        local = self.local_coordinates()
+        return (*self._before(), *(index + start for index, (start, _) in zip(local, self._axes(), strict=True)))
+
+    def local_chunk_offset_in_global(self) -> Shape:
+        """Which part it is, along each axis of the grid of parts."""
+        return (*self._before(), *(start // extent if extent else 0 for start, extent in self._axes()))
+
+    def max_allowed_chunks(self) -> Shape:
+        """``global_shape // axis_fragmentations``.
+
+        Raises CheckpointingException for an axis that does not divide, unless ``allow_shape_mismatch``, and for an
+        uneven cut.
+        """
+        if self.axis_fragmentations is None:
+            raise CheckpointingException(f"{self.key!r} has no regular grid", key=self.key)
+        pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
+        for extent, count in pairs:
+            if extent % count and not self.allow_shape_mismatch:
+                raise CheckpointingException(
+                    f"{self.key!r}: an axis of {extent} is no multiple of {count}; give allow_shape_mismatch=True if "
+                    "it is padded",
+                    key=self.key,
+                )
+        return tuple(extent // count for extent, count in pairs)
+
+    def without_data(self) -> Self:
+        """A copy whose data is None."""
+        return replace(self, data=None)
+
+    def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
+        """Make ``data``, by ``init_fn(shape, dtype=..., device=...)``, if it is None."""
+        if self.data is not None:
+            return
+        shape = self.local_shape if self.flattened_range is None else (len(self._flat()),)
+        self.data = init_fn(shape, dtype=self.dtype, device=device)
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: None = None,
+        **init_kwargs: Any,
+    ) -> Self:
+        """A part of a regular grid.
+
+        ``rank_offsets``: (axis, which part, of how many) of each axis that is cut; axes count the prepended ones, of
+        two for one axis the last holds. Raises CheckpointingException for what is no such triple.
+        """
+        if flattened_range is not None:
+            raise CheckpointingException(f"{key!r}: for a flattened_range use from_rank_offsets_flat", key=key)
+        parts = [1] * prepend_axis_num + list(data.shape)
+        offset, counts = [0] * len(parts), [1] * len(parts)
+        for triple in rank_offsets:
+            axis, which, count = _checked(key, triple, len(parts))
+            offset[axis], counts[axis] = which * parts[axis], count
+        return cls(
+            key,
+            data,
+            data.dtype,
+            tuple(data.shape),
+            tuple(part * count for part, count in zip(parts, counts, strict=True)),
+            tuple(offset),
+            tuple(counts),
+            replica_id,
+            prepend_axis_num,
+            **init_kwargs,
+        )
+
+    @classmethod
+    def from_rank_offsets_flat(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        non_flat_local_shape: Sequence[int],
+        *rank_offsets: tuple[int, int, int],
+        flattened_range: slice | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A slice, ``flattened_range``, of a flattened part of shape ``non_flat_local_shape``; ``data`` is 1-d.
+
+        The rest as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not fit.
+        """
+        if flattened_range is None:
+            raise CheckpointingException(f"{key!r}: it needs a flattened_range; or use from_rank_offsets", key=key)
+        if data.ndim != 1:
+            raise CheckpointingException(f"{key!r}: flat data is 1-d, not of shape {list(data.shape)}", key=key)
+        whole = torch.empty(*non_flat_local_shape, dtype=data.dtype, device="meta")
+        part = cls.from_rank_offsets(key, whole, *rank_offsets, **kwargs)
+        return replace(part, data=data, flattened_range=flattened_range)
+
+
+def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
+    if len(triple) != 3 or not (0 <= triple[0] < dims and 0 <= triple[1] < triple[2]):
+        raise CheckpointingException(
+            f"{key!r}: {triple} is no rank offset: give (axis below {dims}, part, number of parts above it)", key=key
+        )
+    return triple
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """One shard of an object that is never cut anew: it loads as it was saved.
+
+    ``global_shape``: how many shards there are along each axis. ``global_offset``: which one this is. Raises
+    CheckpointingException if they differ in length.
+    """
+
+    key: str
+    data: Any
+    global_shape: Shape
+    global_offset: Shape
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """Raise CheckpointingException if shape and offset differ in length."""
+        if len(self.global_shape) != len(self.global_offset):
+            raise CheckpointingException(
+                f"{self.key!r}: global_shape {self.global_shape} and global_offset {self.global_offset} differ in "
+                "length",
+                key=self.key,
+            )
+
+    def without_data(self) -> Self:
+        """A copy whose data is None."""
+        return replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """Its key in a checkpoint: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
+        offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key='{self.key}')"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> Self:
+        """The object, without data, of a `unique_key`. Raises CheckpointingException for any other text."""
+        key, found, rest = unique_key.rpartition("/shard_")
+        try:
+            offset, shape = (tuple(int(n) for n in part.split(".") if n) for part in rest.split("_"))
+        except ValueError:
+            found = ""
+            offset = shape = ()
+        if not found:
+            raise CheckpointingException(f"{unique_key!r} names no shard of an object", key=unique_key)
+        if len(shape) + 1 == len(offset):
+            shape += (-1,)  # as old versions of Megatron cut the last number off
+        return cls(key, None, shape, offset, replica_id)
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """A tensor that is saved as something else: ``build_fn`` makes a sharded state dict of it, ``merge_fn`` undoes it.
+
+    ``build_fn(key, data, replica_id, flattened_range)``, or without the last one. It must depend on its arguments
+    alone: optimizer state is built by it with another key and data.
+    """
+
+    key: str
+    data: torch.Tensor | None
+    build_fn: Callable[..., Nested]
+    merge_fn: Callable[[Nested], Any]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Nested:
+        """The sharded state dict. Raises CheckpointingException if ``build_fn`` cannot take a flattened_range."""
+        if _takes_four(self.build_fn):
+            return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        if self.flattened_range is not None:
+            raise CheckpointingException(
+                f"{self.key!r}: its build_fn takes three arguments, and the flattened_range would be the fourth",
+                key=self.key,
+            )
+        return self.build_fn(self.key, self.data, self.replica_id)
+
+    def validate_metadata_integrity(self) -> None:
+        """There is nothing that could be checked before `build`."""
+
+    def without_data(self) -> Self:
+        """A copy whose data is None."""
+        return replace(self, data=None)
+
+
+def _takes_four(build_fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(build_fn).bind(None, None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, and silent about it
+        return True
+    return True
+
+
+class LocalNonpersistentObject:
+    """What is not saved; a load puts this process's own value in its place."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> Any:
+        """The value."""
+        return self.obj
+
+
+LocalNonpersitentObject = LocalNonpersistentObject
+"""The old spelling."""
+
+
+def apply_factories(sharded_state_dict: Nested) -> None:
+    """Replace every factory by what it builds, in place."""
+    dict_list_map_inplace(lambda x: x.build() if is_factory(x) else x, sharded_state_dict)
+
+
+def apply_factory_merges(x1: Nested, x2: Nested, key: Path = ()) -> Any:
+    """Undo `apply_factories` in ``x1``, in place, by the factories that ``x2`` has at the same places; and return it.
+
+    Where ``x1`` has a list, ``x2`` may have a dict by index. Raises CheckpointingException (a ValueError), with the
+    path, for a place that ``x1`` lacks.
+    """
+    if is_factory(x2):
+        return x2.merge_fn(x1)
+    if (
+        not isinstance(x1, dict | list)
+        or not isinstance(x2, dict | list)
+        or (isinstance(x1, dict) and isinstance(x2, list))
+    ):
+        raise CheckpointingException(f"factories are {type(x2).__name__} where there is {type(x1).__name__}, at {key}")
+    if isinstance(x2, list) and len(x1) != len(x2):
+        raise CheckpointingException(f"{len(x2)} places for factories in a list of {len(x1)}, at {key}")
+    for k, factories in x2.items() if isinstance(x2, dict) else enumerate(x2):
+        there = k in x1 if isinstance(x1, dict) else type(k) is int and 0 <= k < len(x1)
+        if not there:
+            raise CheckpointingException(f"a factory has nothing to merge, at {(*key, k)}")
+        x1[k] = apply_factory_merges(x1[k], factories, (*key, k))
+    return x1

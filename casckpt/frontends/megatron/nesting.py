@@ -1,0 +1,182 @@
+"""Nested dicts and lists: map, merge, split and compare them. Anything else, tuples too, is a leaf.
+
+Semantics are those of ``megatron.core.dist_checkpointing.dict_utils``; where its documentation and its code differ, the
+documentation holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from casckpt.frontends.megatron.errors import CheckpointingException
+
+Nested: TypeAlias = Any
+"""A dict or a list, of leaves and of more of its kind."""
+Path: TypeAlias = tuple[Any, ...]
+Key: TypeAlias = Any
+
+_SHOWN = 30
+
+
+def _items(x: Nested) -> Iterable[tuple[Key, Any]]:
+    return x.items() if isinstance(x, dict) else enumerate(x)
+
+
+def nested_values(x: Nested) -> Iterator[Any]:
+    """All leaves, in order. Empty containers have none."""
+    for _, _, value in nested_items_iter(x):
+        yield value
+
+
+def nested_items_iter(x: Nested) -> Iterator[tuple[Nested, Key, Any]]:
+    """(container, key or index, leaf) of every leaf, in order."""
+    for key, value in _items(x):
+        if isinstance(value, dict | list):
+            yield from nested_items_iter(value)
+        else:
+            yield x, key, value
+
+
+def dict_map(f: Callable[[Any], Any], d: Nested) -> None:
+    """Replace every leaf by ``f(leaf)``, in place."""
+    for container, key, value in nested_items_iter(d):
+        container[key] = f(value)
+
+
+def dict_map_with_key(f: Callable[[Key, Any], Any], d: Nested) -> None:
+    """Replace every leaf by ``f(key, leaf)``, in place; ``key`` is the innermost one, in a list the index."""
+    for container, key, value in nested_items_iter(d):
+        container[key] = f(key, value)
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Nested) -> Any:
+    """Replace every leaf by ``f(leaf)``, in place; the same container. Of a leaf, ``f`` of it."""
+    if not isinstance(x, dict | list):
+        return f(x)
+    for key, value in _items(x):
+        x[key] = dict_list_map_inplace(f, value)
+    return x
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Nested) -> Any:
+    """A copy, in new dicts and lists, with ``f(leaf)`` for every leaf."""
+    if isinstance(x, dict):
+        return {key: dict_list_map_outplace(f, value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [dict_list_map_outplace(f, value) for value in x]
+    return f(x)
+
+
+def map_reduce(
+    xs: Iterable[Any],
+    key_fn: Callable[[Any], Any] = lambda x: x,
+    value_fn: Callable[[Any], Any] = lambda x: x,
+    reduce_fn: Callable[[list[Any]], Any] = lambda values: values,
+) -> dict[Any, Any]:
+    """Group ``value_fn(x)`` by ``key_fn(x)``, then reduce each group."""
+    groups: dict[Any, list[Any]] = {}
+    for x in xs:
+        groups.setdefault(key_fn(x), []).append(value_fn(x))
+    return {key: reduce_fn(values) for key, values in groups.items()}
+
+
+def merge(x1: Nested, x2: Nested, key: Path = ()) -> Nested:
+    """Put what ``x2`` has into ``x1``, in place, and return it.
+
+    Raises CheckpointingException (a ValueError), with the path, where both have a leaf, even if it is the same, or
+    where two lists have different lengths.
+    """
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        for k, value in x2.items():
+            x1[k] = merge(x1[k], value, (*key, k)) if k in x1 else value
+    elif isinstance(x1, list) and isinstance(x2, list):
+        if len(x1) != len(x2):
+            raise CheckpointingException(
+                f"lists of {len(x1)} and of {len(x2)} items cannot be merged, at {key}: a list is either all sharded, "
+                "or all plain, or each of its items has some of both; use a dict"
+            )
+        x1[:] = [merge(value, other, (*key, i)) for i, (value, other) in enumerate(zip(x1, x2, strict=True))]
+    else:
+        raise CheckpointingException(f"two values for one place, at {key}: {_text(x1)} and {_text(x2)}; rename one")
+    return x1
+
+
+def extract_matching_values(
+    x: Nested, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+) -> tuple[Nested, Nested]:
+    """(leaves that match, the others), each in the hierarchy of ``x``; containers without any are left out.
+
+    A list that loses items closes the gaps, unless ``return_lists_as_dicts``: then it becomes a dict by index. An empty
+    container counts as one that does not match; inside a list, the predicate is asked. Raises CheckpointingException
+    (a ValueError) if ``x`` is neither dict nor list.
+    """
+    if not isinstance(x, dict | list):
+        raise CheckpointingException(f"neither a dict nor a list, but {type(x).__name__}")
+    found: tuple[dict[Key, Any], dict[Key, Any]] = ({}, {})
+    for key, value in _items(x):
+        if isinstance(value, dict | list) and value:
+            for side, part in zip(found, extract_matching_values(value, predicate, return_lists_as_dicts), strict=True):
+                if part:
+                    side[key] = part
+        elif isinstance(x, dict) and isinstance(value, dict | list):
+            found[1][key] = {} if return_lists_as_dicts else type(value)()
+        else:
+            found[0 if predicate(value) else 1][key] = value
+    if isinstance(x, list) and not return_lists_as_dicts:
+        return list(found[0].values()), list(found[1].values())
+    return found
+
+
+def diff(x1: Any, x2: Any, prefix: Path = ()) -> tuple[list[Any], list[Any], list[Any]]:
+    """(paths only in the left, paths only in the right, mismatches).
+
+    A mismatch is (path, type of the left value, type of the right one). Items by which one list is longer are given by
+    their index alone. Tensors are equal if all their elements are; two sharded values if their data are.
+    """
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        left: list[Any] = [(*prefix, key) for key in x1 if key not in x2]
+        right: list[Any] = [(*prefix, key) for key in x2 if key not in x1]
+        pairs = [(key, x1[key], x2[key]) for key in x1 if key in x2]
+    elif isinstance(x1, list | tuple | np.ndarray) and type(x1) is type(x2):
+        left = list(range(len(x1) - 1, len(x2) - 1, -1))
+        right = list(range(len(x2) - 1, len(x1) - 1, -1))
+        pairs = [(i, one, other) for i, (one, other) in enumerate(zip(x1, x2, strict=False))]
+    elif type(x1) is type(x2) and hasattr(x1, "replica_id") and hasattr(x1, "data"):
+        left, right, pairs = [], [], [(type(x1), x1.data, x2.data)]
+    else:
+        return [], [], [] if _equal(x1, x2) else [(prefix, type(x1), type(x2))]
+    mismatch: list[Any] = []
+    for key, one, other in pairs:
+        below = diff(one, other, (*prefix, key))
+        left, right, mismatch = left + below[0], right + below[1], mismatch + below[2]
+    return left, right, mismatch
+
+
+def _equal(x1: Any, x2: Any) -> bool:
+    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
+        return x1.shape == x2.shape and bool(torch.all(x1.cpu() == x2.cpu()))
+    try:
+        return not bool(x1 != x2)
+    except (RuntimeError, TypeError, ValueError):  # a comparison that gives no single answer
+        return False
+
+
+def inspect_types(x: Any, prefix: Path = (), indent: int = 4) -> None:
+    """Print the tree of a state dict: keys, and the type and the first 30 characters of each leaf."""
+    if not isinstance(x, dict | list):
+        print(f"Tensor of shape {x.shape}" if isinstance(x, torch.Tensor) else f"[{type(x)}]: {_text(x)}")  # noqa: T201 - what it is for
+        return
+    print()  # noqa: T201 - as above
+    mark = ">" if isinstance(x, dict) else "-"
+    for key, value in _items(x):
+        print(f"{' ' * indent * len(prefix)}{mark} {key}: ", end="")  # noqa: T201 - as above
+        inspect_types(value, (*prefix, key), indent)
+
+
+def _text(x: Any) -> str:
+    text = str(x)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... (truncated)"

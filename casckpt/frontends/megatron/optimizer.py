@@ -1,0 +1,94 @@
+"""Sharded optimizer state from the sharding of the model's parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.kinds import is_factory
+from casckpt.frontends.megatron.mapping import LocalNonpersistentObject
+from casckpt.frontends.megatron.nesting import Nested, nested_values
+from casckpt.frontends.megatron.selecting import extract_sharded_tensors_and_factories
+from casckpt.tensors.dtensors import is_dtensor
+
+log = logging.getLogger(__name__)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
+    """From ``id(parameter)`` to its number in the optimizer; of tied ones the first."""
+    numbers: dict[int, int] = {}
+    for number, param in enumerate(optim_params_iter):
+        numbers.setdefault(id(_local(param)), number)
+    return numbers
+
+
+def get_param_id_to_sharded_param_map(
+    model_sharded_state_dict: Nested, optim_params_iter: Iterable[torch.Tensor]
+) -> dict[int, Any]:
+    """From the number of a parameter in the optimizer to its ShardedTensor or factory in the model's state dict.
+
+    They are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``). Warns if
+    none of them is found.
+    """
+    numbers = get_optim_param_to_id_map(optim_params_iter)
+    sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    found = {numbers[id(value.data)]: value for value in nested_values(sharded) if id(value.data) in numbers}
+    if not found:
+        log.warning(
+            "no tensor of the model's state dict is a parameter of the optimizer; make it with keep_vars=True, and "
+            "transform parameters with a ShardedTensorFactory only"
+        )
+    return found
+
+
+def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, prefix: str) -> Any:
+    """What is sharded as ``model_param``, with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
+
+    Raises CheckpointingException if that has another shape than the parameter.
+    """
+    data, key = _local(optim_param), f"{prefix}.{model_param.key}"
+    if is_factory(model_param):
+        return replace(model_param, key=key, data=data)
+    if getattr(model_param, "flattened_range", None) is None and tuple(data.shape) != tuple(model_param.local_shape):
+        raise CheckpointingException(
+            f"{key!r} has shape {list(data.shape)}, but the parameter {list(model_param.local_shape)}; state of "
+            "another shape, such as 'step', belongs into exclude_keys",
+            key=key,
+        )
+    return replace(model_param, key=key, data=data, dtype=data.dtype)
+
+
+def optim_state_to_sharding_state(
+    optim_state_dict: dict[str, Any],
+    id_to_sharded_param_map: Mapping[int, Any],
+    exclude_keys: Collection[str] = (),
+) -> None:
+    """Make an optimizer's state dict a sharded one, in place.
+
+    State ``name`` of a parameter gets the key ``optimizer.state.<name>.<key of the parameter>``; ``exclude_keys`` are
+    left out. Of the groups, a copy is kept whose ``params`` are not saved. Raises CheckpointingException (a ValueError)
+    for state of a parameter that the map lacks.
+    """
+    sharded: dict[Any, dict[str, Any]] = {}
+    for number, state in optim_state_dict["state"].items():
+        wanted = {name: value for name, value in state.items() if name not in exclude_keys}
+        if wanted and number not in id_to_sharded_param_map:
+            raise CheckpointingException(f"parameter {number} of the optimizer is no sharded parameter of the model")
+        sharded[number] = {
+            name: make_sharded_optimizer_tensor(id_to_sharded_param_map[number], value, f"optimizer.state.{name}")
+            for name, value in wanted.items()
+        }
+    groups = deepcopy(optim_state_dict["param_groups"])
+    for group in groups:
+        group["params"] = LocalNonpersistentObject(group["params"])
+    optim_state_dict["param_groups"], optim_state_dict["state"] = groups, sharded

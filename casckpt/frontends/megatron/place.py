@@ -1,0 +1,65 @@
+"""Where a checkpoint is, given as what Megatron code calls a checkpoint_dir: ``STORE#RUN@STEP``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeAlias
+
+from casckpt.checkpoint.store import At, Store, at
+from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.stores import AnyStore, as_store
+
+CheckpointDir: TypeAlias = str | os.PathLike[str] | At
+"""``STORE#RUN@STEP``, or what `casckpt.at` gives."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store, and a checkpoint in it: for a save RUN@STEP, for a load any reference."""
+
+    store: Store
+    ref: str
+
+    def run_and_step(self) -> tuple[str, int]:
+        """Where a save puts it. Raises InvalidInput for any other reference."""
+        run, found, step = self.ref.rpartition("@")
+        if not found or not step.isascii() or not step.isdigit():
+            raise CheckpointingException(
+                f"{self.ref!r} names no place to save to: give STORE#RUN@STEP, as ckpts#sft@100"
+            )
+        place = at(self.store, run=run, step=int(step))
+        return place.run, place.step
+
+
+@lru_cache(maxsize=16)
+def _opened(url: str) -> Store:
+    """One store for one URL, which keeps what it knows, and does its background saves one after the other."""
+    return as_store(url)
+
+
+def place_of(checkpoint_dir: CheckpointDir) -> Place:
+    """Take a checkpoint_dir apart. Raises CheckpointingException for a mere folder, InvalidInput for a bad URL."""
+    if isinstance(checkpoint_dir, At):
+        return Place(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
+    text = os.fspath(checkpoint_dir)
+    store, found, ref = text.rpartition("#")
+    if not found or not store or not ref:
+        raise CheckpointingException(
+            f"{text!r} is no place in a store: give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
+        )
+    return Place(_store(store), ref)
+
+
+def _store(store: AnyStore) -> Store:
+    if isinstance(store, Store):
+        return store
+    text = os.fspath(store)
+    return _opened(text if "://" in text else os.path.abspath(text))
+
+
+def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
+    """The folder, where a checkpoint_dir is a mere one, as Megatron itself writes them."""
+    return None if isinstance(checkpoint_dir, At) or "#" in os.fspath(checkpoint_dir) else Path(checkpoint_dir)

@@ -1,0 +1,109 @@
+"""Parts of a checkpoint without a sharded state dict: each process reads for itself, no other needs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from casckpt.frontends.megatron.errors import ShardedKeyMissing, checkpointing_errors
+from casckpt.frontends.megatron.kinds import is_sharded_object
+from casckpt.frontends.megatron.mapping import ShardedObject, ShardedTensor
+from casckpt.frontends.megatron.nesting import Nested, dict_list_map_inplace, nested_values
+from casckpt.frontends.megatron.place import CheckpointDir, place_of
+from casckpt.frontends.megatron.stored import Request, Stored
+from casckpt.tensors.dtypes import torch_dtype
+
+CONTENT_METADATA = "content_metadata"
+
+
+def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False) -> dict[Any, Any]:
+    """The common part: all that is not sharded, nested as it was saved.
+
+    Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
+    """
+    with checkpointing_errors():
+        stored = Stored.read(place_of(checkpoint_dir))
+        request = Request()
+        numbers = {key: request.add(key) for key in stored.common_keys}
+        request.run(stored, no_dist=True, allow_pickle=allow_pickle)
+        values = {key: request.values[number] for key, number in numbers.items()}
+        return stored.common(values, allow_pickle)
+
+
+def load_content_metadata(
+    checkpoint_dir: CheckpointDir | None = None, *, preloaded_state_dict: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """What `save` was given as ``content_metadata``, None if nothing; of a checkpoint, or of a loaded state dict."""
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give a checkpoint_dir, or a preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA)
+
+
+def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]:
+    """All sharded tensors, whole, in new memory, by key. The common part is not included."""
+    with checkpointing_errors():
+        stored = Stored.read(place_of(checkpoint_dir))
+        request = Request()
+        numbers = {key: request.add(key) for key in stored.tensors}
+        request.run(stored, no_dist=True)
+        return {key: request.values[number] for key, number in numbers.items()}
+
+
+def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
+    """A ShardedTensor, whole and without data, for each sharded tensor, by key: its shape and dtype."""
+    with checkpointing_errors():
+        return tensors_metadata(Stored.read(place_of(checkpoint_dir)))
+
+
+def tensors_metadata(stored: Stored, kind: Any = ShardedTensor) -> dict[str, Any]:
+    """See `load_tensors_metadata`. ``kind``: the class to make them of."""
+    metadata = {}
+    for key, entry in stored.tensors.items():
+        whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        metadata[key] = kind.from_rank_offsets(key, whole).without_data()
+    return metadata
+
+
+def load_sharded_metadata(
+    checkpoint_dir: CheckpointDir, sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """The same, and a ShardedObject without data for each shard of an object, by its unique key."""
+    with checkpointing_errors():
+        stored = Stored.read(place_of(checkpoint_dir))
+        return {**tensors_metadata(stored), **stored.objects}
+
+
+def load_sharded_objects(
+    sharded_state_dict: Nested, checkpoint_dir: CheckpointDir, *, allow_pickle: bool = False
+) -> None:
+    """Replace every ShardedObject of a state dict by its value, in place. What else stands there is left alone.
+
+    Raises CheckpointingException (also a MissingKey), naming key and shard, before anything changes.
+    """
+    with checkpointing_errors():
+        stored = Stored.read(place_of(checkpoint_dir))
+        request = Request()
+        wanted = [value for value in nested_values(sharded_state_dict) if is_sharded_object(value)]
+        numbers = {id(value): request.add(object_key(stored, value)) for value in wanted}
+        request.run(stored, no_dist=True, allow_pickle=allow_pickle)
+    values = request.values
+    dict_list_map_inplace(lambda x: values[numbers[id(x)]] if id(x) in numbers else x, sharded_state_dict)
+
+
+def object_key(stored: Stored, wanted: Any) -> str:
+    """The flat key of what a ShardedObject asks for. Raises ShardedKeyMissing, naming key and shard."""
+    key = stored.object_key(wanted)
+    if key is None:
+        have = [
+            f"{one.global_offset} of {one.global_shape}" for one in stored.objects.values() if one.key == wanted.key
+        ]
+        raise ShardedKeyMissing(
+            f"{stored.where} lacks the object {wanted.key!r} at {wanted.global_offset} of {wanted.global_shape}; "
+            + (f"it has it at {', '.join(have[:5])}" if have else "it has no object of that key"),
+            key=wanted.key,
+            keys=(wanted.unique_key,),
+        )
+    return key

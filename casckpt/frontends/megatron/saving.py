@@ -1,0 +1,246 @@
+"""Save a sharded state dict: check it on all ranks together, then hand it to the store as shards of its tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from casckpt.checkpoint.job import State
+from casckpt.checkpoint.ranks import Ranks, open_ranks
+from casckpt.checkpoint.store import Store
+from casckpt.format.regions import normalise
+from casckpt.frontends.megatron.async_request import AsyncRequest
+from casckpt.frontends.megatron.config import BACKEND, CONFIG_NAME, OURS, VERSION, is_only_config
+from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
+from casckpt.frontends.megatron.integrity import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
+from casckpt.frontends.megatron.kinds import is_nonpersistent, is_sharded_base, is_sharded_tensor
+from casckpt.frontends.megatron.mapping import apply_factories
+from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
+from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
+from casckpt.frontends.megatron.reading import CONTENT_METADATA
+from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
+from casckpt.frontends.megatron.stored import NOTES_NAME, encoded_notes
+from casckpt.tensors.foreign import flat_range, megatron_shard
+from casckpt.tensors.state import flatten
+from casckpt.tensors.values import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+Preprocess = Callable[[dict[Any, Any]], Any]
+
+
+def save(  # noqa: PLR0917 - the positions of Megatron-core's
+    sharded_state_dict: dict[Any, Any],
+    checkpoint_dir: CheckpointDir,
+    sharded_strategy: tuple[str, int] | None = None,
+    common_strategy: None = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Preprocess | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    fully_parallel: bool = False,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    attachments: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> AsyncRequest | None:
+    """Save; every rank of ``process_group`` (None: all) makes the call, with its own part.
+
+    Factories are built, in the caller's dict, as Megatron does; what is not persistent is left out; main replicas write
+    the sharded tensors and objects under their keys, rank 0 the rest at its place in the state dict.
+
+    ``validate_access_integrity``: check on all ranks together, before anything is written, that every element has just
+    one main replica, and log where the common part of a rank differs from that of rank 0 (both as
+    ``preprocess_common_before_consistancy_check`` gives them). ``async_sharded_save``: copy the tensors, save in the
+    background, and return a request whose ``finalize_fns`` wait for it. ``content_metadata``: see
+    `load_content_metadata`. ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main
+    ones alone; they must hold the same (``check_replicas=True`` compares). ``options``: further ones of `Store.save`
+    (``metadata``, ``ephemeral``, ``allow_pickle``, ``dedup``, ``threads``, ...). ``sharded_strategy`` and
+    ``common_strategy`` are there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
+
+    Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
+    exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
+    """
+    check_strategies(sharded_strategy, common_strategy)
+    with checkpointing_errors():
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel)
+        place, replaces = saving.agree(
+            ranks,
+            lambda: place_of(checkpoint_dir),
+            validate=validate_access_integrity,
+            preprocess=preprocess_common_before_consistancy_check,
+        )
+        run, step = place.run_and_step()
+        given = {
+            **options, "run": run, "step": step, "process_group": process_group, "no_dist": no_dist,
+            "attachments": {**(attachments or {}), **saving.files}, "overwrite": overwrite or replaces,
+        }  # fmt: skip
+        if async_sharded_save:
+            return AsyncRequest(None, (), [background(place.store, saving.state, given)])
+        place.store.save(saving.state, **given)
+        return None
+
+
+def check_strategies(sharded: Any, common: Any) -> None:
+    """Raise for strategies of somebody else."""
+    if common is not None:
+        raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
+    if sharded is not None and tuple(sharded) != (BACKEND, VERSION):
+        raise CheckpointingException(
+            f"sharded_strategy={sharded!r} does not write into a store; give None, or call Megatron's own save with a "
+            "CasSaveShardedStrategy"
+        )
+
+
+def background(store: Store, state: State, options: Mapping[str, Any]) -> Callable[[], None]:
+    """Begin a save now; what waits for its end."""
+    future = store.save_async(state, **options)
+
+    def wait() -> None:
+        with checkpointing_errors():
+            future.result()
+
+    return wait
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What rank 0 tells a rank. ``mine``: of its sharded values, which it hands in. ``common``: that of rank 0."""
+
+    mine: Sequence[bool]
+    common: Any
+    replaces: bool
+
+
+@dataclass
+class Saving:
+    """One rank's part of a save."""
+
+    sharded_state_dict: dict[Any, Any]
+    rank: int
+    content_metadata: Mapping[str, Any] | None = None
+    fully_parallel: bool = False
+    sharded: list[Any] = field(default_factory=list)
+    common: dict[Any, Any] = field(default_factory=dict)
+    mine: Sequence[bool] = ()
+    files: dict[str, bytes] = field(default_factory=dict)
+    _compared: Any = None
+
+    def agree(
+        self, ranks: Ranks, locate: Callable[[], Place], *, validate: bool, preprocess: Preprocess | None
+    ) -> tuple[Place, bool]:
+        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there."""
+        places: list[Place] = []
+
+        def look() -> list[Claim]:
+            places.append(locate())
+            places[0].run_and_step()
+            return self.look(preprocess)
+
+        def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
+            if validate:
+                check_claims(gathered)
+            replaces, common = is_only_config(places[0]), self._compared if validate else None
+            return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
+
+        verdict = ranks.exchange(look, decide)
+        self.mine = verdict.mine
+        if validate and self.rank:
+            self._warn_of_differences(verdict.common)
+        return places[0], verdict.replaces
+
+    def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
+        """Build factories and sort the values. Raises CheckpointingException."""
+        apply_factories(self.sharded_state_dict)
+        _check_lists(self.sharded_state_dict, ())
+        _, persistent = extract_nonpersistent(self.sharded_state_dict)
+        sharded, self.common = extract_sharded_base(persistent)
+        if self.content_metadata is not None:  # with a process group in it, Megatron's cannot be stored
+            kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
+            self.common = {**self.common, CONTENT_METADATA: kept}
+        self.sharded = [value for value in nested_values(sharded) if not is_empty(value)]
+        self._compared = preprocess(self.common) if preprocess else self.common
+        self.files = _files(self.common) if self.rank == 0 else {}
+        claims = claims_of(self.sharded)
+        self.mine = [claim.main for claim in claims]
+        return claims
+
+    def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
+        """Of each rank's sharded values, which it is to hand in."""
+        main = main_regions(gathered) if self.fully_parallel else set()
+
+        def hands_in(claim: Claim) -> bool:
+            if claim.main or isinstance(claim, ObjectClaim):
+                return claim.main
+            return claim.filled and (claim.key, normalise(claim.region, claim.shape)) in main
+
+        return [[hands_in(claim) for claim in claims] for claims in gathered]
+
+    def leave_out(self, key: str) -> None:
+        """Save nothing under this key."""
+        self.mine = [mine and one.key != key for one, mine in zip(self.sharded, self.mine, strict=True)]
+
+    def _warn_of_differences(self, common: Any) -> None:
+        left, right, mismatch = diff(common, self._compared)
+        if left or right or mismatch:
+            log.warning(
+                "the common state of rank %d is not that of rank 0, which is saved: only on rank 0 %s, only here %s, "
+                "different %s",
+                self.rank, left, right, mismatch,
+            )  # fmt: skip
+
+    def state(self) -> dict[Any, Any]:
+        """What `Store.save` takes. Raises CheckpointingException for two things with one key."""
+        shards: dict[str, list[Shard]] = {}
+        objects: dict[str, Any] = {}
+        for value, mine in zip(self.sharded, self.mine, strict=True):
+            if mine and is_sharded_tensor(value):
+                shards.setdefault(value.key, []).append(megatron_shard(value, replicated=self.fully_parallel))
+            elif mine:
+                objects[value.unique_key] = value.data
+        common = self.common if self.rank == 0 else {}
+        for key in (*shards, *objects):
+            if key in common:
+                raise CheckpointingException(
+                    f"{key!r} is the key of something sharded, and stands at the top of the common state; rename one",
+                    key=key,
+                )
+        return {**common, **shards, **objects}
+
+
+def _files(common: dict[Any, Any]) -> dict[str, bytes]:
+    """What goes along as attachments."""
+    tensors = [key for key, leaf in flatten(common).leaves.items() if leaf.is_tensor]
+    return {CONFIG_NAME: OURS.encoded()} | ({NOTES_NAME: encoded_notes(tensors)} if tensors else {})
+
+
+def is_empty(value: Any) -> bool:
+    """Is it a flattened tensor without elements?"""
+    flat = flat_range(value) if is_sharded_tensor(value) else None
+    return flat is not None and not flat
+
+
+def _check_lists(x: Nested, path: Path) -> frozenset[str]:
+    """What stands in a part of a state dict. Raises CheckpointingException for a list that no load could put together.
+
+    Each of the parts loses the items that it has nothing of, so that the places of the others would be lost.
+    """
+    if isinstance(x, dict):
+        kinds = [_check_lists(value, (*path, key)) for key, value in x.items()]
+        return frozenset().union(*kinds) if kinds else frozenset(("plain values",))
+    if isinstance(x, list):
+        kinds = [_check_lists(value, (*path, i)) for i, value in enumerate(x)]
+        if len(set(kinds)) > 1:
+            every = ", ".join(sorted(frozenset().union(*kinds)))
+            raise CheckpointingException(f"the list at {path} mixes {every}, and could not be put together; use a dict")
+        return kinds[0] if kinds else frozenset(("plain values",))
+    if is_sharded_base(x):
+        return frozenset(("sharded values",))
+    return frozenset(("what is not saved",) if is_nonpersistent(x) else ("plain values",))

@@ -1,0 +1,186 @@
+"""What a checkpoint holds, in Megatron's terms: sharded tensors, shards of objects, and the common part.
+
+Whichever front end wrote it: a tensor is a sharded tensor under its flat key, and what is no tensor is common. What
+`save` of this front end wrote as a tensor of the common part is listed in the attachment ``megatron.json``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.checkpoint.store import Store
+from casckpt.errors import Refused
+from casckpt.format.manifest import Entry, Manifest
+from casckpt.format.tree import DICT, Container, Element, Node, decode_tree, find, join, leaves
+from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.mapping import ShardedObject
+from casckpt.frontends.megatron.nesting import Nested, merge
+from casckpt.frontends.megatron.place import Place
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit
+from casckpt.tensors.state import inflate
+from casckpt.tensors.values import Shard
+
+NOTES_NAME, COMMON_NAME = "megatron.json", "common.pt"
+_STATE = "optimizer.state."
+_OBJECT = re.compile(r".+/shard_[0-9.]*_[0-9.]*", re.DOTALL)
+
+Facts: TypeAlias = tuple[Commit, Manifest, frozenset[str], bytes | None]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One checkpoint. ``common_tensors``: keys of the tensors of the common part. ``file``: its common.pt, if any."""
+
+    store: Store
+    commit: Commit
+    manifest: Manifest
+    common_tensors: frozenset[str]
+    file: bytes | None
+
+    @classmethod
+    def read(cls, place: Place) -> Stored:
+        """The one at a place. Raises NotFound, Damaged, StorageError, Refused."""
+        checkpoint = place.store.get(place.ref)
+        names = place.store.attachments(checkpoint)
+        notes = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else encoded_notes(())
+        manifest = manifests.get(place.store.repository, checkpoint.commit)
+        file = place.store.read_attachment(checkpoint, COMMON_NAME) if COMMON_NAME in names else None
+        return cls(place.store, checkpoint.commit, manifest, _decoded_notes(notes), file)
+
+    @classmethod
+    def together(cls, ranks: Ranks, locate: Callable[[], Place]) -> Stored:
+        """The same on all ranks, read by rank 0; each has a store of its own for what it loads."""
+        places: list[Place] = []
+
+        def find(_: Sequence[None]) -> list[Facts]:
+            found = cls.read(places[0])
+            return everyone((found.commit, found.manifest, found.common_tensors, found.file), ranks.size)
+
+        facts = ranks.exchange(lambda: places.append(locate()), find)
+        return cls(places[0].store, *facts)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What `Store.load` takes."""
+        return Checkpoint(self.store.repository, self.commit)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.commit.run}@{self.commit.step}"
+
+    @cached_property
+    def tensors(self) -> dict[str, Entry]:
+        """The sharded tensors by key."""
+        inside = tuple(f"{key}." for key in self.objects)
+        entries = self.manifest.tensors.items()
+        kept = [(key, one) for key, one in entries if key not in self.common_tensors and key not in self.objects]
+        return {key: one for key, one in kept if not (inside and key.startswith(inside))}
+
+    @cached_property
+    def objects(self) -> dict[str, ShardedObject]:
+        """The shards of objects, without data, by unique key."""
+        found = {}
+        for element, _ in self._children:
+            if _OBJECT.fullmatch(str(element)):
+                found[str(element)] = ShardedObject.empty_from_unique_key(str(element))
+        return found
+
+    @cached_property
+    def common_keys(self) -> list[str]:
+        """The flat keys of all leaves of the common part."""
+        nodes = [(element, node) for element, node in self._children if str(element) not in self.objects]
+        keys = [join(path) for path, _ in leaves(Container(DICT, tuple(nodes)))]
+        return [key for key in keys if key not in self.tensors]
+
+    @cached_property
+    def _tree(self) -> Node:
+        return decode_tree(self.manifest.body.tree)
+
+    @property
+    def _children(self) -> Sequence[tuple[Element, Node]]:
+        return self._tree.children if isinstance(self._tree, Container) else ()
+
+    def tensor_key(self, key: str) -> str | None:
+        """The flat key of a sharded tensor, for a key of Megatron's; None if there is none.
+
+        What `save_model_and_optim_state` wrote is found by the names that Megatron gives parameters and their state.
+        """
+        names = [key, f"model.{key}"]
+        if key.startswith(_STATE):
+            what, _, param = key.removeprefix(_STATE).partition(".")
+            names.append(f"optim.state.{param}.{what}")
+        return next((name for name in names if name in self.tensors), None)
+
+    def object_key(self, wanted: Any) -> str | None:
+        """The flat key of what a ShardedObject asks for; None if there is none.
+
+        An object that is whole may also be plain data that another front end wrote under its key.
+        """
+        if wanted.unique_key in self.objects:
+            return str(wanted.unique_key)
+        alone = prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None
+        return str(wanted.key) if alone and wanted.key not in self.tensors else None
+
+    def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
+        """The common part, nested as it was saved, of its leaves by flat key; and of common.pt, if it has that."""
+        inside = tuple(f"{key}." for key in self.objects)
+
+        def keep(key: str) -> bool:
+            return key not in self.tensors and key not in self.objects and not (inside and key.startswith(inside))
+
+        found: dict[Any, Any] = dict(inflate(self._tree, lambda key, _: values[key], keep))
+        return found if self.file is None else merge(found, self._from_file(self.file, allow_pickle))
+
+    def _from_file(self, data: bytes, allow_pickle: bool) -> Nested:
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise CheckpointingException(
+                f"{COMMON_NAME} of {self.where} needs pickle, and loading one runs code from the store; pass "
+                "allow_pickle=True if you trust whoever wrote it"
+            ) from error
+
+
+class Request:
+    """What is to be read of a checkpoint, each thing under a number of its own."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, name: str, into: Shard | None = None) -> str:
+        """Read ``name``, a flat key, into a shard, or (None) as something new. The number under which it will be."""
+        number = str(len(self.values))
+        self.values[number], self._names[number] = into, name
+        return number
+
+    def run(self, stored: Stored, **options: Any) -> None:
+        """Read it all. ``options``: as in `Store.load`. Raises what that raises."""
+        stored.store.load(self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, **options)
+
+
+def encoded_notes(common_tensors: Iterable[str]) -> bytes:
+    """The contents of megatron.json."""
+    return json.dumps({"common_tensors": sorted(common_tensors)}).encode()
+
+
+def _decoded_notes(data: bytes) -> frozenset[str]:
+    try:
+        found = json.loads(data)["common_tensors"]
+        return frozenset(str(key) for key in found)
+    except (ValueError, TypeError, KeyError) as error:
+        raise Refused(f"the attachment {NOTES_NAME} is not usable: {error!r}") from error

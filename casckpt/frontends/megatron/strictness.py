@@ -1,0 +1,93 @@
+"""What to do where a sharded state dict and a checkpoint do not name the same keys.
+
+*Missing* keys are in the checkpoint, but no rank asked for them. *Unexpected* ones were asked for, but are not there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from enum import Enum
+from typing import Any
+
+from casckpt.frontends.megatron.errors import CheckpointingException, ShardedKeyMissing
+
+log = logging.getLogger(__name__)
+_SHOWN = 10
+
+
+class StrictHandling(Enum):
+    """The names and values of Megatron-core's. What is unexpected and does not raise is left out of the result."""
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Unexpected keys raise."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Unexpected keys are logged."""
+    LOG_ALL = "log_all"
+    """Unexpected and missing keys are logged."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Unexpected keys raise."""
+    RAISE_ALL = "raise_all"
+    """Unexpected and missing keys raise."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Unexpected keys are returned beside the state dict, and an empty set of missing ones."""
+    RETURN_ALL = "return_all"
+    """Both are returned."""
+    IGNORE_ALL = "ignore_all"
+    """Neither matters."""
+
+    @property
+    def raises(self) -> bool:
+        """Do unexpected keys raise?"""
+        return self.name.startswith(("ASSUME", "RAISE"))
+
+    @property
+    def logs(self) -> bool:
+        """Are keys logged?"""
+        return self.name.startswith("LOG")
+
+    @property
+    def returns(self) -> bool:
+        """Are keys returned?"""
+        return self.name.startswith("RETURN")
+
+    @property
+    def looks_for_missing(self) -> bool:
+        """Do missing keys matter? They are known only when all ranks have said what they want."""
+        return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: Any) -> StrictHandling:
+    """A StrictHandling, or the value of one. Raises CheckpointingException (a ValueError)."""
+    try:
+        return StrictHandling(strict)
+    except ValueError as error:
+        known = ", ".join(repr(one.value) for one in StrictHandling)
+        raise CheckpointingException(f"strict={strict!r} is not known; give one of {known}") from error
+
+
+def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[str]) -> None:
+    """Raise ShardedKeyMissing, or log, as ``strict`` says."""
+    if unexpected and strict.raises:
+        raise ShardedKeyMissing(
+            f"{where} lacks {_listed(unexpected)}; strict='log_unexpected' leaves them out of what is loaded",
+            keys=tuple(sorted(unexpected)),
+        )
+    if unexpected and strict.logs:
+        log.warning("%s lacks %s, which were asked for", where, _listed(unexpected))
+
+
+def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
+    """The same for keys that no rank asked for."""
+    if missing and strict is StrictHandling.RAISE_ALL:
+        raise CheckpointingException(
+            f"{where} holds {_listed(missing)}, which no rank asks for; strict='raise_unexpected' leaves them unread",
+            keys=tuple(sorted(missing)),
+        )
+    if missing and strict is StrictHandling.LOG_ALL:
+        log.warning("%s holds %s, which no rank asked for", where, _listed(missing))
+
+
+def _listed(keys: Collection[str]) -> str:
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return ", ".join(map(repr, sorted(keys)[:_SHOWN])) + more

@@ -1,0 +1,65 @@
+"""Sharded tensors of other libraries, known by their attributes, no import needed: which elements they hold.
+
+Megatron style: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``, behind ``prepend_axis_num`` axes
+of extent 1 that the data lacks; with a ``flattened_range``, only that slice of the flattened part, as 1-d data.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from casckpt.errors import InvalidInput
+from casckpt.format.regions import Box, Region, full_box
+from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.values import Shard
+
+_MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global_offset", "prepend_axis_num")
+
+
+def is_megatron_tensor(value: Any) -> bool:
+    """Is it a Megatron-style ShardedTensor: ours, or Megatron-core's own?"""
+    return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
+
+
+def flat_range(tensor: Any) -> range | None:
+    """The elements of the flattened part that a Megatron-style tensor holds; None for all of them, in their shape."""
+    flat = getattr(tensor, "flattened_range", None)
+    return None if flat is None else range(prod(tensor.local_shape))[flat]
+
+
+def megatron_region(tensor: Any) -> Region:
+    """The elements that a Megatron-style tensor holds. Raises InvalidInput if they do not lie in its global shape."""
+    box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
+    if not box.inside(full_box(tuple(tensor.global_shape))):
+        raise InvalidInput(
+            f"{tensor.key!r}: a part at {list(box.offset)} of shape {list(box.shape)} does not lie in the global shape "
+            f"{list(tensor.global_shape)}",
+            key=tensor.key,
+        )
+    flat = flat_range(tensor)
+    return Region(box, 0, box.numel) if flat is None else Region(box, flat.start, max(flat.start, flat.stop))
+
+
+def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
+    """``data`` for a Megatron-style tensor, without a copy: in the shape of its box, or flat."""
+    local: torch.Tensor = (data.to_local() if is_dtensor(data) else data).detach()
+    return local if flat_range(tensor) is not None else local[(None,) * tensor.prepend_axis_num]
+
+
+def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
+    """The same as a `Shard`, of its own data or of other data of that shape. Raises InvalidInput if there is none."""
+    found = tensor.data if data is None else data
+    if found is None:
+        raise InvalidInput(f"{tensor.key!r} has no data (None); give its tensor", key=tensor.key)
+    region, flat = megatron_region(tensor), flat_range(tensor)
+    return Shard(
+        megatron_data(tensor, found),
+        tuple(tensor.global_shape),
+        region.box.offset,
+        region.box.shape,
+        None if flat is None else (region.lo, region.hi),
+        replicated=replicated,
+    )

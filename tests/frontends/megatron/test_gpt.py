@@ -1,0 +1,86 @@
+"""A GPT-like model in one parallel configuration, loaded in others, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.frontends import megatron
+from tests.support import gpt
+from tests.support.gpt import Topology
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+SAVED = Topology(tp=2, pp=2, cut=0.3)
+LOADED = [Topology(tp=4), Topology(pp=4), Topology(tp=2, dp=2), Topology(tp=2, pp=2), Topology(dp=4, cut=0.1)]
+
+
+def differences(one: Any, other: Any) -> list[Any]:
+    """The paths of what is not the same, to the bit; the order of keys does not matter."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    return [path for path in left | right if not same(left.get(path), right.get(path))]
+
+
+def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if not isinstance(x, dict | list):
+        yield path, x
+        return
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        yield from leaves(value, (*path, key))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) -> int:
+    megatron.save(gpt.state(topology.at(rank)), where, **options)
+    return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written
+
+
+def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
+    template = gpt.emptied(gpt.state(topology.at(rank)))
+    found = megatron.load(template, where)
+    return differences(found, gpt.expected(gpt.state(topology.at(rank))))
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> str:
+    place = f"{tmp_path_factory.mktemp('gpt')}#gpt@7"
+    ranks.run(SAVED.size, saved, place, SAVED)
+    return place
+
+
+@pytest.mark.parametrize("topology", LOADED, ids=str)
+def test_it_loads_in_another_configuration(where: str, topology: Topology, ranks: Pool) -> None:
+    assert ranks.run(topology.size, loaded, where, topology) == [[]] * topology.size
+
+
+def test_it_loads_in_one_process(where: str) -> None:
+    assert loaded(0, 1, where, Topology()) == []
+
+
+def test_what_is_in_the_store_is_whole_and_has_the_keys_of_megatron(where: str) -> None:
+    path, _, ref = where.partition("#")
+    full = casckpt.open(path).read(ref)
+    layers = [gpt.whole(f"weight/attention/{i}", gpt.HIDDEN, gpt.HIDDEN, dtype=torch.bfloat16) for i in range(4)]
+    assert torch.equal(full["layers.attention"], torch.stack(layers))
+    moments = gpt.whole("exp_avg_sq/embedding", gpt.VOCAB, gpt.HIDDEN)
+    assert torch.equal(full["optimizer.state.exp_avg_sq.embedding.weight"][: gpt.VOCAB], moments)
+    assert full["iteration"] == 7
+    assert full["layers._extra_state/shard_2_4"] == {"layer": 2, "scale": (1.5, 2)}
+
+
+def test_fully_parallel_the_replicas_share_the_writing(tmp_path: Path, where: str, ranks: Pool) -> None:
+    place = f"{tmp_path}#gpt@7"
+    topology = Topology(tp=2, dp=2)
+    ranks.run(topology.size, saved, place, topology, fully_parallel=True, check_replicas=True)
+    assert loaded(0, 1, place, Topology()) == []

@@ -1,0 +1,176 @@
+"""A GPT-like model and its optimizer as Megatron-style sharded state dicts, for any parallel configuration.
+
+All numbers come from the same global tensors, so what a rank should hold after a load can be built as well.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from casckpt.frontends import megatron
+
+LAYERS, HIDDEN, FFN, VOCAB = 4, 8, 6, 10
+Offsets = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of tensor, pipeline and data parallelism. ``cut``: where flat optimizer state is cut besides, 0 to 1."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cut: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def at(self, rank: int) -> Rank:
+        return Rank(self, rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process, with an own place in each of the three."""
+
+    of: Topology
+    tp: int
+    pp: int
+    dp: int
+
+    @property
+    def layers(self) -> range:
+        each = LAYERS // self.of.pp
+        return range(self.pp * each, (self.pp + 1) * each)
+
+
+def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The global tensor of a name: the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
+    """The vocabulary, padded to a multiple of four rows for each tensor-parallel rank."""
+    rows = -(-VOCAB // (4 * rank.of.tp)) * 4 * rank.of.tp
+    padded = torch.zeros(rows, HIDDEN, dtype=dtype)
+    padded[:VOCAB] = whole(name, VOCAB, HIDDEN, dtype=dtype)
+    return padded.chunk(rank.of.tp)[rank.tp].clone()
+
+
+def swiglu(layer: int, rank: Rank) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Gate and up lie in one local tensor, but apart in the global one."""
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
+        parts = []
+        for half, local in enumerate(data.chunk(2)):
+            offsets: Offsets = ((0, layer, LAYERS), (1, half * rank.of.tp + rank.tp, 2 * rank.of.tp))
+            part = megatron.ShardedTensor.from_rank_offsets(
+                key, local.clone(), *offsets, replica_id=replica_id, prepend_axis_num=1
+            )
+            parts.append(part)
+        return parts
+
+    return build, torch.cat
+
+
+def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: str = "") -> dict[str, Any]:
+    """The sharded state dict of one kind of values: of the parameters, or of their state."""
+    make = megatron.ShardedTensor.from_rank_offsets
+    tp, top = rank.of.tp, rank.of.pp - 1
+    state: dict[str, Any] = {}
+    if rank.pp in (0, top):  # the last stage holds it too, tied
+        copy = 0 if rank.pp == 0 else 1
+        state["embedding.weight"] = make(
+            f"{prefix}embedding.weight", embedding(f"{name}/embedding", rank, dtype), (0, rank.tp, tp),
+            replica_id=(copy, 0, rank.dp), allow_shape_mismatch=True,
+        )  # fmt: skip
+    for local, layer in enumerate(rank.layers):
+        values = whole(f"{name}/attention/{layer}", HIDDEN, HIDDEN, dtype=dtype)
+        state[f"layers.{local}.attention"] = make(
+            f"{prefix}layers.attention", values.chunk(tp, 1)[rank.tp].clone(), (0, layer, LAYERS), (2, rank.tp, tp),
+            replica_id=(0, 0, rank.dp), prepend_axis_num=1,
+        )  # fmt: skip
+        state[f"layers.{local}.norm"] = make(
+            f"{prefix}layers.norm", whole(f"{name}/norm/{layer}", HIDDEN, dtype=dtype), (0, layer, LAYERS),
+            replica_id=(0, rank.tp, rank.dp), prepend_axis_num=1,
+        )  # fmt: skip
+        halves = whole(f"{name}/fc1/{layer}", 2, FFN * 4, HIDDEN, dtype=dtype)
+        data = torch.cat([half.chunk(tp)[rank.tp] for half in halves])
+        state[f"layers.{local}.fc1"] = megatron.ShardedTensorFactory(
+            f"{prefix}layers.fc1", data, *swiglu(layer, rank), replica_id=(0, 0, rank.dp)
+        )
+    return state
+
+
+def flat(rank: Rank, name: str, prefix: str) -> dict[str, Any]:
+    """The same as a distributed optimizer holds it: of each flattened local tensor, a part for each rank."""
+    state = {}
+    for key, value in model(replace(rank, dp=0), name, torch.float32, prefix).items():
+        if isinstance(value, megatron.ShardedTensor) and megatron.is_main_replica(value.replica_id):
+            state[key] = [_slice(value, lo, hi) for lo, hi in _cuts(rank, value.data)]
+    return state
+
+
+def _cuts(rank: Rank, data: torch.Tensor | None) -> list[tuple[int, int]]:
+    assert data is not None
+    count = data.numel()
+    lo, hi = (count * i // rank.of.dp for i in (rank.dp, rank.dp + 1))
+    inner = lo + int((hi - lo) * rank.of.cut)
+    return [(lo, inner), (inner, hi)] if lo < inner else [(lo, hi)]
+
+
+def _slice(value: megatron.ShardedTensor, lo: int, hi: int) -> megatron.ShardedTensor:
+    assert value.data is not None
+    return replace(value, data=value.data.flatten()[lo:hi].clone(), flattened_range=slice(lo, hi), replica_id=0)
+
+
+def state(rank: Rank) -> dict[str, Any]:
+    """All of it: parameters, optimizer state of the same sharding and flat, objects, and the common part."""
+    objects = {
+        f"layers.{local}._extra_state": megatron.ShardedObject(
+            "layers._extra_state", {"layer": layer, "scale": (1.5, layer)}, (LAYERS,), (layer,), (0, rank.tp, rank.dp)
+        )
+        for local, layer in enumerate(rank.layers)
+    }
+    return {
+        "model": model(rank, "weight") | objects,
+        "optimizer": {
+            "state": {"exp_avg": model(rank, "exp_avg", torch.float32, "optimizer.state.exp_avg.")},
+            "flat": flat(rank, "exp_avg_sq", "optimizer.state.exp_avg_sq."),
+            "param_groups": [{"lr": 0.1, "params": megatron.LocalNonpersistentObject([rank.tp, rank.pp])}],
+        },
+        "iteration": 7,
+    }
+
+
+def expected(state: dict[str, Any]) -> dict[str, Any]:
+    """What a load into a state dict of the same sharding gives."""
+
+    def value_of(leaf: Any) -> Any:
+        if isinstance(leaf, megatron.LocalNonpersistentObject):
+            return leaf.unwrap()
+        return leaf.data if isinstance(leaf, megatron.ShardedBase) else leaf
+
+    result: dict[str, Any] = megatron.dict_list_map_outplace(value_of, state)
+    return result
+
+
+def emptied(state: dict[str, Any]) -> dict[str, Any]:
+    """A template: tensors of other numbers, objects without data, other plain values."""
+
+    def empty(leaf: Any) -> Any:
+        if isinstance(leaf, megatron.ShardedObject):
+            return leaf.without_data()
+        if isinstance(leaf, megatron.ShardedBase):
+            return replace(leaf, data=torch.full_like(leaf.data, 99))  # type: ignore[type-var] # they are dataclasses
+        return leaf if isinstance(leaf, megatron.LocalNonpersistentObject) else "plain"
+
+    result: dict[str, Any] = megatron.dict_list_map_outplace(empty, state)
+    return result
