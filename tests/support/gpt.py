@@ -170,7 +170,7 @@ def emptied(state: dict[str, Any]) -> dict[str, Any]:
             return leaf.without_data()
         if isinstance(leaf, megatron.ShardedBase):
             return replace(leaf, data=torch.full_like(leaf.data, 99))  # type: ignore[type-var] # they are dataclasses
-        return leaf if isinstance(leaf, megatron.LocalNonpersistentObject) else "plain"
+        return leaf if hasattr(leaf, "unwrap") else "plain"
 
     result: dict[str, Any] = megatron.dict_list_map_outplace(empty, state)
     return result

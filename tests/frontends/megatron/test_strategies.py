@@ -1,0 +1,212 @@
+"""The real Megatron-core saves into a store, and loads from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import casckpt
+from casckpt.frontends import megatron
+from tests.frontends.megatron.test_gpt import differences
+from tests.support import gpt
+from tests.support.gpt import Topology
+from tests.support.megatron_core import core, theirs
+from tests.support.ranks import outcome_of
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+SAVED = Topology(tp=2, pp=2)
+
+
+def own_state(rank: int, topology: Topology) -> dict[str, Any]:
+    """Without the flat part: Megatron-core 0.16 refuses it."""
+    state = gpt.state(topology.at(rank))
+    del state["optimizer"]["flat"]
+    return state
+
+
+def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **options: Any) -> None:
+    folder = path / "iter_0000012"
+    if rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    core()
+    strategy = megatron.CasSaveShardedStrategy(path / "store", run="gpt", **options)
+    core().save(theirs(own_state(rank, topology)), str(folder), sharded_strategy=strategy)
+
+
+def loaded_by_core(rank: int, size: int, path: Path, topology: Topology, registered: bool = False) -> list[Any]:
+    core()
+    if registered:
+        megatron.register_strategies()
+    strategy = None if registered else megatron.CasLoadShardedStrategy()
+    template = theirs(gpt.emptied(own_state(rank, topology)))
+    found = core().load(template, str(path / "iter_0000012"), sharded_strategy=strategy)
+    return differences(found, gpt.expected(own_state(rank, topology)))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, ranks: Pool) -> Path:
+    folder = tmp_path_factory.mktemp("core")
+    ranks.run(SAVED.size, saved_by_core, folder, SAVED)
+    return folder
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=4), Topology(tp=2, dp=2), Topology()], ids=str)
+def test_core_loads_in_another_configuration(path: Path, topology: Topology, ranks: Pool) -> None:
+    assert ranks.run(topology.size, loaded_by_core, path, topology) == [[]] * topology.size
+
+
+def test_core_finds_the_strategy_that_is_registered(path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, loaded_by_core, path, Topology(pp=2), registered=True) == [[], []]
+
+
+def test_the_folder_says_where_the_checkpoint_is(path: Path) -> None:
+    folder = path / "iter_0000012"
+    assert sorted(file.name for file in folder.iterdir()) == ["casckpt.json", "common.pt", "metadata.json"]
+    assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "casckpt"
+    found = megatron.maybe_load_config(folder)
+    assert found == megatron.maybe_load_config(f"{path}/store#gpt@12")
+
+
+def test_what_core_saved_is_in_the_store_with_its_common_part(path: Path) -> None:
+    where, topology = f"{path}/store#gpt@12", Topology()
+    found = megatron.load(gpt.emptied(own_state(0, topology)), where)
+    assert differences(found, gpt.expected(own_state(0, topology))) == []
+    attention = casckpt.open(path / "store").read("gpt@12", keys=["layers.attention"])["layers.attention"]
+    assert attention.shape == (gpt.LAYERS, gpt.HIDDEN, gpt.HIDDEN)
+
+
+def objects_of_core_in_our_functions(rank: int, size: int, where: str) -> list[Any]:
+    topology = Topology(tp=2)
+    megatron.save(theirs(own_state(rank, topology)), where)
+    found = megatron.load(theirs(gpt.emptied(own_state(rank, topology))), where)
+    return differences(found, gpt.expected(own_state(rank, topology)))
+
+
+def test_our_functions_take_objects_of_core(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, objects_of_core_in_our_functions, f"{tmp_path}#a@1") == [[], []]
+
+
+def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
+    """What is not persistent is theirs: that class has no base class that ours could be registered with."""
+    state = own_state(rank, topology)
+    state["optimizer"]["param_groups"] = theirs(state["optimizer"]["param_groups"])
+    return state
+
+
+def our_objects_in_functions_of_core(rank: int, size: int, path: Path) -> list[Any]:
+    core()
+    topology = Topology(tp=2)
+    strategy = megatron.CasSaveShardedStrategy(f"{path}/store", run="gpt", step=3, fully_parallel=True)
+    core().save(mixed_state(rank, topology), str(path), sharded_strategy=strategy)
+    found = core().load(gpt.emptied(mixed_state(rank, topology)), str(path), megatron.CasLoadShardedStrategy())
+    return differences(found, gpt.expected(own_state(rank, topology)))
+
+
+def test_core_takes_our_objects(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, our_objects_in_functions_of_core, tmp_path) == [[], []]
+
+
+def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
+    core()
+    megatron.register_strategies(path / "store")
+    folder, mapping = str(path / "iter_0000012"), core(".mapping")
+    asked = {"x": mapping.ShardedTensor.from_rank_offsets("nowhere", torch.ones(1))}
+    returned = core().load(asked, folder, strict="return_all")
+    norm = mapping.ShardedTensor.from_rank_offsets("layers.norm", torch.ones(4, 9, dtype=torch.bfloat16))
+    return {
+        "metadata": core().load_tensors_metadata(folder)["layers.norm"].global_shape,
+        "plain": sorted(core().load_plain_tensors(folder))[-2:],
+        "common": core().load_common_state_dict(folder)["iteration"],
+        "missing": "layers._extra_state" in returned[1],
+        "unexpected": returned[2],
+        "absent": outcome_of(lambda: core().load(asked, folder)),
+        "misshapen": outcome_of(lambda: core().load({"x": norm}, folder)),
+        "are theirs": issubclass(type(outcome_of(lambda: core().load(asked, folder))), mapping.CheckpointingException),
+    }
+
+
+def test_the_other_entry_points_of_core(path: Path, ranks: Pool) -> None:
+    (found,) = ranks.run(1, strings, path)
+    assert found["metadata"] == (4, 8)
+    assert found["plain"] == ["optimizer.state.exp_avg.layers.fc1", "optimizer.state.exp_avg.layers.norm"]
+    assert found["common"] == 7
+    assert found["missing"] is True
+    assert found["unexpected"] == {"nowhere"}
+    assert "'nowhere'" in found["absent"]
+    assert "[4, 9] here, but [4, 8]" in found["misshapen"]
+    assert found["are theirs"] is True
+
+
+def strings(rank: int, size: int, path: Path) -> dict[str, Any]:
+    found = other_entry_points(rank, size, path)
+    return {key: str(value) if isinstance(value, Exception) else value for key, value in found.items()}
+
+
+def in_the_background(rank: int, size: int, path: Path) -> list[Any]:
+    core()
+    topology = Topology(dp=2)
+    wrapper = core(".strategies.fully_parallel").FullyParallelSaveStrategyWrapper
+    strategy = wrapper(megatron.CasSaveShardedStrategy(f"{path}/store", run="gpt", step=lambda folder: 5))
+    state = theirs(own_state(rank, topology))
+    request = core().save(state, str(path), strategy, async_sharded_save=True)
+    before = (path / "metadata.json").exists()
+    for value in megatron.nested_values(state):
+        if megatron.extract_sharded_tensors([value])[0]:
+            value.data.zero_()
+    request.execute_sync()
+    found = core().load(theirs(gpt.emptied(own_state(rank, topology))), str(path), megatron.CasLoadShardedStrategy())
+    return [before, *differences(found, gpt.expected(own_state(rank, topology)))]
+
+
+def test_a_save_in_the_background_through_the_wrapper_of_core(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, in_the_background, tmp_path) == [[False], [False]]
+    assert "gpt@5" in casckpt.open(tmp_path / "store")
+
+
+def as_from_019_on(rank: int, size: int, path: Path) -> list[Any]:
+    """The common part is an object, and nobody but the strategy writes common.pt."""
+    core()
+    common = megatron.ShardedObject("common_state", {"iteration": 9}, (1,), (0,), replica_id=rank)
+    part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, size))
+    megatron.CasSaveShardedStrategy(path / "store", run="a").save({"common_state": common, "w": part}, path / "iter_4")
+    template = {"w": part.without_data()}
+    loaded = megatron.CasLoadShardedStrategy().load(template, path / "iter_4", async_strategy="nvrx")
+    return [loaded["w"].tolist(), torch.load(path / "iter_4/common.pt"), megatron.load({}, f"{path}/store#a@4")]
+
+
+def test_the_common_part_as_an_object(tmp_path: Path, ranks: Pool) -> None:
+    (tmp_path / "iter_4").mkdir()
+    common = {"iteration": 9}
+    assert ranks.run(2, as_from_019_on, tmp_path) == [[[0, 0], common, common], [[1, 1], common, common]]
+
+
+def refused(rank: int, size: int, path: Path) -> list[str]:
+    core()
+    strategy = megatron.CasSaveShardedStrategy(path / "store", run="a")
+    state = {"w": megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    load = megatron.CasLoadShardedStrategy()
+    (path / "bad").mkdir()
+    (path / "bad/common.pt").write_bytes(b"")
+    (path / "bad/casckpt.json").write_text("[]")
+    calls = [
+        lambda: strategy.save(state, path / "bad"),
+        lambda: load.load(state, path),
+        lambda: load.load(state, path / "bad"),
+        lambda: load.check_backend_compatibility("torch_dist"),
+        lambda: load.check_version_compatibility(2),
+    ]
+    return [str(outcome_of(call)) for call in calls]
+
+
+def test_what_is_refused(tmp_path: Path, ranks: Pool) -> None:
+    (found,) = ranks.run(1, refused, tmp_path)
+    parts = ["not end in a number", "was not saved by a Cas", "does not say where", "'torch_dist'", "version 2"]
+    assert [part in text for part, text in zip(parts, found, strict=True)] == [True] * 5, found
