@@ -45,6 +45,7 @@ LAYERS = ("", "cli", "frontends", "checkpoint", "tensors", "repository", "plan",
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
     records.Revoked, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
+    records.Mirrored,
     manifest.Body, manifest.Blobs, manifest.Entry, manifest.ObjectEntry, manifest.Attachment, manifest.Places,
     extents.PackedExtents, extents.PackedWhole,
 )  # fmt: skip

@@ -20,7 +20,8 @@ from casckpt.format.manifest import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.retention import Policy, parse_duration
 from casckpt.repository import commits as commit_log
-from casckpt.repository import manifests, refs, tags
+from casckpt.repository import copying, manifests, refs, tags
+from casckpt.repository.copying import CopyResult
 from casckpt.repository.forgetting import forget, plan_forget
 from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
 from casckpt.repository.measure import StoreStats, measure
@@ -449,3 +450,38 @@ class Store:
     def restore(self, ref: str | Checkpoint) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
         return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))
+    def copy_to(
+        self,
+        target: Store | str | os.PathLike[str],
+        *refs: str | Checkpoint,
+        run: str | None = None,
+        tags: bool = False,
+        jobs: int | None = None,
+        part: tuple[int, int] = (0, 1),
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> CopyResult:
+        """Copy what ``refs`` name (ranges of steps too), or all that is visible, into another store.
+
+        Only what it lacks is moved. Copies keep ids, times and order. Each is verified on the way, and visible in
+        ``target`` once it is whole and durable there. ``target`` is made, with the cell and blob size of this store, if
+        there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
+        it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
+        ``part``: (rank, number of ranks), where several processes share the work. ``progress`` is called with bytes
+        that are there now.
+
+        Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
+        and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
+        """
+        other = target if isinstance(target, Store) else open(target, cache_dir=self.repository.cache_dir)
+        named = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs]
+        plan = copying.plan_copy(self.repository, other.repository, named, run=run)
+        if dry_run:
+            return copying.preview(self.repository, other.repository, plan)
+        result = copying.execute(
+            self.repository, other.repository, plan, with_tags=tags, jobs=jobs, part=part,
+            progress=progress or (lambda nbytes: None),
+        )  # fmt: skip
+        result.raise_failure()
+        return result
+

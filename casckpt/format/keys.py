@@ -35,6 +35,7 @@ _LOG_RE = re.compile(rf"(?:commits|transactions)/({_TXID})(?:\.([1-9]\d{{0,8}}))
 _OBJECT_RE = re.compile(rf"objects/({_TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
+_MIRRORED_RE = re.compile(rf"mirrored/({_TXID})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
 _TIME = "%Y%m%dT%H%M%S%f"
 
@@ -66,6 +67,18 @@ def parse_txid(txid: TxId) -> TxName:
         return TxName(datetime.strptime(time[:-1], _TIME).replace(tzinfo=UTC), run, int(step))
     except ValueError as error:
         raise Refused(f"not a transaction id: {txid!r} holds no date") from error
+
+
+def copied_txid(txid: TxId, attempt: int) -> TxId:
+    """Under which id a copy of transaction ``txid`` is committed in another store: its own, if ``attempt`` is 0.
+
+    The next ones, for where that one has ended, sort right behind it; all who copy it find the same.
+    """
+    if attempt == 0:
+        return check_txid(txid)
+    began, (_, _, run, step) = parse_txid(txid), txid.split("-")
+    stamp = (began.time + timedelta(microseconds=attempt)).strftime(_TIME)
+    return TxId(f"{stamp}Z-{hex_digest(f'{txid} {attempt}'.encode())[:16]}-{run}-{step}")
 
 
 def later_than(time: datetime, others: list[TxId]) -> datetime:
@@ -190,6 +203,12 @@ def parse_settings(key: str) -> int | None:
     """Generation of a key under settings/; None if it is no key of ours."""
     found = _SETTINGS_RE.fullmatch(key)
     return int(found[1]) if found else None
+
+
+def parse_mirrored(key: str) -> TxId | None:
+    """Transaction of a key under mirrored/; None if it is no key of ours."""
+    found = _MIRRORED_RE.fullmatch(key)
+    return TxId(found[1]) if found else None
 
 
 def mirrored_key(txid: TxId) -> str:

@@ -68,6 +68,7 @@ class Settings(Record, frozen=True, kw_only=True):
     min_age_ephemeral_seconds: float | None = None
     revoke_after_seconds: float | None = None
     exclusive_create: bool | None = None
+    mirror: str | None = None  # URL: gc neither forgets nor purges what is not noted as safe there
 
 
 class Process(Record, frozen=True, kw_only=True):
@@ -81,20 +82,22 @@ class Process(Record, frozen=True, kw_only=True):
 
 
 class Began(Record, tag="began", frozen=True, kw_only=True):
-    """transactions/<txid>: a save in progress."""
+    """transactions/<txid>: a save in progress. ``manifest``: of the checkpoint of another store that it copies."""
 
     txid: TxId
     run: str
     step: int
     time: int
     process: Process
+    manifest: ManifestId | None = None
 
 
 class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
-    """transactions/<txid>.<N>."""
+    """transactions/<txid>.<N>. ``process``: who gives it, where that is one that joined the transaction."""
 
     txid: TxId
     time: int
+    process: Process | None = None
 
 
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
@@ -150,6 +153,14 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
     txid: TxId
     time: int
+
+
+class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
+    """mirrored/<txid>: the checkpoint is committed in the store at ``mirror`` (a URL) too."""
+
+    txid: TxId
+    time: int
+    mirror: str
 
 
 FirstRecord = Committed | Revoked

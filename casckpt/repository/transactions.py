@@ -25,7 +25,8 @@ __all__ = [
     "OpenTransaction",
     "Transaction",
     "begin",
-    "is_dead",
+    "has_died",
+    "join",
     "open_transactions",
     "remove_closed",
     "revoke",
@@ -43,11 +44,12 @@ logger = logging.getLogger(__name__)
 class _Pulse:
     """Signs of life from a thread of this process: a fork does not copy it, so a child never beats for its parent."""
 
-    def __init__(self, repo: Repository, txid: TxId, seconds: float) -> None:
-        self.signs = 0
+    def __init__(self, repo: Repository, txid: TxId, seconds: float, joined: int | None) -> None:
+        self.signs = joined or 0
         self._repo = repo
         self._txid = txid
         self._seconds = seconds
+        self._process = None if joined is None else this_process()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"casckpt-alive-{txid}", daemon=True)
         with suppress(RuntimeError):  # no thread can be had while the interpreter ends; the process itself is a sign
@@ -65,13 +67,16 @@ class _Pulse:
 
     def _run(self) -> None:
         while not self._end.wait(self._seconds):
-            self._beat()
+            self.beat()
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Give a sign."""
         self.signs += 1  # a number is never tried twice: the put of one that failed may have happened
         try:
-            record = SignOfLife(txid=self._txid, time=self._repo.clock())
+            record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
+        except Conflict:
+            logger.debug("sign of life %d of transaction %s was given by another process", self.signs, self._txid)
         except CasckptError as error:
             logger.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
 
@@ -79,14 +84,20 @@ class _Pulse:
 class Transaction:
     """A save in progress of this process, which gives signs of life until it ends, or until nobody refers to it.
 
-    ``began``: the record under transactions/<txid>.
+    ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life of one that another
+    process has begun, None for one of our own.
     """
 
-    def __init__(self, repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> None:
+    def __init__(
+        self, repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS, joined: int | None = None
+    ) -> None:
         self.began = began
+        self.joined = joined is not None
         self._repo = repo
-        self._pulse = _Pulse(repo, began.txid, seconds)
+        self._pulse = _Pulse(repo, began.txid, seconds, joined)
         weakref.finalize(self, self._pulse.let_go)
+        if self.joined:
+            self._pulse.beat()  # at once: the process that has begun it may be dead, which a gc would act on
 
     @property
     def txid(self) -> TxId:
@@ -126,6 +137,10 @@ class Transaction:
         self._remove_files()
         return isinstance(found, records.Revoked)
 
+    def leave(self) -> None:
+        """Leave it open, for another process to join: what was uploaded stays as long as nobody gives up on it."""
+        self._pulse.stop()
+
     def _remove_files(self) -> None:
         numbers = (*range(1, self._pulse.signs + 1), 0)
         try:
@@ -161,6 +176,34 @@ def begin(
     return Transaction(repo, began, seconds=seconds)
 
 
+def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
+    """Begin the transaction ``began``, or go on with it, if another process has begun the copy of the same checkpoint.
+
+    Any number of processes may work on one at the same time: they upload the same blobs under the same names, and one
+    of them commits. None if the transaction has ended, or is something else. Raises `StorageError`.
+    """
+    key = transaction_key(began.txid)
+    try:
+        repo.put_record(key, began)
+        joined = None
+    except Conflict:
+        found = _began(repo, began.txid)
+        if found is None or found.manifest != began.manifest or began.manifest is None:
+            return None
+        began, joined = found, _last_sign(repo, began.txid)
+    if repo.storage.size(commit_key(began.txid)) is None:
+        return Transaction(repo, began, seconds=seconds, joined=joined)
+    if joined is None:
+        with suppress(StorageError):  # it had ended before: this file is of no use to anybody, and gc removes it too
+            repo.storage.delete(key)
+    return None
+
+
+def _last_sign(repo: Repository, txid: TxId) -> int:
+    names = (parse_log(entry.key) for entry in repo.storage.list(transaction_key(txid)))
+    return max((name[1] for name in names if name is not None and name[0] == txid), default=0)
+
+
 def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
     """Those under transactions/ that are not ``closed`` (that have no record in commits/), oldest first.
 
@@ -180,6 +223,22 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
     except (NotFound, Damaged, Refused):
         return None
     return found if found.txid == txid else None
+
+
+def has_died(repo: Repository, one: OpenTransaction) -> bool:
+    """Is it proved that no process works on an open transaction: that which began it, and the last that joined it?
+
+    False wherever there is doubt. Raises `StorageError`.
+    """
+    if one.began is None or not is_dead(one.began.process):
+        return False
+    if not one.signs:
+        return True
+    try:
+        sign: SignOfLife = repo.get_record(transaction_key(one.txid, one.signs), SignOfLife)
+    except (NotFound, Damaged, Refused):
+        return False
+    return sign.process is None or is_dead(sign.process)
 
 
 def revoke(repo: Repository, txid: TxId, reason: str) -> bool:

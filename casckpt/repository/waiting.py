@@ -15,7 +15,7 @@ from typing import TypeAlias
 from casckpt.format.names import TxId
 from casckpt.repository.commits import list_names
 from casckpt.repository.repository import Repository
-from casckpt.repository.transactions import OpenTransaction, is_dead, open_transactions, revoke
+from casckpt.repository.transactions import OpenTransaction, has_died, open_transactions, revoke
 
 Sleep: TypeAlias = Callable[[float], None]
 
@@ -70,7 +70,7 @@ def wait_until_closed(
         silent = _silence(repo, looked)
         result.still = []
         for txid in sorted(wanted):
-            why = _why_dead(looked[txid], silent[txid], patience.revoke_after)
+            why = _why_dead(repo, looked[txid], silent[txid], patience.revoke_after)
             if not why:
                 result.still.append(looked[txid])
             elif revoke(repo, txid, why):
@@ -81,8 +81,8 @@ def wait_until_closed(
         patience.rest()
 
 
-def _why_dead(one: OpenTransaction, silent: float, revoke_after: float) -> str:
-    if one.began is not None and is_dead(one.began.process):
+def _why_dead(repo: Repository, one: OpenTransaction, silent: float, revoke_after: float) -> str:
+    if one.began is not None and has_died(repo, one):
         return f"process {one.began.process.pid} on {one.began.process.host} is dead"
     if silent >= revoke_after:
         return f"no sign of life for {silent:.0f} seconds"

@@ -1,0 +1,82 @@
+"""``casckpt copy``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from casckpt.cli.progress import progress
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.types import SETTING
+
+
+@store_command("copy")
+@click.argument("destination", metavar="DST")
+@click.argument("refs", nargs=-1, metavar="[REF]...")
+@click.option("--run", help="Only checkpoints of this run.")
+@click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
+@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@click.option(
+    "--dst-option",
+    "dst_options",
+    type=SETTING,
+    multiple=True,
+    help="As --storage-option, for DST.",
+)
+def command(
+    session: Session, destination: str, refs: tuple[str, ...], dst_options: Any, dry_run: bool, **options: Any
+) -> int:
+    """Copy checkpoints into another store, only what it lacks.
+
+    All visible ones, or those that are named. They keep their ids, times and order; every byte is verified on the way.
+    DST is made if there is none. A copy that was killed goes on where it was, and under torchrun its processes share
+    the work. What DST has forgotten stays forgotten, unless it is named. Exit status 4 if something is damaged and was
+    not copied, 5 if DST has another checkpoint in its place.
+    """
+    from casckpt.checkpoint.store import open as open_store
+    from casckpt.repository import copying
+
+    source = session.repository
+    target = open_store(destination, storage_options=dict(dst_options), cache_dir=session.cache_dir).repository
+    run, tags, jobs = (options[name] for name in ("run", "tags", "jobs"))
+    part = _part()
+    plan = copying.plan_copy(source, target, refs, run=run)
+    if dry_run:
+        result = copying.preview(source, target, plan)
+    else:
+        with progress("copying", plan.total) as done:
+            result = copying.execute(source, target, plan, with_tags=tags, jobs=jobs, part=part, progress=done)
+    if part[0] == 0:  # of those that torchrun has started, one says it
+        session.give(result.to_json(), text)
+    return max((one.error.exit_status for one in result.failed), key=(0, 1, 5, 4).index, default=0)
+
+
+def _part() -> tuple[int, int]:
+    """Which of how many processes this is, as torchrun tells."""
+    try:
+        number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise click.UsageError(f"RANK and WORLD_SIZE in the environment are to be numbers: {error}") from error
+    if not 0 <= number < total:
+        raise click.UsageError(f"RANK={number} and WORLD_SIZE={total} in the environment do not fit: unset them")
+    return number, total
+
+
+def text(result: dict[str, Any]) -> None:
+    """What was copied, or would be, and what was not."""
+    copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
+    for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
+        for line in shortened([f"{what} {name(one)}" for one in ones]):
+            say(line)
+    for line in shortened([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5):
+        say(line)
+    for one in result["failed"]:
+        say(f"not copied: {name(one)}: {printable(one['why'])}")
+    if result["tags"]:
+        say(f"set the tags {printable(', '.join(shortened(result['tags'])))}")
+    done = count(len(result["copied"]), "checkpoint")
+    say(f"{copied} {done}, {size(result['bytes_copied'])}; {count(len(result['present']), 'checkpoint')} there already")

@@ -1,0 +1,159 @@
+"""``casckpt copy``: what it says, and what it does as processes that are killed, or that share the work."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import casckpt
+from casckpt.errors import Conflict, Damaged
+from tests.cli.conftest import AsJson, Run
+from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+
+CASCKPT = (sys.executable, "-m", "casckpt")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+def test_it_copies_what_is_missing_and_says_what(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+    planned = as_json("copy", saved, there, "--dry-run")
+    assert not there.exists()
+    found = as_json("copy", saved, there, "a@1", "a@2..3")
+    assert ([one["step"] for one in found["copied"]], found["made_store"]) == ([1, 2, 3], True)
+    assert "copied b@1" in run("copy", saved, there).output
+    assert planned["bytes_copied"] == sum(path.stat().st_size for path in there.rglob("*.safetensors"))
+    assert "copied 0 checkpoints, 0 B; 4 checkpoints there already" in run("copy", saved, there).output
+    run("verify", there)
+    ids = [[row["id"] for row in as_json("list", store)] for store in (saved, there)]
+    assert ids[0] == ids[1]
+
+
+def test_tags_and_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+    run("tag", saved, "best", "a@2")
+    found = as_json("copy", saved, there, "--run", "a", "--tags")
+    assert (found["tags"], len(found["copied"])) == (["best"], 3)
+    assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
+
+
+def test_another_checkpoint_in_its_place_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+    casckpt.open(there).save({"mine": cells(1)}, run="a", step=2)
+    found = as_json("copy", saved, there, status=5)
+    assert [(one["step"], one["kind"]) for one in found["failed"]] == [(2, "conflict")]
+    assert {(row["run"], row["step"]) for row in as_json("list", there)} == {("a", 1), ("a", 2), ("a", 3), ("b", 1)}
+    assert "not copied: a@2" in run("copy", saved, there, "a@2", status=5).output
+    with pytest.raises(Conflict, match="Forget it there"):
+        casckpt.open(saved).copy_to(there, "a@2")
+
+
+def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) -> None:
+    store = casckpt.open(saved)
+    blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
+    flip(store, blob, 5000)
+    found = as_json("copy", saved, there, "a@1", status=4)
+    assert [one["kind"] for one in found["failed"]] == ["damaged"]
+    assert blob.split("/")[2].split(".")[0] in found["failed"][0]["why"]
+    assert as_json("list", there) == []
+    with pytest.raises(Damaged, match="casckpt repair") as raised:
+        store.copy_to(there)
+    assert "shared" in raised.value.keys
+
+
+def test_forgotten_ones_are_told_of(run: Run, saved: Path, there: Path) -> None:
+    run("copy", saved, there)
+    run("forget", there, "a@1")
+    assert "forgotten in DST, left so: a@1" in run("copy", saved, there).output
+    assert "restored a@1" in run("copy", saved, there, "a@1").output
+
+
+def test_a_wrong_environment_is_wrong_usage(
+    run: Run, saved: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, world in (("2", "2"), ("x", "2")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        run("copy", saved, there, status=2)
+
+
+# processes
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> casckpt.Store:
+    """A checkpoint of many blobs."""
+    store = small_folder(tmp_path / "many")
+    store.save({"w": cells(300, seed=3)}, step=1)
+    assert len(blob_keys(store)) > 15
+    return store
+
+
+def kill_a_copy(store: casckpt.Store, there: Path) -> None:
+    """In the midst of it, as SIGKILL would."""
+    code = (
+        "import os, sys, casckpt\n"
+        "seen = []\n"
+        "def progress(nbytes):\n"
+        "    seen.append(nbytes)\n"
+        "    if len(seen) > 4:\n"
+        "        os._exit(9)\n"
+        "casckpt.open(sys.argv[1]).copy_to(sys.argv[2], jobs=1, progress=progress)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, store.url, str(there)], check=False)
+    assert done.returncode == 9
+    assert steps(casckpt.open(there)) == []
+
+
+def test_a_copy_that_was_killed_goes_on_where_it_was(as_json: AsJson, many: casckpt.Store, there: Path) -> None:
+    kill_a_copy(many, there)
+    kept = blob_keys(casckpt.open(there))
+    assert kept
+    found = as_json("copy", many.url, there)
+    assert found["blobs_copied"] == len(blob_keys(many)) - len(kept)
+    other = casckpt.open(there)
+    assert same_state(other.read("latest"), many.read("latest"))
+    assert not other.verify().is_damaged
+    assert other.gc().deleted_blobs == 0
+
+
+def test_a_gc_gives_up_on_a_copy_that_was_killed_and_the_next_begins_anew(
+    as_json: AsJson, many: casckpt.Store, there: Path
+) -> None:
+    kill_a_copy(many, there)
+    other = casckpt.open(there)
+    assert other.gc().deleted_blobs > 0
+    found = as_json("copy", many.url, there)
+    assert found["blobs_copied"] == len(blob_keys(many))
+    assert same_state(other.read("latest"), many.read("latest"))
+
+
+@pytest.mark.parametrize("world", [1, 2], ids=["both copy all", "as torchrun starts them"])
+def test_two_processes_copy_the_same_at_once_while_a_gc_goes_round(
+    many: casckpt.Store, there: Path, world: int
+) -> None:
+    many.save({"w": cells(200, seed=4)}, step=2)
+    started = [
+        subprocess.Popen(
+            [*CASCKPT, "copy", many.url, str(there), "--json", "--jobs", "2"],
+            env=os.environ | {"RANK": str(rank if world > 1 else 0), "WORLD_SIZE": str(world)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    other = casckpt.open(there)
+    while any(process.poll() is None for process in started):
+        if (there / "casckpt.json").exists():
+            other.gc(wait=0)
+    said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert bool(said[1]) == (world == 1)  # of several ranks the first one speaks
+    assert steps(other) == [("default", 1), ("default", 2)]
+    assert not other.verify().is_damaged
+    for step in (1, 2):
+        assert same_state(other.read(f"default@{step}"), many.read(f"default@{step}"))
