@@ -21,16 +21,17 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.regions import Region, normalise
-from casckpt.plan.reads import Batch, Unit, plan_batches, plan_units
+from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Reader, ShortObject
+from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.tensors.memory import copy_bytes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
 
 class Sink(Protocol):
@@ -97,9 +98,10 @@ class Download:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
         traits = self.repo.storage.traits
         items = list(self._items(wants))
+        in_place = traits.remote or all(item.takers[0].place is not None for item in items)
+        most = _BATCH_BYTES if in_place else _SCRATCH_BYTES
         rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
-        most = _BATCH_BYTES if all(i.takers[0].place is not None for i in items) else _SCRATCH_BYTES
-        batches = plan_batches(rows, gap=traits.read_gap, most=most)
+        batches = plan_batches(rows, gap=_gap(traits, items), most=most)
         total = sum(batch.nbytes for batch in batches)
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, len(items))
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
@@ -166,6 +168,15 @@ class Download:
             else:
                 copy_bytes(taker.place, data)
         self.progress(unit.nbytes)
+
+
+def _gap(traits: Traits, items: Sequence[_Item]) -> int:
+    """The gap that merging may bridge: what it costs of the way, and of a network little more than is wanted."""
+    if not traits.remote:
+        return traits.read_gap
+    wanted = sum(item.unit.nbytes for item in items)
+    rows = (item.unit[:3] for item in items)
+    return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 
 
 def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:

@@ -126,7 +126,8 @@ class Upload:
         capacity = self.repo.marker.blob_bytes
         queue, stop = _Queue(unknown), Event()
         total = sum(cell.nbytes for cell in unknown)
-        workers = min(useful_threads(self.threads, total, len(unknown)), -(-total // capacity) or 1)
+        writers = max(useful_threads(self.threads, total, len(unknown)), self.repo.storage.traits.uploads)
+        workers = min(writers, -(-total // capacity) or 1)
         buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
         try:
             run_all(lambda _: self._work(queue, buffers, stop, placed), range(workers), workers)

@@ -44,15 +44,21 @@ class Session(Output):
     """One run of a command on a store."""
 
     url: str = ""
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # secrets
     cache_dir: Path | None = None
+    single_writer: bool = False
 
     @cached_property
     def store(self) -> Store:
         """The store, opened; nothing is read or made by that."""
         from casckpt.checkpoint.store import open as open_store
 
-        return open_store(self.url, storage_options=self.storage_options, cache_dir=self.cache_dir)
+        return open_store(
+            self.url,
+            storage_options=self.storage_options,
+            cache_dir=self.cache_dir,
+            single_writer=self.single_writer,
+        )
 
     @property
     def repository(self) -> Repository:
@@ -89,6 +95,11 @@ ON_STORES: tuple[click.Parameter, ...] = (
         show_envvar=True,
         help="Where this host keeps what it has learnt of stores.",
     ),
+    click.Option(
+        ["--single-writer"],
+        is_flag=True,
+        help="Nobody else writes at the same time: use a storage that cannot refuse a second create.",
+    ),
 )
 
 
@@ -97,9 +108,11 @@ def store_command(name: str) -> Callable[[Function], click.Command]:
 
     def decorate(function: Function) -> click.Command:
         @wraps(function)
-        def call(store: str, storage_options: Any, cache_dir: Path | None, **options: Any) -> int | None:
+        def call(
+            store: str, storage_options: Any, cache_dir: Path | None, single_writer: bool, **options: Any
+        ) -> int | None:
             as_json = _take_common(options)
-            return function(Session(as_json, store, dict(storage_options), cache_dir), **options)
+            return function(Session(as_json, store, dict(storage_options), cache_dir, single_writer), **options)
 
         made = click.command(name)(call)
         made.params = [STORE, *made.params, *ON_STORES, *COMMON]

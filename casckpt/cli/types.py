@@ -51,7 +51,7 @@ class Setting(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes non
             return value
         key, equals, text = value.partition("=")
         if not key or not equals:
-            self.fail(f"{value!r} is not KEY=VALUE", param, ctx)
+            self.fail("what was given is not KEY=VALUE", param, ctx)  # it may be a secret
         try:
             return key, json.loads(text)
         except ValueError:

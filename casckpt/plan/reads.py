@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -178,6 +179,27 @@ def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: in
     return batches
 
 
+def affordable_gap(items: Iterable[tuple[int, int, int]], *, most: int, spare: int) -> int:
+    """The widest gap, up to ``most`` bytes, that merging may bridge so that ``spare`` bytes at most are read in vain.
+
+    ``items``: (blob, offset, nbytes). All gaps up to that one are bridged, by `plan_batches`.
+    """
+    gaps: list[int] = []
+    blob, end = -1, 0
+    for number, offset, nbytes in sorted(items):
+        if number == blob and 0 < offset - end <= most:
+            gaps.append(offset - end)
+        end = max(end, offset + nbytes) if number == blob else offset + nbytes
+        blob = number
+    widest = 0
+    for gap, same in groupby(sorted(gaps)):
+        spare -= gap * len(list(same))
+        if spare < 0:
+            break
+        widest = gap
+    return widest
+
+
 def covers(table: ExtentTable, wanted: Region) -> bool:
     """Do the extents hold every element of ``wanted``? Never if they overlap each other: a save made sure of it."""
     if table.whole is not None:
@@ -199,4 +221,4 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
     return not overlaps  # of a hostile table: it could hide holes, which would show what was in memory before
 
 
-__all__ = ["Batch", "Unit", "covers", "flat_boxes", "plan_batches", "plan_units"]
+__all__ = ["Batch", "Unit", "affordable_gap", "covers", "flat_boxes", "plan_batches", "plan_units"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.format.keys import blob_key, damaged_key, parse_damaged
@@ -17,6 +18,7 @@ from casckpt.storage.base import AlreadyExists, Entry
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 MAX_WHY_CHARACTERS = 500
+_SAMPLE = 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,29 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
         if found != size:
             message = f"{key} is there with {found} bytes instead of {size}; save again"
             raise StorageError(message, key=key, blob=blob_hash) from None
+    repo.seen_blobs.add((uploader, blob_hash))
 
 
 def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Those of ``refs`` that are missing or of another size: one small request for each. Raises `StorageError`."""
+    """Those of ``refs`` that are missing or of another size: one small request for each. Raises `StorageError`.
+
+    Over a network each is looked at once by a process, and later a sample.
+    """
     wanted = list(dict.fromkeys(refs))
+    if repo.storage.traits.remote:
+        wanted = _worth_a_look(repo, wanted)
     sizes = each(repo.storage, lambda ref: repo.storage.size(blob_key(ref.uploader, ref.hash)), wanted)
-    return [ref for ref, size in zip(wanted, sizes, strict=True) if size != ref.size]
+    lost = [ref for ref, size in zip(wanted, sizes, strict=True) if size != ref.size]
+    repo.seen_blobs.update((ref.uploader, ref.hash) for ref in wanted)
+    repo.seen_blobs.difference_update((ref.uploader, ref.hash) for ref in lost)
+    return lost
+
+
+def _worth_a_look(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRef]:
+    """Those that this process has not seen, and a few of the others."""
+    seen = [ref for ref in refs if (ref.uploader, ref.hash) in repo.seen_blobs]
+    again = set(Random(repo.entropy(8)).sample(seen, min(len(seen), _SAMPLE)))  # noqa: S311 - a sample, no secret
+    return [ref for ref in refs if ref in again or (ref.uploader, ref.hash) not in repo.seen_blobs]
 
 
 def marks(repo: Repository) -> list[Mark]:

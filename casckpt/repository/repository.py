@@ -17,9 +17,10 @@ import platformdirs
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.digest import hex_digest
-from casckpt.format.names import TxId
+from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.catalogue import Catalogue
+from casckpt.repository.exclusive import require_exclusive
 from casckpt.repository.manifest_cache import ManifestCache
 from casckpt.repository.record_cache import RecordCache
 from casckpt.storage.base import AlreadyExists, ObjectStore
@@ -44,6 +45,7 @@ class Repository:
 
     ``cache_dir``: None for the user's cache folder. ``single_writer``: the caller's word that nobody else writes,
     for storages that do not refuse a second create. Thread-safe, usable in forked children; pickles.
+    ``seen_blobs``: those that this process knows to be there.
     """
 
     storage: ObjectStore
@@ -53,11 +55,13 @@ class Repository:
     single_writer: bool = False
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
+    seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
+    _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"manifests": None, "records": None, "_catalogue": None}
+        return self.__dict__ | {"manifests": None, "records": None, "seen_blobs": set(), "_catalogue": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
@@ -91,7 +95,8 @@ class Repository:
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
         """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
 
-        An existing store keeps its own sizes. Raises `InvalidInput`, `StorageError`, and what `marker` raises.
+        An existing store keeps its own sizes. Raises `InvalidInput`, `StorageError`, what `marker` raises, and
+        `Unsupported` for a storage that cannot create exclusively.
         """
         store_id = uuid.UUID(bytes=self.entropy(16), version=4).hex
         marker = Marker(
@@ -103,9 +108,26 @@ class Repository:
         )
         data = records.encode_marker(marker)
         records.decode_marker(data)  # sizes outside the limits are refused before anything is written
+        if self.exists():
+            self._marker = self.marker
+            return False
+        probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._marker = marker if made else self._read_marker()
+        if probed:
+            self.change_settings(exclusive_create=True)
         return made
+
+    def _check_creates(self, *, new: bool) -> bool:
+        """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?
+
+        ``new``: there are no settings yet that could say what an earlier probe found.
+        """
+        in_doubt = self.storage.traits.exclusive is None and not self.single_writer
+        known = self.settings.exclusive_create if in_doubt and not new else None
+        require_exclusive(self.storage, self.entropy, known, single_writer=self.single_writer)
+        self._creates_checked = True
+        return in_doubt and known is None
 
     @property
     def settings(self) -> Settings:
@@ -170,8 +192,11 @@ class Repository:
     def put_record(self, key: str, record: Record) -> None:
         """Create ``key``. A record there with just these bytes is ours: the answer to an earlier put got lost.
 
-        Raises `Conflict` if it holds another record, `InvalidInput` if this one is too large, `StorageError`.
+        Raises `Conflict` if it holds another record, `InvalidInput` if this one is too large, `StorageError`;
+        `Unsupported` for a storage that cannot create exclusively.
         """
+        if not self._creates_checked and self._check_creates(new=False):
+            self.change_settings(exclusive_create=True)
         data = records.encode(record)
         if len(data) > records.MAX_RECORD_BYTES:
             raise InvalidInput(f"the record for {key} is larger than {records.MAX_RECORD_BYTES} bytes", key=key)

@@ -38,6 +38,7 @@ class Traits:
     exclusive: bool | None
     stale: str = ""
     uploads: int = 1
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,11 @@ class RemoteStore:
     @property
     def traits(self) -> Traits:
         """Whether it refuses a second create is known of few; the others are probed."""
-        exclusive = self._clients.get().exclusive
-        return Traits(remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=exclusive, uploads=UPLOADS)
+        client = self._clients.get()
+        return Traits(
+            remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,
+            read_only=client.read_only,
+        )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `casckpt.storage.base.ObjectStore`. An object is one request, whatever its size.

@@ -41,6 +41,10 @@ class Client(Protocol):
         """Does `create` refuse a key that is taken, also when several come at once? None: to be probed."""
 
     @property
+    def read_only(self) -> bool:
+        """Can nothing be written here?"""
+
+    @property
     def failures(self) -> tuple[type[Exception], ...]:
         """What calls may raise."""
 

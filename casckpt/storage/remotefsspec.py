@@ -29,6 +29,7 @@ class FsspecClient:
         self._root = root.rstrip("/")
         self._listing = threading.Lock()
         self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
+        self.read_only = self._scheme in _READ_ONLY
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
@@ -48,7 +49,7 @@ class FsspecClient:
         self._write(key, data, mode="overwrite")
 
     def _write(self, key: str, data: memoryview, mode: str) -> None:
-        if self._scheme in _READ_ONLY:
+        if self.read_only:
             raise Unsupported(f"{self._scheme}:// storages can only be read; save to another store")
         path = self._path(key)
         if self._scheme not in _ATOMIC:  # those have no folders
@@ -111,7 +112,7 @@ class FsspecClient:
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
-        if self._scheme in _READ_ONLY:
+        if self.read_only:
             raise Unsupported(f"{self._scheme}:// storages can only be read; nothing can be deleted there")
         try:
             self._fs.rm_file(self._path(key))

@@ -31,18 +31,21 @@ _CONFIG: Mapping[str, Any] = {
     "read_timeout": 60,
     "retries": {"total_max_attempts": 1},
 }
+_TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
 
 
 class S3Client:
     """`casckpt.storage.remotebase.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash)."""
 
     exclusive: bool | None = None  # some servers ignore the condition without a word
+    read_only = False
     failures = FAILURES
 
     def __init__(self, bucket: str, prefix: str, options: Mapping[str, Any]) -> None:
         config = {**_CONFIG, **options.get("config_kwargs", {})}
+        secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
-        self._fs = S3FileSystem(**{**options, "config_kwargs": config, "use_listings_cache": False})
+        self._fs = S3FileSystem(**{**options, **secrets, "config_kwargs": config, "use_listings_cache": False})
         self._loop: asyncio.AbstractEventLoop = self._fs.loop
 
     def explain(self, error: Exception) -> Failure:

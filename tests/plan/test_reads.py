@@ -13,7 +13,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.plan import reads
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reads import Unit, covers, plan_batches, plan_units
+from casckpt.plan.reads import Unit, affordable_gap, covers, plan_batches, plan_units
 from tests.support.geometry import cells_of, columns, elements, full_shapes, partitions, regions, rows, table_of
 
 ITEM = 2  # bytes of an element
@@ -149,6 +149,20 @@ def test_batches_without_a_gap_read_nothing_else(found: list[tuple[int, int, int
     batches = plan_batches([(*row, None) for row in found], gap=0, most=1 << 30)
     wanted = {(blob, byte) for blob, offset, nbytes in found for byte in range(offset, offset + nbytes)}
     assert sum(batch.nbytes for batch in batches) == len(wanted)
+
+
+@given(items, st.integers(0, 40), st.integers(0, 200))
+def test_gaps_are_bridged_as_far_as_may_be_read_in_vain(
+    found: list[tuple[int, int, int]], most: int, spare: int
+) -> None:
+    def in_vain(gap: int) -> int:
+        return sum(b.nbytes for b in plan_batches([(*row, None) for row in found], gap=gap, most=1 << 30)) - len(wanted)
+
+    wanted = {(blob, byte) for blob, offset, nbytes in found for byte in range(offset, offset + nbytes)}
+    gap = affordable_gap(found, most=most, spare=spare)
+    assert gap <= most
+    assert in_vain(gap) <= spare
+    assert all(in_vain(wider) == in_vain(gap) or in_vain(wider) > spare for wider in range(gap, most + 1))
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -12,6 +13,8 @@ from casckpt.format.keys import blob_key, damaged_key
 from casckpt.format.names import TxId
 from casckpt.repository import blobs
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import Traits
+from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import blob_hash, meanwhile, memory, put_blob, repository
 
@@ -148,3 +151,26 @@ def test_long_reasons_are_cut(repo: Repository, txid: TxId) -> None:
     (mark,) = blobs.marks(repo)
     assert len(mark.why) == 500
     assert mark == replace(mark, state="damaged", number=0)
+
+
+class Far(MemoryStore):
+    """A storage that says it is remote."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
+
+
+def test_over_a_network_what_was_seen_is_looked_at_by_sample(tmp_path: Path) -> None:
+    far = FaultyStore(Far(uuid4().hex))
+    repo, other = repository(tmp_path, far), repository(tmp_path, far, seed=2)
+    txid = repo.new_txid("a", 1)
+    refs = [put_blob(repo, txid, str(number)) for number in range(100)]
+    assert blobs.check(repo, refs) == []
+    assert far.count("size", "objects/*") == 16, "it has put all of them itself"
+    assert blobs.check(other, refs) == []
+    assert far.count("size", "objects/*") == 116
+    gone = put_blob(repo, txid, "gone")
+    far.delete(blob_key(txid, gone.hash))
+    assert blobs.check(other, [*refs, gone]) == [gone]
+    assert blobs.check(other, [gone]) == [gone], "what was missing is looked for again"

@@ -1,0 +1,84 @@
+"""Does a storage refuse to create a key twice? All safety stands on that, so storages that may not are probed first.
+
+Some servers of the S3 protocol, and some old clients, ignore the condition of a put without a word: then two jobs both
+win the race for one name, and a gc deletes what a save has just committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from casckpt.errors import StorageError, Unsupported
+from casckpt.storage.base import AlreadyExists, ObjectStore
+
+PREFIX = "probes/"
+RACERS = 4
+_PAYLOAD = 64  # bytes
+
+
+def require_exclusive(
+    storage: ObjectStore, entropy: Callable[[int], bytes], known: bool | None, *, single_writer: bool
+) -> None:
+    """Raise `Unsupported` for a storage in which two writers could both win the race for one name.
+
+    ``known``: what an earlier probe found. ``single_writer``: there is only one, says the caller.
+    """
+    traits = storage.traits
+    if traits.read_only:
+        raise Unsupported(f"{storage.url} can only be read: save to another store, or copy this one there")
+    if single_writer or (traits.exclusive is None and known):
+        return
+    why = {True: "", False: "it cannot do that in one step", None: None}[traits.exclusive]
+    if why is None:
+        why = probe(storage, entropy) if known is None else "so its settings say"
+    if why:
+        raise Unsupported(
+            f"{storage.url} does not refuse to create a name twice: {why}. So two jobs could both win the race for one "
+            "checkpoint, and a gc could delete what a save has just stored. Use another storage, or say with "
+            "single_writer (--single-writer) that nobody else writes at the same time"
+        )
+
+
+def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
+    """What is wrong with the creates of ``storage``; "" if nothing is.
+
+    Puts two small objects under probes/, several times each, and deletes them where that is allowed. Raises
+    `StorageError`, `casckpt.errors.Unsupported`.
+    """
+    name = entropy(16).hex()
+    keys = [f"{PREFIX}{name}-twice", f"{PREFIX}{name}-race"]
+    try:
+        return _twice(storage, keys[0], entropy) or _race(storage, keys[1], entropy, racers)
+    finally:
+        for key in keys:
+            with suppress(StorageError):  # writers need not be allowed to delete
+                storage.delete(key)
+
+
+def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
+    storage.put(key, entropy(_PAYLOAD))
+    if _wins(storage, key, entropy(_PAYLOAD)):
+        return "it let a second create replace the first one, and said nothing"
+    return ""
+
+
+def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racers: int) -> str:
+    payloads = [entropy(_PAYLOAD) for _ in range(racers)]
+    with ThreadPoolExecutor(racers, thread_name_prefix="casckpt-probe") as pool:
+        firsts = list(pool.map(lambda data: _wins(storage, key, data), payloads))
+    won = [data for data, first in zip(payloads, firsts, strict=True) if first]
+    if len(won) > 1:
+        return f"{len(won)} of {racers} that created one key at the same time were told that they had"
+    if won and storage.get(key, limit=_PAYLOAD) != won[0]:
+        return "the one that was told it had created a key had not: another one's bytes are there"
+    return "" if won else "of several that created one key at the same time none was told that it had"
+
+
+def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:
+    try:
+        storage.put(key, data)
+    except AlreadyExists:
+        return False
+    return True

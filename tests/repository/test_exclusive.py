@@ -1,0 +1,174 @@
+"""Storages in which two writers can both win are found out and refused, before anything is stored in them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from casckpt.errors import StorageError, Unsupported
+from casckpt.repository.exclusive import PREFIX, RACERS, probe
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists, ObjectStore, Traits
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.repositories import Ticks, commit_bare, repository
+
+
+class Unknown(MemoryStore):
+    """A storage of which nobody knows whether it creates exclusively: it does."""
+
+    exclusive: bool | None = None
+    read_only = False
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name or uuid4().hex)
+        self.puts: list[str] = []
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=True, read_gap=0, parallel=4, exclusive=self.exclusive, read_only=self.read_only)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        self.puts.append(key)
+        super().put(key, data, settle=settle)
+
+
+class Ignoring(Unknown):
+    """Ignores the condition without a word."""
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        self.puts.append(key)
+        self.replace(key, data)
+
+
+class LooksFirst(Unknown):
+    """Looks whether the key is taken, and writes then: together, several do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._looked = threading.Barrier(RACERS)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        if self.size(key) is not None:
+            raise AlreadyExists(key)
+        if key.endswith("race"):
+            self._looked.wait()
+        self.replace(key, data)
+
+
+class Lying(Unknown):
+    """Tells one racer that it has created the key, and keeps the bytes of another."""
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        if self.size(key) is not None:
+            self.replace(key, data)
+            raise AlreadyExists(key)
+        super().put(key, data)
+
+
+def counter() -> Callable[[int], bytes]:
+    """Entropy that never repeats."""
+    count = iter(range(1000))
+    return lambda size: next(count).to_bytes(size, "big")
+
+
+def test_a_storage_that_keeps_the_promise_passes_and_stays_clean() -> None:
+    store = Unknown()
+    assert probe(store, counter()) == ""
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Ignoring, "let a second create replace"), (LooksFirst, "4 of 4"), (Lying, "another one's bytes")]
+)
+def test_what_is_wrong_is_said(make: Callable[[], Unknown], why: str) -> None:
+    store = make()
+    assert why in probe(store, counter())
+    assert list(store.list("")) == []
+
+
+def test_a_probe_needs_no_right_to_delete() -> None:
+    store = FaultyStore(Unknown(), [fail_before("delete", times=9)])
+    assert probe(store, counter()) == ""
+    assert {entry.key.split("/")[0] + "/" for entry in store.list("")} == {PREFIX}
+
+
+def test_a_store_is_not_made_where_creates_replace(tmp_path: Path) -> None:
+    repo = Repository(Ignoring(), tmp_path / "cache")
+    with pytest.raises(Unsupported, match=r"let a second create replace.*single_writer"):
+        repo.create()
+    assert list(repo.storage.list("")) == []
+
+
+def test_nothing_is_written_to_a_store_that_lies_where_creates_replace(tmp_path: Path) -> None:
+    good = repository(tmp_path, Unknown())
+    moved = Repository(Ignoring(), tmp_path / "cache2", clock=Ticks())
+    for entry in good.storage.list(""):
+        if not entry.key.startswith("settings/"):
+            moved.storage.replace(entry.key, good.storage.get(entry.key, limit=1 << 20))
+    before = set(moved.storage.list(""))
+    with pytest.raises(Unsupported, match="replace the first"):
+        commit_bare(moved)
+    assert set(moved.storage.list("")) == before
+    commit_bare(replace(moved, single_writer=True))
+
+
+def test_the_probe_is_made_once_and_noted(tmp_path: Path) -> None:
+    store = Unknown()
+    repo = repository(tmp_path, store)
+    assert repo.settings.exclusive_create
+    probes = sum(key.startswith(PREFIX) for key in store.puts)
+    assert probes == 2 + RACERS
+    commit_bare(repo)
+    commit_bare(Repository(store, tmp_path / "other", clock=Ticks(), entropy=counter()), step=1)
+    assert sum(key.startswith(PREFIX) for key in store.puts) == probes
+
+
+def test_a_store_from_elsewhere_is_probed_at_the_first_write(tmp_path: Path) -> None:
+    repo = repository(tmp_path, Unknown())
+    repo.storage.delete("settings/0")
+    fresh = Repository(repo.storage, tmp_path / "other", clock=Ticks())
+    assert fresh.settings.exclusive_create is None
+    commit_bare(fresh)
+    assert fresh.settings.exclusive_create
+
+
+def test_what_the_settings_say_counts(tmp_path: Path) -> None:
+    repo = repository(tmp_path, Unknown())
+    repo.change_settings(exclusive_create=False)
+    with pytest.raises(Unsupported, match="settings"):
+        commit_bare(Repository(repo.storage, tmp_path / "other", clock=Ticks()))
+
+
+def test_a_storage_that_says_so_itself_is_not_probed(tmp_path: Path) -> None:
+    for says in (False, True):
+        store: ObjectStore = Unknown()
+        store.exclusive = says  # type: ignore[attr-defined]  # of Unknown
+        repo = Repository(store, tmp_path / "cache")
+        if says:
+            assert repo.create()
+        else:
+            with pytest.raises(Unsupported, match="in one step"):
+                repo.create()
+        assert not any(key.startswith(PREFIX) for key in store.puts)  # type: ignore[attr-defined]  # of Unknown
+
+
+def test_what_can_only_be_read_says_so_even_to_a_single_writer(tmp_path: Path) -> None:
+    store = Unknown()
+    store.read_only = True
+    for single in (False, True):
+        with pytest.raises(Unsupported, match="can only be read"):
+            Repository(store, tmp_path / "cache", single_writer=single).create()
+
+
+def test_a_failing_probe_is_no_verdict(tmp_path: Path) -> None:
+    store = FaultyStore(Unknown(), [fail_before("put", key=f"{PREFIX}*")])
+    repo = Repository(store, tmp_path / "cache")
+    with pytest.raises(StorageError):
+        repo.create()
+    assert repo.create()
