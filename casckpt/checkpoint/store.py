@@ -52,7 +52,9 @@ def open(
     cache_dir: str | os.PathLike[str] | None = None,
     single_writer: bool = False,
 ) -> Store:
-    """Open a store: a path, ``file://``, ``memory://``. Creates nothing; the first save does.
+    """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
+
+    Creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
 
     ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
     is kept on this host (default: the user's cache folder). ``single_writer``: your word that nobody else writes to the
