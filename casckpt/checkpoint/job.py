@@ -17,6 +17,7 @@ from casckpt.checkpoint.save import save
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.repository.repository import Repository
+from casckpt.tensors.staging import Staging
 
 State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
 """What is to be saved, or what makes it: then what goes wrong in the making reaches all ranks."""
@@ -46,17 +47,12 @@ class SaveJob:
             frozen=self.frozen,
         )
 
-    def snapshot(self) -> Callable[[], Prepared]:
+    def snapshot(self, staging: Staging) -> Callable[[], Prepared]:
         """`prepare` with copies of all data, made now. Errors are raised by the call, where all ranks learn of them."""
         try:
-            copied = snapshot(self.prepare())
+            copied = snapshot(self.prepare(), staging)
         except CasckptError as error:
-            failure = error
-
-            def fail() -> NoReturn:
-                raise failure
-
-            return fail
+            return failing(error)
         return lambda: copied
 
     def run(self, prepared: Callable[[], Prepared]) -> Checkpoint:
@@ -66,6 +62,15 @@ class SaveJob:
         except CasckptError as error:
             self.ranks.fail(error)
         return Checkpoint(self.repo, save(self.repo, self.ranks, self.memory, prepared, options))
+
+
+def failing(error: BaseException) -> Callable[[], Prepared]:
+    """What raises ``error`` in place of preparing."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    return fail
 
 
 def save_options(

@@ -14,9 +14,9 @@ from casckpt.errors import InvalidInput
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
 from casckpt.format.tree import encode_tree
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.memory import as_bits
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor
+from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import flatten
 
 _INLINE_BYTES = 4096
@@ -52,7 +52,7 @@ def prepare(
 ) -> Prepared:
     """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored."""
     flat = flatten(state)
-    is_frozen = _predicate(frozen)
+    is_frozen = frozen_by(frozen)
     sources: list[Source] = []
     objects: list[ObjectEntry] = []
     for key, leaf in flat.leaves.items():
@@ -87,7 +87,8 @@ def prepare(
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
 
 
-def _predicate(frozen: Frozen) -> Callable[[str], bool]:
+def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
+    """The declaration as a function of a key. Raises InvalidInput for one text in place of a list."""
     if frozen is None:
         return lambda key: False
     if callable(frozen):
@@ -98,20 +99,19 @@ def _predicate(frozen: Frozen) -> Callable[[str], bool]:
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def snapshot(prepared: Prepared) -> Prepared:
-    """The same with copies of all tensor data in host memory: what it was taken from may change."""
-    sources = []
-    for source in prepared.sources:
-        pieces = [Piece(piece.region, _copied(piece.data)) for piece in source.pieces]
-        sources.append(replace(source, pieces=pieces))
+def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
+    """The same with copies of all tensor data in ``staging``: what it was taken from may change."""
+    copies = iter(staging.copy(tensors_of(prepared)))
+    sources = [
+        replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        for source in prepared.sources
+    ]
     return replace(prepared, sources=sources)
 
 
-def _copied(data: torch.Tensor) -> torch.Tensor:
-    data = data.detach().resolve_conj().resolve_neg()
-    copy = torch.empty(data.shape, dtype=data.dtype, device="cpu")
-    as_bits(copy).copy_(as_bits(data))
-    return copy
+def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
+    """The data of all pieces, in order."""
+    return [piece.data for source in prepared.sources for piece in source.pieces]
 
 
 def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes | bytearray | memoryview) -> Source:

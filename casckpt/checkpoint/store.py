@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_run, check_step
 from casckpt.format.manifest import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.background import Background
     from casckpt.checkpoint.job import SaveJob, State
     from casckpt.checkpoint.leader import SaveMemory
     from casckpt.checkpoint.load import LoadOptions
     from casckpt.checkpoint.prepare import Frozen
 
 Dedup = Literal["store", "run"]
+WhenBusy = Literal["wait", "refuse"]
 Progress = Callable[[int], None]
 log = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class Store:
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
-        self._background: tuple[int, ThreadPoolExecutor] | None = None
+        self._background: tuple[int, Background] | None = None
         self._memories: dict[str, SaveMemory | None] = {}
 
     def __reduce__(self) -> tuple[type[Store], tuple[Repository]]:
@@ -172,11 +174,18 @@ class Store:
         no_dist: bool = False,
         threads: int | None = None,
         progress: Progress | None = None,
+        when_busy: WhenBusy = "wait",
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once ``state`` has been copied; it may change from then on.
 
-        Saves of one store run one after the other. What fails shows in the future.
+        Saves of one store run one after the other, and there is memory for one copy: while one runs, a second call
+        waits for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any ("refuse").
+
+        What fails shows in the future; a failure that nobody asked the future for is raised by the next call, once.
+        What `save` raises for its arguments shows in the future too.
         """
+        from casckpt.checkpoint.job import failing
+
         job = self._job(
             state, attachments, frozen=frozen, allow_pickle=allow_pickle, process_group=process_group,
             no_dist=no_dist, run=run, step=step, metadata=metadata,
@@ -184,13 +193,52 @@ class Store:
             progress=progress,
             purpose="async",
         )  # fmt: skip
-        snapshot = job.snapshot()
-        return self._in_background().submit(job.run, snapshot)
+        background = self._in_background()
+        if when_busy == "refuse":
+            self._refuse_busy(background, process_group, no_dist=no_dist)
+        elif when_busy != "wait":
+            raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
+        with background.lock:
+            background.wait()
+            failed = background.unheard()
+            prepared = failing(failed) if failed else job.snapshot(background.staging)
+            future = background.submit(lambda: job.run(prepared))
+        if failed is not None:  # the other ranks hear of it in their futures, if they have asked for the first
+            future.exception()
+            raise failed
+        return future
 
-    def _in_background(self) -> ThreadPoolExecutor:
+    def _refuse_busy(self, background: Background, process_group: ProcessGroup | None, *, no_dist: bool) -> None:
+        from casckpt.checkpoint.ranks import everyone, open_ranks
+
+        def decide(busy: Sequence[bool]) -> Sequence[None]:
+            if any(busy):
+                raise Conflict("a save still runs in the background; wait for its future, or skip this one")
+            return everyone(None, len(busy))
+
+        open_ranks(process_group, no_dist=no_dist, purpose="busy").exchange(lambda: background.busy, decide)
+
+    def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
+        """Make ready for `save_async` of such a state: the memory for its copy, and the connections between ranks.
+
+        Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
+        """
+        from casckpt.checkpoint.prepare import tensors_of
+
+        job = self._job(
+            state, None, frozen=None, allow_pickle=True, process_group=process_group, no_dist=no_dist, purpose="async"
+        )
+        background = self._in_background()
+        with background.lock:
+            background.wait()
+            background.staging.reserve(tensors_of(job.prepare()))
+
+    def _in_background(self) -> Background:
         """What runs asynchronous saves. A forked child has one of its own: the parent's thread is not copied."""
+        from casckpt.checkpoint.background import Background
+
         if self._background is None or self._background[0] != os.getpid():
-            self._background = (os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="casckpt-async"))
+            self._background = (os.getpid(), Background())
         return self._background[1]
 
     def _job(
@@ -449,9 +497,6 @@ class Store:
         others = [store.repository for store in stores]
         return repair(self.repository, sources=others, progress=progress or (lambda nbytes: None))
 
-    def restore(self, ref: str | Checkpoint) -> Checkpoint:
-        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
-        return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))
     def copy_to(
         self,
         target: Store | str | os.PathLike[str],
@@ -487,3 +532,6 @@ class Store:
         result.raise_failure()
         return result
 
+    def restore(self, ref: str | Checkpoint) -> Checkpoint:
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
+        return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))

@@ -85,31 +85,91 @@ def test_conjugated_views_are_copied_as_what_they_show() -> None:
     assert same_state(store.read("default@1"), want)
 
 
-def test_saves_run_one_after_the_other_in_order() -> None:
+def test_a_second_save_waits_for_the_first() -> None:
     held = Held()
-    futures = [held.store.save_async({"n": torch.tensor(step), "w": cells(2)}, step=step) for step in range(5)]
+    weight = cells(2)
+    first = held.store.save_async({"w": weight}, step=0)
     assert held.reached.wait(SECONDS)
-    assert not any(future.done() for future in futures)
+    later: list[int] = []
+
+    def save() -> None:
+        future = held.store.save_async({"w": weight}, step=1)
+        assert first.done()
+        later.append(future.result(SECONDS).step)
+
+    second = threading.Thread(target=save)
+    second.start()
+    assert not first.done()
     assert steps(held.store) == []
     held.go.set()
-    assert [future.result(SECONDS).step for future in futures] == list(range(5))
-    assert steps(held.store) == [("default", step) for step in range(5)]
-    assert int(held.store.read("default@latest")["n"]) == 4
+    second.join(SECONDS)
+    assert later == [1]
+    assert steps(held.store) == [("default", 0), ("default", 1)]
+
+
+def test_a_second_save_is_refused_where_that_is_asked_for() -> None:
+    held = Held()
+    first = held.store.save_async({"w": cells(2)}, step=0)
+    assert held.reached.wait(SECONDS)
+    with pytest.raises(Conflict, match="still runs in the background"):
+        held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse")
+    held.go.set()
+    first.result(SECONDS)
+    assert held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse").result(SECONDS).step == 1
+    with pytest.raises(InvalidInput, match="give 'wait' or 'refuse'"):
+        held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]
 
 
 def test_what_fails_shows_in_its_future_and_the_next_save_works() -> None:
     held = Held()
+    held.go.set()
     held.faulty.inject(fail_before("put", key="objects/*.manifest"))
     first = held.store.save_async({"w": cells(1)}, step=1)
-    second = held.store.save_async({"w": cells(1)}, step=2)
-    third = held.store.save_async({"w": cells(1)}, step=2)
-    held.go.set()
     with pytest.raises(StorageError, match="injected"):
         first.result(SECONDS)
-    assert second.result(SECONDS).step == 2
-    with pytest.raises(Conflict, match="default@2 exists already"):
+    assert steps(held.store) == []
+    second = held.store.save_async({"w": cells(1)}, step=1)
+    assert second.result(SECONDS).step == 1
+    third = held.store.save_async({"w": cells(1)}, step=1)
+    with pytest.raises(Conflict, match="default@1 exists already"):
         third.result(SECONDS)
-    assert steps(held.store) == [("default", 2)]
+    assert steps(held.store) == [("default", 1)]
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_call_once() -> None:
+    held = Held()
+    held.go.set()
+    held.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    held.store.save_async({"w": cells(1)}, step=1)
+    held.store.warm_up({"w": cells(1)})
+    with pytest.raises(StorageError, match="injected"):
+        held.store.save_async({"w": cells(1)}, step=2)
+    assert steps(held.store) == []
+    assert held.store.save_async({"w": cells(1)}, step=2).result(SECONDS).step == 2
+
+
+def test_a_save_in_the_background_cannot_be_cancelled() -> None:
+    held = Held()
+    future = held.store.save_async({"w": cells(1)}, step=1)
+    assert not future.cancel()
+    held.go.set()
+    assert future.result(SECONDS).step == 1
+
+
+def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
+    store = small()
+    weight = cells(4)
+    store.warm_up({"w": weight, "v": weight})
+    background = store._in_background()
+    memory, threads = background.staging._arena.data_ptr(), 0
+    for step in range(100):
+        weight += 1
+        store.save_async({"w": weight, "v": weight}, step=step).result(SECONDS)
+        threads = threads or threading.active_count()
+    assert background.staging._arena.data_ptr() == memory
+    assert weight.nbytes <= background.staging.nbytes < 1.1 * weight.nbytes  # what is given twice is copied once
+    assert threading.active_count() <= threads
+    assert torch.equal(store.read("default@99")["w"], weight)
 
 
 @pytest.mark.parametrize(

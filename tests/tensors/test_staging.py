@@ -1,0 +1,67 @@
+"""Copies for saves in the background: every bit, in memory that is used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from casckpt.tensors.staging import Staging
+from tests.support.saves import same_state
+from tests.support.tensors import LAYOUTS, NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_copies_have_the_same_bits_and_no_memory_in_common(name: str) -> None:
+    given = [make(name, 1) for make in LAYOUTS.values()]
+    for data, copy in zip(given, Staging().copy(given), strict=True):
+        assert (copy.dtype, copy.shape) == (data.dtype, data.shape)
+        assert copy.is_contiguous()
+        assert same_state({"x": copy}, {"x": data})
+        if data.numel():
+            assert copy.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
+
+
+def test_the_memory_is_used_again_and_grows_where_it_must() -> None:
+    staging = Staging()
+    (first,) = staging.copy([torch.ones(1000)])
+    (second,) = staging.copy([torch.zeros(900)])
+    assert first.data_ptr() == second.data_ptr()
+    large = torch.randn(5000)
+    assert torch.equal(staging.copy([large])[0], large)
+    assert staging.nbytes == -(-large.nbytes // 64) * 64
+
+
+def test_reserved_memory_takes_the_copy() -> None:
+    staging = Staging()
+    state = [torch.randn(100), torch.randn(7, 3).t(), torch.empty(0), torch.tensor(1)]
+    staging.reserve(state)
+    before = staging.nbytes
+    assert [copy.tolist() for copy in staging.copy(state)] == [data.tolist() for data in state]
+    assert staging.nbytes == before
+
+
+def test_what_is_given_twice_is_copied_once() -> None:
+    data = torch.randn(64)
+    one, two, other = Staging().copy([data, data, data.view(8, 8)])
+    assert one is two
+    assert other.data_ptr() != one.data_ptr()
+    assert torch.equal(other.view(-1), data)
+
+
+def test_nothing_takes_nothing() -> None:
+    staging = Staging()
+    assert staging.copy([]) == []
+    assert staging.copy([torch.empty(0, 3)])[0].shape == (0, 3)
+    assert staging.nbytes == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies out of a GPU's memory need a GPU")
+def test_copies_out_of_a_gpu_are_pinned_and_whole() -> None:
+    staging = Staging()
+    given = [torch.randn(1 << 20, device="cuda"), torch.randn(64, 33, device="cuda").t(), torch.ones(3)]
+    for _ in range(3):
+        given[0].add_(1)
+        copies = staging.copy(given)
+        assert copies[0].is_pinned()
+        assert all(torch.equal(copy, data.cpu()) for copy, data in zip(copies, given, strict=True))
