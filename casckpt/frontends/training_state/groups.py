@@ -64,7 +64,8 @@ def check(found: Match, defaults: Mapping[str, Any], saved: Sequence[Mapping[str
     """
     if found.missing:
         raise MissingKey(_other_parameters(where, found.missing, found.unused), keys=found.missing)
-    for group in saved:
+    unused = frozenset(found.unused)
+    for group in (one for one in saved if not one["params"] or not unused.issuperset(one["params"])):
         lacking = [name for name in defaults if name not in group and name not in _ADDED_LATER]
         unknown = [name for name in group if name not in defaults and name not in ("params", _NAMES)]
         if lacking and unknown:

@@ -44,22 +44,23 @@ class Loading:
     def __init__(self, stored: Stored, groups: StoredGroups | None, strict: bool) -> None:
         self.state: dict[str, Any] = {}
         self._stored, self._groups, self._strict = stored, groups, strict
-        self._optimizer: _OptimizerPlan | None = None
+        self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
 
-    def plan(self, model: nn.Module, optim: Optimizer | None) -> Unused:
+    def plan(self, model: nn.Module, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
         self._model = ModelTemplate(model)
         self.state["model"] = self._model.values
-        if optim is not None and self._groups is None:
+        if optims and self._groups is None:
             self._absent = (GROUPS,)
-        elif optim is not None and self._groups is not None:
-            self._optimizer = _OptimizerPlan(self._stored, self._groups, model, optim, self._strict)
-            self._absent = tuple(f"{STATE}.{name}" for name in self._optimizer.match.missing)
-            self.state["optim"] = {"state": self._optimizer.template}
-        return Unused(
-            _unused_keys(self._stored, self._model), () if self._optimizer is None else self._optimizer.match.unused
-        )
+        elif self._groups is not None and optims:
+            groups = self._groups
+            plans = [_OptimizerPlan(self._stored, groups, model, optim, self._strict) for optim in optims]
+            self._absent = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
+            self.state["optim"] = {"state": {name: value for plan in plans for name, value in plan.template.items()}}
+            self._optimizers = plans
+        unused = [plan.match.unused for plan in self._optimizers]
+        return Unused(_unused_keys(self._stored, self._model), on_no_rank(unused) if unused else ())
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
@@ -72,9 +73,10 @@ class Loading:
         """Hand what was loaded to the model and the optimizer."""
         self._model.install({key.removeprefix("model.") for key in loaded.missing_keys}, self._strict)
         unread = loaded.unread_keys
-        if self._optimizer is not None:
-            self._optimizer.install()
-            known = (GROUPS, *(f"{STATE}.{name}" for name in self._optimizer.nothing_of))
+        if self._optimizers:
+            for plan in self._optimizers:
+                plan.install(self.state["optim"]["state"])
+            known = (GROUPS, *(f"{STATE}.{name}" for plan in self._optimizers for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         return replace(loaded, missing_keys=(*loaded.missing_keys, *self._absent), unread_keys=unread)
@@ -147,12 +149,13 @@ class _OptimizerPlan:
         self._taken.add(local(unwrapped(found)).data_ptr())
         return found
 
-    def install(self) -> None:
+    def install(self, loaded: Mapping[Any, Any]) -> None:
         """Hand over what was loaded. Parameters that the checkpoint lacks keep what they have."""
         state: dict[Any, Any] = {}
         for parameter in self._without:
             if parameter in self._optim.state:
                 state[parameter] = self._optim.state[parameter]
-        for name, value in self.template.items():
+        for name in self.template:
+            value = loaded[name]
             state[self._parameters.get(str(name), name)] = unwrapped(value)
         install(self._optim, state, self.match.options)

@@ -70,6 +70,22 @@ def state_to_save(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     return found
 
 
+def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, Any]:
+    """`state_to_save` of several optimizers as that of one. Raises InvalidInput for a parameter that two have."""
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optim in optims:
+        one = state_to_save(model, optim)
+        taken = {name for group in groups for name in group["params"]}
+        twice = [name for group in one["param_groups"] for name in group["params"] if name in taken]
+        if twice or state.keys() & one["state"].keys():
+            name = twice[0] if twice else str(next(iter(state.keys() & one["state"].keys())))
+            raise InvalidInput(f"two optimizers have the parameter {name!r}, and their state one name", key=name)
+        state |= one["state"]
+        groups += one["param_groups"]
+    return {"state": state, "param_groups": groups}
+
+
 def _state_of(optim: Optimizer, groups: Sequence[Sequence[Named]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
     keys: list[Any] = list(optim.state)  # torch's types say tensors, but anything is allowed

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.loading import Loading
 from casckpt.frontends.training_state.model import model_state
-from casckpt.frontends.training_state.optimizer import state_to_save
+from casckpt.frontends.training_state.optimizer import states_to_save
+from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.together import find, make_state
 
 if TYPE_CHECKING:
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 
 def save_model_and_optim_state(
     store: AnyStore,
-    model: nn.Module,
-    optim: Optimizer | None = None,
+    model: AnyModel,
+    optim: AnyOptimizer | None = None,
     *,
     run: str,
     step: int,
@@ -33,6 +31,7 @@ def save_model_and_optim_state(
 ) -> Checkpoint:
     """Save ``model`` and ``optim`` (None: the model alone) as one checkpoint. Neither is changed in any way.
 
+    Either may be a list: the parts of the model that this rank has, several optimizers that share out the parameters.
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
     A buffer that ranks have in common is stored as the lowest of them has it.
@@ -46,22 +45,24 @@ def save_model_and_optim_state(
     """
     opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=bool(options.get("no_dist")))
-
-    def make() -> dict[str, Any]:
-        state: dict[str, Any] = {"model": model_state(model)}
-        if optim is not None:
-            state["optim"] = state_to_save(model, optim)
-        return state
-
-    state = make_state(ranks, make)
+    state = make_state(ranks, lambda: state_of(model, optim))
     return opened.save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
+
+
+def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
+    """What this rank saves of them: live tensors under plain names. Raises InvalidInput."""
+    whole, optims = as_model(model), as_optimizers(optim)
+    state: dict[str, Any] = {"model": model_state(whole)}
+    if optims:
+        state["optim"] = states_to_save(whole, optims)
+    return state
 
 
 def load_model_and_optim_state(
     store: AnyStore,
     ref: str | Checkpoint,
-    model: nn.Module,
-    optim: Optimizer | None = None,
+    model: AnyModel,
+    optim: AnyOptimizer | None = None,
     *,
     strict: bool = True,
     process_group: ProcessGroup | None = None,
@@ -87,7 +88,7 @@ def load_model_and_optim_state(
     ranks = open_ranks(process_group, no_dist=no_dist)
     stored, groups = find(ranks, opened, ref, optimizer=optim is not None, required=strict, allow_pickle=allow_pickle)
     loading = Loading(stored, groups, strict)
-    ranks.exchange(lambda: loading.plan(model, optim), loading.check_unused)
+    ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
     loaded = opened.load(
         loading.state, stored.checkpoint, strict=strict, allow_pickle=allow_pickle, process_group=process_group,
         no_dist=no_dist, **options,

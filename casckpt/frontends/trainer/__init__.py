@@ -1,0 +1,32 @@
+"""Checkpoints of a training loop: when to save, what beside the model, how many to keep, how to go on after a crash.
+
+::
+
+    checkpointer = Checkpointer(store, run="sft", save_interval=500, max_checkpoints=3)
+    train = TrainState(scheduler=scheduler, loader=loader)          # and the random generators of this rank
+    last = checkpointer.resume(model, optim, train)                 # None: there is nothing yet
+    for step in range(last.step + 1 if last else 1, 10_001):
+        ...
+        checkpointer.save_if_due(step, model, optim, train)         # in the background
+    checkpointer.close()
+
+In the checkpoint: model and optimizer as `casckpt.frontends.training_state` names them, and ``train.<rank>``.
+"""
+
+from __future__ import annotations
+
+from casckpt.frontends.trainer.checkpointer import Checkpointer
+from casckpt.frontends.trainer.config import CheckpointerConfig
+from casckpt.frontends.trainer.last_save import SaveOnSignal
+from casckpt.frontends.trainer.summary import SaveSummary
+from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state
+
+__all__ = [
+    "Checkpointer",
+    "CheckpointerConfig",
+    "SaveOnSignal",
+    "SaveSummary",
+    "TrainState",
+    "restore_rng",
+    "rng_state",
+]

@@ -1,0 +1,360 @@
+"""The checkpointer of a training loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.prepare import check_attachment_name
+from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.checkpoint.store import Store
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
+from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
+from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.rotation import rotate
+from casckpt.frontends.trainer.schedule import Kind
+from casckpt.frontends.trainer.summary import SaveSummary
+from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
+from casckpt.frontends.trainer.train_state import TrainState
+from casckpt.frontends.training_state.parts import AnyOptimizer
+from casckpt.repository.commits import Commit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
+
+    ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
+    (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``save_interval``,
+    ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `Schedule`).
+    ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
+
+    ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
+    ranks of a node upload at the same time. ``work_dir``: a folder of this node for the locks of that (default: in the
+    folder for temporary files). ``pre_download``: fetch a checkpoint into the cache of this node before it is loaded.
+    ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
+    """
+
+    def __init__(
+        self,
+        store: AnyStore,
+        *,
+        run: str,
+        process_group: ProcessGroup | None = None,
+        keep: Keep = None,
+        overwrite: bool = False,
+        save_threads: int | None = None,
+        load_threads: int | None = None,
+        pre_download: bool = False,
+        throttle: int | None = None,
+        work_dir: str | os.PathLike[str] | None = None,
+        save_interval: int | None = None,
+        fixed_steps: Iterable[int] | None = None,
+        max_checkpoints: int | None = None,
+        ephemeral_save_interval: int | None = None,
+        ephemeral_cooldown: int | None = None,
+        gc: bool = False,
+        allow_pickle: bool = False,
+    ) -> None:
+        self.config = CheckpointerConfig(
+            run=run, keep=keep, overwrite=overwrite, save_threads=save_threads, load_threads=load_threads,
+            pre_download=pre_download, throttle=throttle, work_dir=work_dir, save_interval=save_interval,
+            fixed_steps=fixed_steps, max_checkpoints=max_checkpoints, ephemeral_save_interval=ephemeral_save_interval,
+            ephemeral_cooldown=ephemeral_cooldown, gc=gc, allow_pickle=allow_pickle,
+        )  # fmt: skip
+        self.run = run
+        self.store = _throttled(as_store(store), self.config)
+        self.summary: SaveSummary | None = None
+        self.process_group = process_group
+        self._schedule, self._rotation = self.config.schedule, self.config.rotation
+        self._janitor = Janitor(self.store, run)
+        self._files: dict[str, bytes] = {}
+        self._pending: _Pending | None = None
+        self.last_step: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._settle()
+
+    # saving
+
+    def save(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        ephemeral: bool = False,
+        overwrite: bool | None = None,
+        attachments: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Save, and return once the checkpoint is durable and visible; then forget what retention does not keep.
+
+        ``model``, ``optim``: or lists of them; or as the model an object with state_dict_to_save, state_dict_to_load
+        and load_state_dict. ``train_state``: of this rank: a nested mapping of tensors and plain data, or an object
+        with state_dict, such as `TrainState`. ``overwrite``: None for the checkpointer's setting.
+
+        Raises as `Store.save` does, on every rank alike; then nothing of the save is visible, and the same step can be
+        saved again.
+        """
+        begun = time.monotonic()
+        self._settle()
+        ranks = open_ranks(self.process_group)
+        state = state_to_save(ranks, model, optim, train_state)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        saved = self.store.save(state, **options)
+        self._files.clear()
+        self.last_step = saved.step
+        seconds = time.monotonic() - begun
+        self._after(saved, seconds, seconds, leads=ranks.rank == 0)
+        return saved
+
+    def save_async(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        ephemeral: bool = False,
+        overwrite: bool | None = None,
+        attachments: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Future[Checkpoint]:
+        """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
+
+        What goes wrong before that is raised; what goes wrong after it shows in the future, is reported in the log by
+        the next save or load, and raised by `wait` and `close`.
+        """
+        begun = time.monotonic()
+        self._settle()
+        ranks = open_ranks(self.process_group)
+        state = state_to_save(ranks, model, optim, train_state)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        saving = self.store.save_async(state, **options)
+        blocked = time.monotonic() - begun
+        done: Future[Checkpoint] = Future()
+
+        def finish(saving: Future[Checkpoint]) -> None:
+            error = saving.exception()
+            if error is not None:
+                done.set_exception(error)
+                return
+            self._after(saving.result(), blocked, time.monotonic() - begun, leads=ranks.rank == 0)
+            done.set_result(saving.result())
+
+        self._pending = _Pending(done, step, self.last_step, self._files)
+        self._files, self.last_step = {}, step
+        saving.add_done_callback(finish)
+        return done
+
+    def due(self, step: int) -> Kind | None:
+        """Is ``step`` to be saved, and as what? By the intervals and fixed steps; the same on every rank."""
+        return self._schedule.due(step, self.last_step)
+
+    def save_if_due(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Future[Checkpoint] | None:
+        """`save_async`, if ``step`` is due; else None."""
+        kind = self.due(step)
+        if kind is None:
+            return None
+        ephemeral = kind == "ephemeral"
+        return self.save_async(step, model, optim, train_state, ephemeral=ephemeral, metadata=metadata)
+
+    def write_file(self, name: str, contents: str | bytes, *, step: int | None = None) -> None:
+        """Let a file travel with the next save, as an attachment. Rank 0's count.
+
+        ``step``: the step that it is meant for. Raises Conflict if that is saved already: a checkpoint never changes.
+        Raises InvalidInput for a name that is no relative path.
+        """
+        if step is not None and f"{self.run}@{step}" in self.store:
+            raise Conflict(
+                f"{name!r} was not attached: {self.run}@{step} is saved, and never changes; write files before the save"
+            )
+        data = contents.encode() if isinstance(contents, str) else contents
+        if not isinstance(data, bytes):
+            raise InvalidInput(f"the contents of {name!r} are text or bytes, not {type(contents).__name__}")
+        self._files[check_attachment_name(name)] = data
+
+    def wait(self) -> None:
+        """Wait for the save in the background. Raises what it raised."""
+        error = self._end_pending()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """`wait`, and for a gc that runs."""
+        try:
+            self.wait()
+        finally:
+            self._janitor.close()
+
+    # loading
+
+    def load(
+        self,
+        ref: str | Checkpoint,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        *,
+        load_optim_state: bool | None = None,
+        load_trainer_state: bool | None = None,
+    ) -> Any:
+        """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
+
+        ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
+        None is returned; False: it is not read. A checkpoint of weights alone loads. Raises as `Store.load` does.
+        """
+        self._settle()
+        wanted = Wanted(optim=load_optim_state, train=load_trainer_state)
+        options = {
+            "allow_pickle": self.config.allow_pickle,
+            "process_group": self.process_group,
+            "threads": self.config.load_threads,
+        }
+        loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
+        self.last_step = loaded.step if loaded.run == self.run else None
+        return train
+
+    def resume(
+        self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: TrainState | None = None
+    ) -> Checkpoint | None:
+        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too."""
+        ranks = open_ranks(self.process_group)
+        newest = ranks.exchange(lambda: None, lambda _: everyone(self._newest(), ranks.size))
+        if newest is None:
+            return None
+        found = Checkpoint(self.store.repository, newest)
+        wanted = None if train_state is not None else False
+        state = self.load(found, model, optim, load_trainer_state=wanted)
+        if train_state is not None and state is not None:
+            train_state.load_state_dict(state)
+        return found
+
+    # looking
+
+    def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
+        """The checkpoints of the run by step; ``ephemeral``: only those that are, or are not. From one listing."""
+        try:
+            found = self.store.checkpoints(self.run)
+        except NotFound:  # no store yet
+            found = []
+        chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
+        yield from sorted(chosen, key=lambda one: one.step)
+
+    def latest_checkpoint(self) -> Checkpoint:
+        """The newest of the run: the one that was begun last. Raises NotFound, a FileNotFoundError."""
+        return self.store.get(f"{self.run}@latest")
+
+    def contains_checkpoint(self) -> bool:
+        """Is there any of the run?"""
+        return self._newest() is not None
+
+    @staticmethod
+    def checkpoint_dirname(step: int) -> str:
+        """A name for frameworks that demand a folder."""
+        return f"step{step}"
+
+    # inside
+
+    def _newest(self) -> Commit | None:
+        try:
+            return self.latest_checkpoint().commit
+        except NotFound:
+            return None
+
+    def _save_options(
+        self,
+        step: int,
+        ephemeral: bool,
+        overwrite: bool | None,
+        metadata: Mapping[str, Any] | None,
+        attachments: Mapping[str, bytes] | None,
+    ) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "step": step,
+            "ephemeral": ephemeral,
+            "overwrite": self.config.overwrite if overwrite is None else overwrite,
+            "metadata": metadata,
+            "attachments": self._files | dict(attachments or {}),
+            "allow_pickle": self.config.allow_pickle,
+            "process_group": self.process_group,
+            "threads": self.config.save_threads,
+        }
+
+    def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
+        """What rank 0 does once a checkpoint is committed. It is there whatever goes wrong here."""
+        if not leads:
+            return
+        gone: list[Commit] = []
+        try:
+            gone = rotate(self.store.repository, self.run, self._rotation)
+        except CasckptError as error:
+            log.warning("after %s@%d nothing was forgotten: %s", saved.run, saved.step, error)
+        steps = tuple(commit.step for commit in gone)
+        self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
+        log.info("%s", self.summary)
+        if self.config.gc:
+            self._janitor.ask()
+
+    def _settle(self) -> None:
+        """Wait for the save in the background, and report it if it failed."""
+        pending, error = self._pending, self._end_pending()
+        if pending is not None and error is not None:
+            log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
+
+    def _end_pending(self) -> BaseException | None:
+        """Wait for the save in the background, if there is one; what it failed with. Then its files are not lost."""
+        pending, self._pending = self._pending, None
+        error = pending.future.exception() if pending is not None else None
+        if pending is not None and error is not None:
+            self._files = pending.files | self._files
+            self.last_step = pending.last_step
+        return error
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save in the background. ``last_step``, ``files``: as they were before it."""
+
+    future: Future[Checkpoint]
+    step: int
+    last_step: int | None
+    files: dict[str, bytes]
+
+
+def _throttled(store: Store, config: CheckpointerConfig) -> Store:
+    if config.throttle is None:
+        return store
+    turn = Turn(config.throttle, None if config.work_dir is None else Path(config.work_dir))
+    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
+    return Store(replace(store.repository, storage=storage))

@@ -1,0 +1,103 @@
+"""The settings of a `Checkpointer` as a value, which a program reads from its own configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_run, check_step
+from casckpt.frontends.trainer.rotation import Rotation
+from casckpt.frontends.trainer.schedule import Schedule
+from casckpt.plan.retention import Policy, parse_duration
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from casckpt.frontends.stores import AnyStore
+    from casckpt.frontends.trainer.checkpointer import Checkpointer
+
+Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
+"""What to keep of permanent checkpoints: `keep_last`, `keep_every`, `keep_within` by name, or the number to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig:
+    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for what makes no sense."""
+
+    run: str = "default"
+    keep: Keep = None
+    overwrite: bool = False
+    save_threads: int | None = None
+    load_threads: int | None = None
+    pre_download: bool = False
+    throttle: int | None = None
+    work_dir: str | os.PathLike[str] | None = None
+    save_interval: int | None = None
+    fixed_steps: Iterable[int] | None = None
+    max_checkpoints: int | None = None
+    ephemeral_save_interval: int | None = None
+    ephemeral_cooldown: int | None = None
+    gc: bool = False
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        for name in (
+            "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
+            "ephemeral_save_interval", "ephemeral_cooldown",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidInput(f"{name}={value!r} is not usable; give an int of 1 or more, or None")
+        steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
+        object.__setattr__(self, "fixed_steps", steps)
+        policy_of(self.keep)
+
+    def build(self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Any) -> Checkpointer:
+        """A checkpointer for ``store``, with ``overrides`` over these settings. Every rank makes the call."""
+        from casckpt.frontends.trainer.checkpointer import Checkpointer
+
+        known = {field.name for field in fields(self)}
+        unknown = sorted(overrides.keys() - known)
+        if unknown:
+            raise InvalidInput(f"a checkpointer has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        settings = {name: getattr(self, name) for name in known}
+        return Checkpointer(store, process_group=process_group, **(settings | overrides))
+
+    @property
+    def schedule(self) -> Schedule:
+        """When to save."""
+        return Schedule(
+            every=self.save_interval,
+            fixed=frozenset(self.fixed_steps or ()),
+            ephemeral_every=self.ephemeral_save_interval,
+            ephemeral_cooldown=self.ephemeral_cooldown,
+        )
+
+    @property
+    def rotation(self) -> Rotation:
+        """What to forget after a save."""
+        return Rotation(
+            keep=policy_of(self.keep),
+            max_checkpoints=self.max_checkpoints,
+            fixed=frozenset(self.fixed_steps or ()),
+        )
+
+
+def policy_of(keep: Keep) -> Policy | None:
+    """The policy that is meant. Raises InvalidInput."""
+    if keep is None or isinstance(keep, Policy):
+        return keep
+    if type(keep) is int:
+        return Policy(keep_last=keep)
+    rules = {"keep_last", "keep_every", "keep_within"}
+    if not isinstance(keep, Mapping) or not rules.issuperset(keep):
+        raise InvalidInput(
+            f"keep={keep!r} is not usable; give a number, or a dict with any of {', '.join(sorted(rules))}"
+        )
+    within = keep.get("keep_within")
+    seconds = parse_duration(within) if isinstance(within, str) else within
+    return Policy(keep.get("keep_last"), keep.get("keep_every"), seconds)

@@ -1,0 +1,181 @@
+"""What a checkpoint of a training loop holds, and how it goes back: model, optimizer, and the train state of each rank.
+
+The train state of rank 3 is ``train.3``: ranks may hold other things each, in other nestings.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from torch.optim import Optimizer
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks
+from casckpt.checkpoint.store import Store
+from casckpt.errors import InvalidInput, NotFound
+from casckpt.format.tree import Container, decode_tree, find
+from casckpt.frontends.training_state.loading import Loading
+from casckpt.frontends.training_state.model import ModelTemplate
+from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
+from casckpt.frontends.training_state.save_load import state_of
+from casckpt.frontends.training_state.stored import Stored
+from casckpt.frontends.training_state.together import find as find_stored
+from casckpt.frontends.training_state.together import make_state
+
+TRAIN = "train"
+
+
+@runtime_checkable
+class TrainModule(Protocol):
+    """An object that says by itself what is saved, nested: ``{"model": {...}, "optim": {...}}``, as OLMo-core has it.
+
+    Its `state_dict_to_load` gives what a load is to fill. It is called with an object whose ``state_dict_metadata``
+    has the keys of the checkpoint, and both may take ``optim``: is the optimizer's state wanted?
+    """
+
+    def state_dict_to_save(self) -> Mapping[str, Any]:
+        """What to save."""
+
+    def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
+        """What to fill."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Take over what was filled."""
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A train state that is an object, such as `TrainState`."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What to save of it on this rank."""
+
+
+TrainModel: TypeAlias = AnyModel | TrainModule
+AnyTrainState: TypeAlias = Mapping[str, Any] | HasState | None
+
+
+@dataclass(frozen=True)
+class StoredKeys:
+    """``state_dict_metadata``: what is known of each tensor of a checkpoint, by its key."""
+
+    state_dict_metadata: Mapping[str, Any]
+
+
+def state_to_save(
+    ranks: Ranks, model: TrainModel, optim: AnyOptimizer | None, train_state: AnyTrainState
+) -> dict[str, Any]:
+    """This rank's part of a checkpoint. Every rank makes the call; what goes wrong on one is raised on all."""
+
+    def make() -> dict[str, Any]:
+        state = dict(_of_module(model, optim)) if isinstance(model, TrainModule) else state_of(model, optim)
+        if train_state is not None:
+            if TRAIN in state:
+                raise InvalidInput(f"state_dict_to_save gave a key {TRAIN!r}, where the train state goes; rename it")
+            value = train_state.state_dict() if isinstance(train_state, HasState) else train_state
+            state[TRAIN] = {ranks.rank: value}
+        return state
+
+    return make_state(ranks, make)
+
+
+def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, Any]:
+    if optim is not None:
+        raise InvalidInput("a model with state_dict_to_save says by itself what it has; give no optimizer beside it")
+    return model.state_dict_to_save()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a load is asked for. None: if it is there. True: it must be. False: not."""
+
+    optim: bool | None
+    train: bool | None
+
+
+class Restoring:
+    """One load, on one rank: the checkpoint that was found, and what goes where."""
+
+    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted, options: Mapping[str, Any]) -> None:
+        self._ranks, self._store, self._wanted, self._options = ranks, store, wanted, options
+
+    def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
+        """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
+        if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
+            self._ranks.fail(InvalidInput("load_optim_state=True needs an optimizer to load into; give optim"))
+        optims = () if self._wanted.optim is False else as_optimizers(optim)
+        pickles = bool(self._options.get("allow_pickle"))
+        stored, groups = find_stored(
+            self._ranks, self._store, ref, optimizer=bool(optims), required=False, allow_pickle=pickles
+        )
+        self._check_there(stored)
+        train = self._train_template(stored)
+        if isinstance(model, TrainModule):
+            state = self._load_module(stored, model, train)
+        elif groups is None and not stored.keys_below("model"):
+            state = self._load_bare(stored, model, train)
+        else:
+            state = self._load_named(Loading(stored, groups, strict=True), stored, model, optims, train)
+        return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
+
+    def _check_there(self, stored: Stored) -> None:
+        """The same on every rank: all of them have the same manifest."""
+        has_optimizer = bool(stored.keys_below("optim"))
+        for what, name, wanted, there in (
+            ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
+            ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
+        ):
+            if wanted and not there:
+                raise NotFound(
+                    f"{stored.where} was saved without {what}; pass {name}=None, or choose another checkpoint"
+                )
+
+    def _train_template(self, stored: Stored) -> dict[str, Any]:
+        ranks = [] if self._wanted.train is False else _ranks_of(stored)
+        if not ranks:
+            return {}
+        return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
+
+    def _load_named(
+        self, loading: Loading, stored: Stored, model: AnyModel, optims: Sequence[Optimizer], train: dict[str, Any]
+    ) -> dict[str, Any]:
+        self._ranks.exchange(lambda: loading.plan(as_model(model), optims), loading.check_unused)
+        loading.state.update(train)
+        loading.install(self._fill(stored, loading.state))
+        return loading.state
+
+    def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
+        """Weights at the top, as an import of a safetensors file has them."""
+        template = ModelTemplate(as_model(model))
+        loaded = self._fill(stored, template.values)
+        template.install(loaded.missing_keys, strict=True)
+        if train:
+            self._fill(stored, train)
+        return train
+
+    def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
+        made: list[dict[str, Any]] = []
+        metadata = StoredKeys(stored.manifest.tensors)
+        flag = {"optim": self._wanted.optim} if _takes_optim(model.state_dict_to_load) else {}
+        self._ranks.exchange(lambda: made.append(dict(model.state_dict_to_load(metadata, **flag))), lambda done: done)
+        state = made[0] | train
+        self._fill(stored, state)
+        model.load_state_dict({key: value for key, value in state.items() if key != TRAIN})
+        return state
+
+    def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
+        return self._store.load(state, stored.checkpoint, **self._options)
+
+
+def _takes_optim(method: Any) -> bool:
+    return "optim" in inspect.signature(method).parameters
+
+
+def _ranks_of(stored: Stored) -> list[int]:
+    """The ranks that saved a train state."""
+    node = find(decode_tree(stored.manifest.body.tree), TRAIN)
+    children = node.children if isinstance(node, Container) else ()
+    return sorted(element for element, _ in children if isinstance(element, int))

@@ -1,0 +1,94 @@
+"""One last save when the scheduler wants the machine back: a signal is noted, and all ranks act between two steps.
+
+A handler that saved by itself would run in the middle of a step, at another instant on each rank, perhaps in a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.errors import CasckptError, InvalidInput
+from casckpt.frontends.trainer.checkpointer import Checkpointer
+from casckpt.frontends.trainer.contents import AnyTrainState, TrainModel
+from casckpt.frontends.training_state.parts import AnyOptimizer
+
+log = logging.getLogger(__name__)
+
+
+class SaveOnSignal:
+    """Inside, ``signals`` are noted. `check`, between two steps, saves once if any rank has got one, and exits.
+
+    ``every``: ask the other ranks only at steps that are a multiple of it; that takes one message each way.
+    ``exit_status``: default 128 and the number of the signal, as a shell would say. Raises InvalidInput outside the
+    main thread, where Python handles no signals.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        *,
+        every: int = 1,
+        exit_status: int | None = None,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise InvalidInput(f"every={every!r} is not usable; give a number of steps, 1 or more")
+        self._checkpointer, self._signals, self._every, self._status = checkpointer, tuple(signals), every, exit_status
+        self._before: dict[signal.Signals, Any] = {}
+        self._received = 0
+
+    def __enter__(self) -> Self:
+        try:
+            for one in self._signals:
+                self._before[one] = signal.signal(one, self._note)
+        except ValueError as error:
+            raise InvalidInput(f"signals can be handled in the main thread only ({error}); enter it there") from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self._before:
+            one, handler = self._before.popitem()
+            signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or number
+
+    def check(
+        self,
+        step: int,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: AnyTrainState = None,
+        **options: Any,
+    ) -> None:
+        """If any rank has got a signal: save ``step``, unless it is saved already, and raise SystemExit on every rank.
+
+        ``options``: further ones of `Checkpointer.save`. Further signals change nothing. If the save fails, what it
+        raised is raised.
+        """
+        if step % self._every:
+            return
+        ranks = open_ranks(self._checkpointer.process_group)
+        number = ranks.exchange(lambda: self._received, lambda found: everyone(max(found), ranks.size))
+        if not number:
+            return
+        name = signal.Signals(number).name
+        if self._saved_already(step):
+            log.warning("%s: leaving after step %d, which is saved", name, step)
+        else:
+            log.warning("%s: saving step %d, and leaving", name, step)
+            self._checkpointer.save(step, model, optim, train_state, **options)
+        raise SystemExit(128 + number if self._status is None else self._status)
+
+    def _saved_already(self, step: int) -> bool:
+        """Is ``step`` the last one saved, for good? Waits for it, if it is on its way."""
+        try:
+            self._checkpointer.wait()
+        except CasckptError as error:
+            log.error("the save before the last one failed: %s", error)
+        return self._checkpointer.last_step == step

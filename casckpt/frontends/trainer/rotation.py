@@ -1,0 +1,72 @@
+"""Which checkpoints of a run go after a save, and how: always after the new one is committed, never before.
+
+So there is no instant at which fewer are loadable than the newest one, the tagged ones and those of fixed steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from casckpt.format.names import TxId
+from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.retiring import GcPlan, retire
+from casckpt.repository.tags import tags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """What stays: of permanent checkpoints what any of the rules keeps, and of ephemeral ones the newest of the run.
+
+    ``max_checkpoints``: that many of the newest, not counting tagged ones and those of ``fixed`` steps, which stay in
+    any case. Without ``keep`` and ``max_checkpoints`` everything stays.
+    """
+
+    keep: Policy | None = None
+    max_checkpoints: int | None = None
+    fixed: frozenset[int] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """Does everything stay?"""
+        return self.keep is None and self.max_checkpoints is None
+
+
+def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
+    """What goes of the ``visible`` checkpoints of one run, oldest first. Pure; ``now`` in microseconds.
+
+    "Newest" is by transaction: a run that was rolled back goes on from its latest save. Of two of one step the one
+    begun last answers, and the other goes.
+    """
+    if rotation.is_empty or not visible:
+        return []
+    current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.txid)
+    permanent = [one for one in current if not one.committed.ephemeral]
+    keep = {visible[-1].txid} | {one.txid for one in current if one.step in rotation.fixed}
+    if rotation.keep is not None:
+        keep |= _kept_by(rotation.keep, permanent, now)
+    if rotation.max_checkpoints is not None:
+        counted = [one for one in permanent if one.step not in rotation.fixed and one.txid not in tagged]
+        keep |= {one.txid for one in counted[-rotation.max_checkpoints :]}
+    return [one for one in visible if one.txid not in keep and one.txid not in tagged]
+
+
+def _kept_by(policy: Policy, permanent: Sequence[Commit], now: int) -> set[TxId]:
+    kept = [Kept(one.txid, one.run, one.step, one.committed.created_at) for one in permanent]
+    forgotten = {one.txid for one in plan_forget(kept, policy, now)}
+    return {one.txid for one in permanent if one.txid not in forgotten}
+
+
+def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
+    """Forget what ``rotation`` does not keep of ``run``; what was forgotten. One process does that.
+
+    A tag that is set meanwhile counts. Raises Damaged or Refused if a tag cannot be read, StorageError.
+    """
+    if rotation.is_empty:
+        return []
+    visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
+    tagged = {tag.txid for tag in tags(repo).values()}
+    chosen = plan_rotation(visible, rotation, tagged, repo.clock())
+    return retire(repo, GcPlan(tuple(chosen), ()))[0]

@@ -1,0 +1,80 @@
+"""At most so many ranks of a node upload at the same time, so that they do not starve each other, or the network."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import IO, Any
+
+from casckpt.storage.base import ObjectStore
+
+OBJECTS = "objects/"
+
+
+class Turn:
+    """One of ``count`` turns on this node: held while any thread of this process is inside.
+
+    A turn is a lock on a file of ``folder``. Locks of POSIX end with their process, however it dies, and no forked
+    child (of a data loader, say) inherits them.
+    """
+
+    def __init__(self, count: int, folder: Path | None = None) -> None:
+        self._count = count
+        self._folder = folder or Path(tempfile.gettempdir(), f"casckpt-{os.getuid()}")
+        self._lock = Lock()
+        self._inside = 0
+        self._held: IO[bytes] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:  # other threads of this process wait here for the turn
+            if self._inside == 0:
+                self._held = self._wait()
+            self._inside += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._held is not None:
+                self._held.close()
+                self._held = None
+
+    def _wait(self) -> IO[bytes]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(self._count):
+            free = self._taken(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if free is not None:
+                return free
+        return self._taken(os.getpid() % self._count, fcntl.LOCK_EX) or self._wait()
+
+    def _taken(self, number: int, how: int) -> IO[bytes] | None:
+        file = (self._folder / f"upload-{number}.lock").open("wb")
+        try:
+            fcntl.lockf(file, how)
+        except OSError:  # somebody else has it
+            file.close()
+            return None
+        return file
+
+
+class ThrottledStore:
+    """A storage whose puts of blobs and manifests wait for a turn."""
+
+    def __init__(self, inner: ObjectStore, turn: Turn) -> None:
+        self.inner, self.turn = inner, turn
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `ObjectStore.put`."""
+        if not key.startswith(OBJECTS):
+            self.inner.put(key, data, settle=settle)
+            return
+        with self.turn:
+            self.inner.put(key, data, settle=settle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("inner", "turn"):  # not set yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.inner, name)

@@ -1,0 +1,115 @@
+"""What a training loop needs beside model and optimizer to go on as if nothing had happened, for each rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from casckpt.checkpoint.ranks import this_rank
+from casckpt.errors import MissingKey
+from casckpt.format.digest import hex_digest
+
+RNG = "rng"
+
+
+def rng_state() -> dict[str, Any]:
+    """The random generators of this process: Python's, numpy's, torch's, and that of the CUDA device it uses."""
+    state: dict[str, Any] = {
+        "rank": this_rank(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - the global generator is what libraries draw from
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's own
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Go on drawing where ``state`` was taken.
+
+    On a rank that it was not taken on, because the job has more ranks now, the generators are seeded from the state and
+    the number of the rank: no two ranks draw the same, and the same ranks draw the same again. Raises MissingKey.
+    """
+    missing = [name for name in ("rank", "python", "numpy", "torch") if name not in state]
+    if missing:
+        raise MissingKey(f"the state of random generators lacks {missing[0]!r}; give what rng_state made", keys=(RNG,))
+    if state["rank"] != this_rank():
+        _seed(int(hex_digest(state["torch"].numpy().tobytes() + b"%d" % this_rank())[:16], 16))
+        return
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - see rng_state
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - see rng_state
+    torch.manual_seed(seed)
+
+
+class TrainState(MutableMapping[str, Any]):
+    """The random generators of this rank, and what is given by name.
+
+    ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), torch.Generators, and
+    plain data, which is read and set as ``train["epoch"]``. ``rng``: with the generators of `rng_state`.
+    """
+
+    def __init__(self, *, rng: bool = True, **parts: Any) -> None:
+        self._rng, self._parts = rng, parts
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._parts[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as it is now."""
+        state = {name: _state_of(part) for name, part in self._parts.items()}
+        return {RNG: rng_state(), **state} if self._rng else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set all parts, the random generators last. Raises MissingKey, before anything changes, for one that lacks."""
+        missing = [name for name in (*self._parts, *((RNG,) if self._rng else ())) if name not in state]
+        if missing:
+            raise MissingKey(
+                f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, state)) or 'nothing'}; leave "
+                "that part out of the TrainState, or load another checkpoint",
+                keys=tuple(missing),
+            )
+        for name, part in self._parts.items():
+            self._parts[name] = _restored(part, state[name])
+        if self._rng:
+            restore_rng(state[RNG])
+
+
+def _state_of(part: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        return part.get_state()
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _restored(part: Any, state: Any) -> Any:
+    if isinstance(part, torch.Generator):
+        part.set_state(state)
+    elif hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    else:
+        return state
+    return part

@@ -1,0 +1,416 @@
+"""The checkpointer of one process: what a checkpoint holds, how it comes back, what fails and what is told of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from casckpt.checkpoint.store import Store
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
+from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
+from casckpt.frontends.training_state import save_model_and_optim_state
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.repositories import memory
+from tests.support.saves import small, steps
+from tests.support.training import Network, identical, train
+
+
+def made(seed: int = 0) -> tuple[Network, optim.AdamW]:
+    model = Network(seed)
+    return model, optim.AdamW(model.parameters(), lr=0.01)
+
+
+def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
+    model, optimizer = made(seed)
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
+    """A copy of all that is saved of them."""
+    state = optimizer.state_dict()
+    groups = [dict(sorted(group.items())) for group in state["param_groups"]]
+    return copy.deepcopy([dict(model.state_dict()), state["state"], groups])
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_all_that_a_loop_needs_comes_back_to_the_bit(how: str) -> None:
+    store, (model, optimizer) = small(), trained()
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)
+    state = TrainState(schedule=schedule, epoch=3, drawn=torch.Generator().manual_seed(7))
+    want = contents(model, optimizer)
+    with Checkpointer(store, run="sft") as checkpointer:
+        getattr(checkpointer, how)(5, model, optimizer, state, metadata={"loss": 0.5})
+    torch.rand(4)
+    other, fresh = made(1)
+    again = TrainState(
+        schedule=optim.lr_scheduler.StepLR(fresh, 1, last_epoch=-1), epoch=0, drawn=torch.Generator().manual_seed(8)
+    )
+    found = Checkpointer(store, run="sft").resume(other, fresh, again)
+    assert found is not None
+    assert (found.step, found.metadata, found.ephemeral) == (5, {"loss": 0.5}, False)
+    assert identical(contents(other, fresh), want)
+    assert again["epoch"] == 3
+    assert again["schedule"].state_dict() == schedule.state_dict()
+    assert again["drawn"].initial_seed() == 7
+
+
+def test_nested_train_state_of_any_kind_comes_back_as_it_was() -> None:
+    store, (model, optimizer) = small(), trained()
+    state = {
+        "loader": {
+            "order": torch.randperm(50),
+            "at": 7,
+            "files": ["a", "b"],
+            "none": None,
+            "empty": {},
+            5: {(1, 2): 3},
+        },
+        "history": [0.5, torch.tensor(0.25), {"x": torch.ones(2)}],
+    }
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model, optimizer, state)
+    assert identical(checkpointer.load("sft@1", model, optimizer), state)
+
+
+def test_what_was_not_saved_is_none_unless_it_must_be_there() -> None:
+    store, (model, optimizer) = small(), trained()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model)
+    before = contents(model, optimizer)
+    assert checkpointer.load("sft@1", model, optimizer) is None
+    assert identical(contents(model, optimizer), before)
+    for wanted in ({"load_optim_state": True}, {"load_trainer_state": True}):
+        with pytest.raises(NotFound, match="sft@1 was saved without"):
+            checkpointer.load("sft@1", model, optimizer, **wanted)
+    with pytest.raises(InvalidInput, match="needs an optimizer"):
+        checkpointer.load("sft@1", model, load_optim_state=True)
+
+
+def test_what_is_not_wanted_is_not_loaded() -> None:
+    store, (model, optimizer) = small(), trained()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, model, optimizer, {"epoch": 3})
+    other, fresh = made(1)
+    assert checkpointer.load("sft@1", other, fresh, load_optim_state=False, load_trainer_state=False) is None
+    assert not fresh.state
+    assert identical(dict(other.state_dict()), dict(model.state_dict()))
+    assert checkpointer.load("sft@1", other, fresh, load_optim_state=True, load_trainer_state=True) == {"epoch": 3}
+    assert fresh.state
+
+
+@pytest.mark.parametrize("where", ["model", "top"])
+def test_weights_alone_load_wherever_they_came_from(where: str) -> None:
+    store, (model, _) = small(), trained()
+    weights = model.state_dict()
+    store.save({"model": weights} if where == "model" else dict(weights), run="base", step=0)
+    other, fresh = made(1)
+    checkpointer = Checkpointer(store, run="sft")
+    assert checkpointer.load("base@0", other, fresh) is None
+    assert identical(dict(other.state_dict()), dict(weights))
+    assert checkpointer.last_step is None  # that was another run
+    with pytest.raises((MissingKey, Mismatch)):
+        checkpointer.load("base@0", nn.Linear(2, 2))
+
+
+def test_other_front_ends_read_it_and_it_reads_theirs() -> None:
+    store, (model, optimizer) = small(), trained()
+    save_model_and_optim_state(store, model, optimizer, run="other", step=1)
+    Checkpointer(store, run="sft").save(1, model, optimizer)
+    assert not store.diff("other@1", "sft@1").changed
+    other, fresh = made(1)
+    Checkpointer(store, run="sft").load("other@1", other, fresh, load_optim_state=True)
+    assert identical(contents(other, fresh), contents(model, optimizer))
+
+
+class Stages(nn.Module):
+    """A part of a model: some of its layers, under the names that they have in the whole."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+
+def test_lists_of_models_and_optimizers_are_one_model_and_one_optimizer() -> None:
+    store, layers = small(), {str(number): nn.Linear(3, 3) for number in range(4)}
+    whole = Stages(layers)
+    parts = [Stages({name: layers[name] for name in names}) for names in ("01", "23")]
+    optims = [optim.AdamW(parts[0].parameters()), optim.SGD(parts[1].parameters(), momentum=0.9)]
+    for number, layer in enumerate(layers.values()):
+        layer(torch.full((1, 3), float(number))).sum().backward()
+    for one in optims:
+        one.step()
+    checkpointer = Checkpointer(store, run="sft")
+    saved = checkpointer.save(1, parts, optims)
+    assert set(store.read("sft@1")["model"]) == set(whole.state_dict())
+    groups = store.read(saved)["optim"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [4, 4]
+    want = [contents(part, one) for part, one in zip(parts, optims, strict=True)]
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.zero_()
+    again = [optim.AdamW(parts[0].parameters()), optim.SGD(parts[1].parameters(), momentum=0.9)]
+    checkpointer.load("sft@1", parts, again, load_optim_state=True)
+    assert identical([contents(part, one) for part, one in zip(parts, again, strict=True)], want)
+    loaded = Checkpointer(store, run="sft")
+    loaded.load("sft@1", whole)
+    with pytest.raises(InvalidInput, match="two optimizers have the parameter"):
+        checkpointer.save(2, parts[0], [optims[0], optims[0]])
+    with pytest.raises(InvalidInput, match="two parts of the model have the name"):
+        checkpointer.save(2, [parts[0], Stages({"0": nn.Linear(3, 3)})])
+
+
+class Module:
+    """A model that says by itself what is saved, as OLMo-core's do."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = trained()
+        self.asked: list[Any] = []
+
+    def state_dict_to_save(self, *, optim: bool = True) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict() if optim else {}}
+
+    def state_dict_to_load(self, metadata: Any, *, optim: bool | None = None) -> dict[str, Any]:
+        self.asked.append((optim, "model.head.weight" in metadata.state_dict_metadata))
+        return self.state_dict_to_save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+
+
+def test_an_object_that_says_by_itself_what_is_saved() -> None:
+    store, module = small(), Module()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, module, train_state={"epoch": 1})
+    want = contents(module.model, module.optimizer)
+    train(module.model, module.optimizer, range(3))
+    assert checkpointer.load("sft@1", module, load_optim_state=True) == {"epoch": 1}
+    assert module.asked == [(True, True)]
+    assert identical(contents(module.model, module.optimizer), want)
+    with pytest.raises(InvalidInput, match="give no optimizer beside it"):
+        checkpointer.save(2, module, module.optimizer)
+
+
+# --- looking, files ---
+
+
+def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
+    model = nn.Linear(2, 2)
+    checkpointer = Checkpointer(store, run="sft")
+    assert list(checkpointer.find_checkpoints()) == []  # there is no store yet
+    assert not checkpointer.contains_checkpoint()
+    with pytest.raises(FileNotFoundError):
+        checkpointer.latest_checkpoint()
+    for step, ephemeral in ((30, False), (10, True), (20, False)):
+        checkpointer.save(step, model, ephemeral=ephemeral)
+    Checkpointer(store, run="other").save(1, model)
+    assert [one.step for one in checkpointer.find_checkpoints()] == [10, 20, 30]
+    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=True)] == [10]
+    assert [one.step for one in checkpointer.find_checkpoints(ephemeral=False)] == [20, 30]
+    assert checkpointer.latest_checkpoint().step == 20  # saved last: the run was rolled back
+    assert checkpointer.contains_checkpoint()
+    assert checkpointer.checkpoint_dirname(20) == "step20"
+
+
+def test_one_listing_is_one_list_call() -> None:
+    storage = FaultyStore(memory())
+    checkpointer = Checkpointer(small(storage), run="sft")
+    for step in range(3):
+        checkpointer.save(step, nn.Linear(2, 2))
+    storage.calls.clear()
+    assert len(list(checkpointer.find_checkpoints(ephemeral=False))) == 3
+    assert storage.count("list") == 1
+
+
+def test_files_travel_with_the_next_save() -> None:
+    store, model = small(), nn.Linear(2, 2)
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.write_file("config.json", "{}")
+    checkpointer.write_file("big/file", b"x" * 9000, step=1)
+    checkpointer.save(1, model, attachments={"more": b"1"})
+    assert store.attachments("sft@1") == {"config.json": 2, "big/file": 9000, "more": 1}
+    checkpointer.save(2, model)
+    assert store.attachments("sft@2") == {}
+    with pytest.raises(Conflict, match="sft@1 is saved"):
+        checkpointer.write_file("late", "", step=1)
+    for name, contents in (("../x", ""), ("x", 5)):
+        with pytest.raises(InvalidInput):
+            checkpointer.write_file(name, contents)  # type: ignore[arg-type]
+
+
+# --- failures ---
+
+
+def broken(*faults: Any) -> tuple[FaultyStore, Store]:
+    storage = FaultyStore(memory())
+    store = small(storage)
+    storage.inject(*faults)
+    return storage, store
+
+
+FAULTS = {
+    "blob": fail_before("put", key="objects/*.safetensors"),
+    "manifest": fail_before("put", key="objects/*.manifest"),
+    "begin": fail_before("put", key="transactions/*"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_in_the_background_that_fails_is_told_and_can_be_made_again(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, store = broken(FAULTS[fault])
+    model, optimizer = trained()
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
+    checkpointer.write_file("a", "1")
+    future = checkpointer.save_async(5, model, optimizer, {"epoch": 1})
+    with pytest.raises(StorageError, match="injected"):
+        future.result(60)
+    assert steps(store) == []
+    assert not caplog.records or all(record.levelno < logging.ERROR for record in caplog.records)
+    assert checkpointer.save(5, model, optimizer, {"epoch": 1}).step == 5
+    assert next(record.message for record in caplog.records if record.levelno == logging.ERROR).startswith(
+        "the save of sft@5 failed, and nothing of it is visible: injected"
+    )
+    assert store.attachments("sft@5") == {"a": 1}  # not lost with the save that failed
+    assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}
+
+
+def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
+    _, store = broken(FAULTS["blob"])
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.write_file("a", "1")
+    with pytest.raises(StorageError, match="injected"):
+        checkpointer.save(5, nn.Linear(2, 2))
+    assert steps(store) == []
+    assert checkpointer.last_step is None
+    checkpointer.save(5, nn.Linear(2, 2))
+    assert store.attachments("sft@5") == {"a": 1}
+    with pytest.raises(Conflict, match="sft@5 exists already"):
+        checkpointer.save(5, nn.Linear(2, 2))
+    checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
+
+
+@pytest.mark.parametrize("end", ["wait", "close", "with"])
+def test_the_last_failure_is_not_lost(end: str) -> None:
+    _, store = broken(FAULTS["blob"])
+    checkpointer = Checkpointer(store, run="sft")
+
+    def leave() -> None:
+        if end == "with":
+            with checkpointer:
+                checkpointer.save_async(5, nn.Linear(2, 2))
+        else:
+            checkpointer.save_async(5, nn.Linear(2, 2))
+            getattr(checkpointer, end)()
+
+    with pytest.raises(StorageError, match="injected"):
+        leave()
+    checkpointer.close()  # it was told
+
+
+def test_what_cannot_be_forgotten_does_not_spoil_the_save(caplog: pytest.LogCaptureFixture) -> None:
+    storage, store = broken()
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
+    checkpointer.save(1, nn.Linear(2, 2))
+    storage.inject(fail_before("list", key="tags/"))
+    assert checkpointer.save(2, nn.Linear(2, 2)).step == 2
+    assert "after sft@2 nothing was forgotten: injected" in caplog.text
+    assert steps(store) == [("sft", 1), ("sft", 2)]
+    checkpointer.save(3, nn.Linear(2, 2))
+    assert steps(store) == [("sft", 3)]
+
+
+def test_one_save_runs_at_a_time() -> None:
+    storage, store = broken()
+    open_now: list[int] = []
+
+    def look(_: Any) -> None:
+        open_now.append(len(list(storage.inner.list("transactions/"))))
+
+    storage.inject(call_first("put", look, key="objects/*.manifest", times=9))
+    with Checkpointer(store, run="sft") as checkpointer:
+        for step in range(3):
+            checkpointer.save_async(step, nn.Linear(2, 2))
+        checkpointer.save(3, nn.Linear(2, 2))
+    assert open_now == [1, 1, 1, 1]
+    assert steps(store) == [("sft", step) for step in range(4)]
+
+
+# --- what is said ---
+
+
+def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "casckpt")
+    model, _ = trained()
+    with Checkpointer(small(), run="sft", max_checkpoints=1) as checkpointer:
+        checkpointer.save(1, model)
+        checkpointer.save_async(2, model)
+        checkpointer.wait()
+        assert checkpointer.summary is not None
+        assert checkpointer.summary.forgotten == (1,)
+        assert checkpointer.summary.bytes_new == 0
+        assert checkpointer.summary.bytes_reused == checkpointer.summary.checkpoint.stats.bytes_total > 0
+    lines = [record.message for record in caplog.records if record.message.startswith("saved")]
+    number = r"\d+\.\d"
+    assert re.fullmatch(
+        rf"saved sft@2: blocked {number}\d s, durable after {number}\d s, 0.0 MiB new, {number} MiB reused; "
+        "forgot sft@1",
+        lines[1],
+    )
+    assert len(lines) == 2
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"save_threads": 0}, "save_threads=0"),
+        ({"load_threads": -1}, "load_threads"),
+        ({"throttle": 0}, "throttle"),
+        ({"max_checkpoints": 0}, "max_checkpoints"),
+        ({"save_interval": 1.5}, "save_interval"),
+        ({"fixed_steps": [-1]}, "step -1"),
+        ({"keep": {"keep_lats": 1}}, "keep_last"),
+        ({"keep": 0}, "keep-last 0"),
+        ({"run": ""}, "run ''"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CheckpointerConfig(**settings)
+    with pytest.raises(InvalidInput, match=message):
+        CheckpointerConfig().build(small(), **settings)
+
+
+def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
+    config = CheckpointerConfig(run="sft", save_interval=10, fixed_steps=(5,), keep={"keep_within": "7d"}, throttle=2)
+    checkpointer = config.build(store, max_checkpoints=3)
+    assert checkpointer.config == CheckpointerConfig(
+        run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
+    )
+    with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
+        config.build(store, save_intervall=1)
+
+
+def test_a_wrong_train_state_changes_nothing() -> None:
+    state = TrainState(epoch=1, rng=False)
+    with pytest.raises(MissingKey, match="has no 'epoch', but 'step'"):
+        state.load_state_dict({"step": 1})
+    with pytest.raises(MissingKey, match="lacks 'rank'"):
+        TrainState().load_state_dict({"rng": {}})
+    assert dict(state) == {"epoch": 1}

@@ -1,0 +1,277 @@
+"""Many ranks: train state of each, agreement, failures of one, signals, and turns to upload."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from casckpt.checkpoint.store import Store
+from casckpt.errors import InvalidInput, RankFailed, StorageError
+from casckpt.frontends.trainer import Checkpointer, SaveOnSignal, TrainState
+from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.ranks import die, outcome_of, tell, wait_for
+from tests.support.repositories import meanwhile
+from tests.support.saves import cells, small_folder, steps
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 3)
+
+
+def draws() -> tuple[Any, ...]:
+    rng = np.random.mtrand._rand  # the global generator
+    return random.random(), float(rng.random()), float(torch.rand(()))
+
+
+# --- train state ---
+
+
+def save_draws(rank: int, size: int, path: Path) -> Any:
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002 - the global generator is what is saved
+    torch.manual_seed(rank)
+    own: dict[str, Any] = {"only on 1": {"deep": torch.ones(2)}} if rank == 1 else {"value": rank}
+    Checkpointer(small_folder(path), run="sft").save(1, model(), None, TrainState(own=own))
+    return draws()
+
+
+def load_draws(rank: int, size: int, path: Path) -> Any:
+    checkpointer = Checkpointer(small_folder(path), run="sft")
+    state = TrainState(own=None)
+    assert checkpointer.resume(model(), None, state)
+    raw = checkpointer.load("sft@1", model())
+    return draws(), state["own"], raw["own"]
+
+
+def test_each_rank_gets_its_own_and_ranks_beyond_those_of_rank_0(store_path: Path, ranks: Pool) -> None:
+    saved = ranks.run(2, save_draws, store_path)
+    for size in (1, 2, 3):
+        found = ranks.run(size, load_draws, store_path)
+        assert [drawn for drawn, _, _ in found][:2] == saved[:size]
+        assert found[0][1:] == ({"value": 0}, {"value": 0})
+        if size > 1:
+            assert list(found[1][1]) == ["only on 1"]
+        if size > 2:
+            assert found[2][1:] == ({"value": 0}, {"value": 0})
+            assert found[2][0] not in saved  # no two ranks draw the same
+            assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but always the same
+
+
+# --- failures ---
+
+
+def fails_on_one(rank: int, size: int, path: Path) -> Any:
+    storage = FaultyStore(LocalStore(path))
+    store = Store(Repository(storage))
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
+    whole = {"model": torch.ones(4)}
+
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 1:
+                raise ZeroDivisionError("of the loader")
+            return {}
+
+    found = [outcome_of(lambda: checkpointer.save_async(1, model(), None, Failing()))]
+    if rank == 1:
+        storage.inject(fail_before("put", key="objects/*.safetensors"))
+    future = checkpointer.save_async(1, model(), None, {"big": cells(3, seed=rank)} | whole)
+    found.append(future.exception(60))
+    seen = steps(store)
+    checkpointer.save(1, model(), None, {"big": cells(3, seed=rank)} | whole)
+    mine = checkpointer.load("sft@1", model())
+    same = bool(torch.equal(mine["big"], cells(3, seed=rank)))
+    return [type(one) for one in found], [str(one) for one in found], seen, same
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_the_step_can_be_saved_again(store_path: Path, ranks: Pool) -> None:
+    kinds, texts, seen, same = zip(*ranks.run(3, fails_on_one, store_path), strict=True)
+    assert kinds == (
+        [RankFailed, StorageError],
+        [ZeroDivisionError, StorageError],
+        [RankFailed, StorageError],
+    )
+    assert "rank 1" in texts[0][0]
+    assert "rank 1" in texts[2][1]
+    assert seen == ([], [], [])
+    assert all(same)
+
+
+def dies_in_the_background(rank: int, size: int, path: Path) -> Any:
+    storage = FaultyStore(LocalStore(path))
+    checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
+    checkpointer.save(1, model(), None, {"x": rank})
+    if rank == 1:
+        storage.inject(call_first("put", lambda _: die(), key="objects/*"))
+    future = checkpointer.save_async(2, model(), None, {"x": cells(2, seed=rank)})
+    return type(future.exception(60)), [step for _, step in steps(checkpointer.store)]
+
+
+def test_a_rank_that_dies_in_a_save_is_told_of_on_the_others(store_path: Path, ranks: Pool) -> None:
+    found = ranks.outcomes(3, dies_in_the_background, store_path)
+    assert found[1].died == -signal.SIGKILL
+    assert [one.value for one in (found[0], found[2])] == [(RankFailed, [1])] * 2
+
+
+def resume_while_another_saves(rank: int, size: int, path: Path) -> int:
+    store, state = small_folder(path), {"model": model().state_dict()}
+    if rank == 0:
+        store.save(state, run="sft", step=1, no_dist=True)
+    else:
+        store.repository.storage = FaultyStore(
+            store.repository.storage,
+            [
+                call_first(
+                    "open", meanwhile(lambda: store.save(state, run="sft", step=2, no_dist=True)), key="objects/*"
+                )
+            ],
+        )
+    found = Checkpointer(store, run="sft").resume(model())
+    assert found is not None
+    return found.step
+
+
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_finds(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, resume_while_another_saves, store_path) == [1, 1]
+
+
+# --- signals ---
+
+
+def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) -> Any:
+    checkpointer = Checkpointer(small_folder(path), run="sft")
+    made = []
+    try:
+        with SaveOnSignal(checkpointer) as last:
+            for step in range(1, 100):
+                if step == 3 and rank == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), signal.SIGTERM)  # impatient
+                made.append(step)
+                if saved_before:
+                    checkpointer.save_async(step, model(), None, {"step": step})
+                last.check(step, model(), None, {"step": step}, metadata={"why": "signal"})
+    except SystemExit as left:
+        handler = signal.getsignal(signal.SIGTERM)
+        return made[-1], left.code, [step for _, step in steps(checkpointer.store)], handler == signal.SIG_DFL
+    return None
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_a_signal_to_one_rank_lets_all_save_once_and_leave(store_path: Path, ranks: Pool, saved_before: bool) -> None:
+    found = ranks.run(3, stopped_by_a_signal, store_path, saved_before)
+    there = [1, 2, 3] if saved_before else [3]
+    assert found == [(3, 128 + signal.SIGTERM, there, True)] * 3
+
+
+def test_signals_are_asked_for_every_so_many_steps(store: Store) -> None:
+    checkpointer = Checkpointer(store, run="sft")
+    with SaveOnSignal(checkpointer, [signal.SIGUSR1], every=5, exit_status=0) as last:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for step in range(1, 5):
+            last.check(step, model())
+        with pytest.raises(SystemExit) as left:
+            last.check(5, model())
+    assert left.value.code == 0
+    assert checkpointer.latest_checkpoint().step == 5
+    with pytest.raises(InvalidInput, match="every=0"):
+        SaveOnSignal(checkpointer, every=0)
+
+
+def test_signals_are_for_the_main_thread(store: Store) -> None:
+    found: list[Any] = []
+
+    def enter() -> None:
+        found.append(outcome_of(lambda: SaveOnSignal(Checkpointer(store, run="sft")).__enter__()))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert isinstance(found[0], InvalidInput)
+
+
+def test_a_save_that_failed_is_made_again_before_leaving(store_path: Path) -> None:
+    storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
+    checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
+    with SaveOnSignal(checkpointer, [signal.SIGUSR1]) as last:
+        checkpointer.save_async(1, model())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit):
+            last.check(1, model())
+    assert checkpointer.latest_checkpoint().step == 1
+
+
+# --- turns ---
+
+
+def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
+    """How many ranks were in an upload at once, at the most, as this one saw."""
+    here, most = path / "here", [0]
+    here.mkdir(exist_ok=True)
+
+    def look(_: Call) -> None:
+        mark = here / f"{rank}"
+        mark.touch()
+        most[0] = max(most[0], len(list(here.iterdir())))
+        mark.unlink()
+
+    faulty = FaultyStore(LocalStore(path / "store"), [call_first("put", look, key="objects/*", times=1 << 20)])
+    checkpointer = Checkpointer(Store(Repository(faulty)), run="sft", throttle=count, work_dir=path / "locks")
+    for step in range(4):
+        checkpointer.save(step, model(), None, {"x": cells(9, seed=100 * step + rank)})
+    return most[0]
+
+
+def test_only_so_many_ranks_of_a_node_upload_at_once(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(4, uploads_in_turn, tmp_path, 1) == [1, 1, 1, 1]
+    (tmp_path / "two").mkdir()
+    assert max(ranks.run(4, uploads_in_turn, tmp_path / "two", 2)) <= 2
+
+
+def holds_a_turn(rank: int, size: int, path: Path) -> None:
+    turn = Turn(1, path)
+    if rank == 0:
+        with turn:
+            tell("held")
+            die()
+    wait_for("held")
+    with turn:  # a dead process holds nothing
+        pass
+
+
+def test_who_dies_in_its_turn_gives_it_up(tmp_path: Path, ranks: Pool) -> None:
+    found = ranks.outcomes(2, holds_a_turn, tmp_path)
+    assert found[0].died == -signal.SIGKILL
+    assert found[1].ok
+
+
+def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
+    turn = Turn(1, tmp_path)
+    with turn, turn:
+        assert (tmp_path / "upload-0.lock").exists()
+
+
+def test_a_throttled_store_is_a_store_otherwise(store_path: Path) -> None:
+    inner = LocalStore(store_path)
+    throttled: Any = ThrottledStore(inner, Turn(2))
+    assert throttled.url == inner.url
+    assert throttled.traits == inner.traits
+    checkpointer = Checkpointer(str(store_path), run="sft", throttle=2)
+    checkpointer.save(1, model())
+    assert not checkpointer.store.verify().is_damaged

@@ -1,0 +1,76 @@
+"""A real training loop over ranks, killed at random moments, goes on as if nothing had happened; on other ranks too."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support.looping import Diary, Plan, expected_samples, train_on
+from tests.support.saves import small_folder
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+STEPS, MORE, EVERY, SIZE = 24, 8, 4, 4
+KILLS = 3  # 20 with --full
+NOTICED = 5.0  # seconds after which torch's own collectives give up on a rank that died
+
+
+def attempts(ranks: Pool, size: int, plan: Plan, draw: random.Random, *, kills: int, seconds: float) -> list[Plan]:
+    """Train again and again, killed at random moments, until so many kills have hit; then to the end. All the runs.
+
+    Most kills hit all ranks. Where one hits a single rank, the others find out by torch's timeout.
+    """
+    runs, hits = [plan], 0
+    while True:
+        victim = draw.randrange(size) if kills > KILLS and draw.random() < 0.2 else None
+        moment = None if hits == kills else draw.uniform(0.05, seconds)
+        one = replace(runs[-1], seconds=moment, victim=victim, background=draw.random() < 0.7)
+        outcomes = ranks.outcomes(size, train_on, one, timeout=60 if victim is None else NOTICED)
+        if any(outcome.died is not None for outcome in outcomes):
+            hits += 1
+            continue
+        assert all(outcome.ok for outcome in outcomes) or victim is not None, outcomes
+        if moment is None:
+            return runs
+        runs.append(replace(plan, run=f"{plan.run}-{len(runs)}"))  # it was done before the kill
+
+
+def check(runs: list[Plan], size: int, whole: Diary, first: int = 0) -> None:
+    for number, run in enumerate(runs):
+        diary = Diary.read(run, size)
+        assert all(diary.losses[step] == whole.losses[step] for step in diary.losses)
+        assert all(diary.samples[step] <= whole.samples[step] for step in diary.samples)
+        assert max(diary.lost) < 2 * EVERY
+        assert set(diary.losses) == set(range(first + 1, run.steps + 1)), (number, len(runs))
+
+
+def test_killed_at_random_moments(tmp_path: Path, ranks: Pool, seed: int, full: bool) -> None:
+    draw = random.Random(seed)
+    calm = Plan(tmp_path, "calm", STEPS, EVERY)
+    begun = time.monotonic()
+    ranks.run(SIZE, train_on, calm)
+    seconds = time.monotonic() - begun
+    whole = Diary.read(calm, SIZE)
+    assert all(len(losses) == 1 for losses in whole.losses.values())
+    assert whole.samples == expected_samples(STEPS, SIZE)
+    runs = attempts(ranks, SIZE, replace(calm, run="killed"), draw, kills=20 if full else KILLS, seconds=seconds)
+    check(runs, SIZE, whole)
+    store = small_folder(tmp_path / "store")
+    assert {ckpt.step for ckpt in store.checkpoints("killed")} == {STEPS - EVERY, STEPS}
+    assert not store.verify().is_damaged
+    store.gc(wait=0)
+    assert not list(store.repository.storage.list("transactions/"))  # nothing of the killed saves stays
+
+    for size in (2, 3):
+        base = f"calm@{STEPS - EVERY}"
+        undisturbed = Plan(tmp_path, f"calm{size}", STEPS + MORE, EVERY, base=base)
+        ranks.run(size, train_on, undisturbed)
+        there = Diary.read(undisturbed, size)
+        order = expected_samples(STEPS + MORE, size)
+        assert there.samples == {step: order[step] for step in range(STEPS - EVERY + 1, STEPS + MORE + 1)}
+        runs = attempts(ranks, size, replace(undisturbed, run=f"killed{size}"), draw, kills=1, seconds=seconds / 2)
+        check(runs, size, there, first=STEPS - EVERY)

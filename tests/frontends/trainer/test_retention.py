@@ -1,0 +1,240 @@
+"""Which checkpoints stay: by rule, for any history, and at any instant at which the process may die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import NoReturn
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from casckpt.checkpoint.store import Store
+from casckpt.format.keys import make_txid
+from casckpt.format.names import ManifestId
+from casckpt.format.records import Committed
+from casckpt.frontends.trainer import Checkpointer
+from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
+from casckpt.frontends.trainer.schedule import Schedule
+from casckpt.plan.retention import Policy
+from casckpt.repository.commits import Commit, list_commits
+from tests.support.faulty import Call, Fault, FaultyStore, call_first
+from tests.support.repositories import memory
+from tests.support.saves import small, steps
+
+
+def commit(number: int, step: int, *, ephemeral: bool = False) -> Commit:
+    txid = make_txid(datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number), bytes(8), "sft", step)
+    record = Committed(
+        txid=txid, run="sft", step=step, time=number, manifest=ManifestId("0" * 64), uploader=txid, created_at=number,
+        bytes_total=0, bytes_written=0, bytes_reused=0, blobs_written=0, blobs_reused=0, seconds=0.0, tensors=0,
+        ephemeral=ephemeral,
+    )  # fmt: skip
+    return Commit(txid, record, "committed", 0, number)
+
+
+def history(found: Iterable[tuple[int, bool]]) -> list[Commit]:
+    return [commit(number, step, ephemeral=ephemeral) for number, (step, ephemeral) in enumerate(found)]
+
+
+def left(commits: list[Commit], rotation: Rotation, tagged: Iterable[int] = ()) -> list[int]:
+    names = {one.txid for one in commits if one.step in set(tagged)}
+    gone = {one.txid for one in plan_rotation(commits, rotation, names, now=0)}
+    return [one.step for one in commits if one.txid not in gone]
+
+
+PERMANENT = [(step, False) for step in (10, 20, 30, 40, 50)]
+
+
+@pytest.mark.parametrize(
+    ("rotation", "tagged", "expected"),
+    [
+        (Rotation(), (), [10, 20, 30, 40, 50]),
+        (Rotation(fixed=frozenset([10])), (), [10, 20, 30, 40, 50]),
+        (Rotation(max_checkpoints=2), (), [40, 50]),
+        (Rotation(max_checkpoints=2), (20, 50), [20, 30, 40, 50]),
+        (Rotation(max_checkpoints=2, fixed=frozenset([10, 50])), (), [10, 30, 40, 50]),
+        (Rotation(keep=Policy(keep_every=20)), (), [20, 40, 50]),
+        (Rotation(keep=Policy(keep_every=20), max_checkpoints=2), (10,), [10, 20, 40, 50]),
+        (Rotation(keep=Policy(keep_last=3)), (10,), [10, 30, 40, 50]),
+    ],
+)
+def test_permanent_checkpoints_stay_by_any_rule(rotation: Rotation, tagged: list[int], expected: list[int]) -> None:
+    assert left(history(PERMANENT), rotation, tagged) == expected
+
+
+def test_an_ephemeral_checkpoint_goes_once_a_newer_one_is_there() -> None:
+    rotation = Rotation(keep=Policy(keep_every=1))
+    mixed = history([(10, False), (11, True), (12, True)])
+    assert left(mixed, rotation) == [10, 12]
+    assert left(mixed, rotation, tagged=[11]) == [10, 11, 12]
+    assert left(history([(10, False), (11, True), (20, False)]), rotation) == [10, 20]
+    assert left(history([(10, True), (11, True)]), Rotation(max_checkpoints=1, fixed=frozenset([10]))) == [10, 11]
+
+
+def test_of_two_of_one_step_the_later_one_counts() -> None:
+    assert left(history([(10, False), (20, False), (10, False)]), Rotation(max_checkpoints=2)) == [20, 10]
+
+
+def test_newest_is_by_transaction() -> None:
+    rolled_back = history([(10, False), (20, False), (30, False), (15, False)])
+    assert left(rolled_back, Rotation(max_checkpoints=2)) == [30, 15]
+
+
+@given(
+    found=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=12),
+    number=st.integers(1, 3),
+    every=st.none() | st.integers(1, 4),
+    fixed=st.frozensets(st.integers(0, 9), max_size=2),
+    tagged=st.frozensets(st.integers(0, 9), max_size=2),
+)
+def test_what_must_stay_stays(
+    found: list[tuple[int, bool]], number: int, every: int | None, fixed: frozenset[int], tagged: frozenset[int]
+) -> None:
+    commits = history(found)
+    rotation = Rotation(max_checkpoints=number, keep=Policy(keep_every=every) if every else None, fixed=fixed)
+    names = {one.txid for one in commits if one.step in tagged}
+    gone = {one.txid for one in plan_rotation(commits, rotation, names, now=0)}
+    stays = [one for one in commits if one.txid not in gone]
+    assert not commits or commits[-1] in stays
+    assert {one.step for one in stays} >= {one.step for one in commits} & (fixed | tagged)
+    free = [one for one in stays if not one.committed.ephemeral and one.step not in fixed | tagged]
+    assert len(free) <= number + 1 or every is not None  # one more: what is newest, and counts for nothing else
+    again = plan_rotation(stays, rotation, names, now=0)
+    assert again == []
+
+
+# --- when ---
+
+
+def test_when_a_step_is_due() -> None:
+    schedule = Schedule(every=100, fixed=frozenset([1, 250]), ephemeral_every=25, ephemeral_cooldown=30)
+    last: int | None = None
+    found = []
+    for step in range(301):
+        kind = schedule.due(step, last)
+        if kind:
+            found.append((step, kind[0]))
+            last = step
+    assert found == [
+        (1, "p"), (50, "e"), (100, "p"), (150, "e"), (200, "p"), (250, "p"), (300, "p"),
+    ]  # fmt: skip
+    assert Schedule().due(100, None) is None
+
+
+# --- with a store ---
+
+
+def checkpointer_of(store: Store) -> Checkpointer:
+    return Checkpointer(store, run="sft", max_checkpoints=3, fixed_steps=[20])
+
+
+def history_of_a_run(store: Store, model: nn.Linear, *, gc: bool) -> Iterator[None]:
+    """Saves, a tag and gcs, with a stop after each."""
+    checkpointer = checkpointer_of(store)
+    for step in range(10, 90, 10):
+        model.weight.data.fill_(step)
+        checkpointer.save(step, model, ephemeral=step in {30, 50, 80})
+        yield
+        if step == 10:
+            store.tag("best", "sft@10")
+            yield
+        if gc:
+            store.gc(wait=0)
+            yield
+
+
+def test_a_run_keeps_what_it_should() -> None:
+    store = small()
+    for _ in history_of_a_run(store, nn.Linear(2, 2), gc=True):
+        pass
+    assert [step for _, step in steps(store)] == [10, 20, 40, 60, 70, 80]
+    checkpointer_of(store).save(90, nn.Linear(2, 2))
+    assert [step for _, step in steps(store)] == [10, 20, 60, 70, 90]
+
+
+class Death(BaseException):
+    """The process is no more."""
+
+
+def test_whenever_the_process_dies_what_must_be_loadable_is() -> None:
+    storage = FaultyStore(memory())
+    for _ in history_of_a_run(small(storage), nn.Linear(2, 2), gc=True):
+        pass
+    changes = [call.method for call in storage.calls if call.method in {"put", "delete"}]
+    seen = set()
+    for method in ("put", "delete"):
+        for at in range(2, changes.count(method) + 1):  # the first put makes the store
+            seen.add(die_and_look(method, at))
+    assert seen >= {0, 1, 3, 5, 9, 15}
+
+
+def die_and_look(method: str, at: int) -> int:
+    """Kill the process before a call; how far it had come."""
+    inner = memory()
+    store = small(FaultyStore(inner, deadly(method, at)))
+    done = 0
+    try:
+        for _ in history_of_a_run(store, nn.Linear(2, 2), gc=True):
+            done += 1
+    except Death:
+        pass
+    after = Store(type(store.repository)(inner))
+    check_loadable(after, tagged=done >= 2)
+    checkpointer = checkpointer_of(after)  # and it goes on without a conflict
+    resumed = checkpointer.resume(nn.Linear(2, 2))
+    checkpointer.save(100 if resumed is None else resumed.step + 1, nn.Linear(2, 2))
+    return done
+
+
+def deadly(method: str, at: int) -> list[Fault]:
+    def die(_: Call) -> NoReturn:
+        dead.append(True)
+        raise Death
+
+    def stay_dead(call: Call) -> None:
+        if dead:
+            die(call)
+
+    dead: list[bool] = []
+    later = [call_first(other, stay_dead, times=1 << 30) for other in ("put", "delete", "list", "get")]
+    return [call_first(method, die, at=at), *later]
+
+
+def check_loadable(store: Store, *, tagged: bool) -> None:
+    ended = list_commits(store.repository).commits.values()
+    committed = sorted((one for one in ended if isinstance(one.first, Committed)), key=lambda one: one.txid)
+    if not committed:
+        return
+    must = {committed[-1].step} | ({10} if tagged else set()) | {one.step for one in committed if one.step == 20}
+    free = [one.step for one in committed if not one.committed.ephemeral and one.step not in {10, 20}]
+    must |= set(free[-3:])
+    assert must <= {step for _, step in steps(store)}
+    for step in must:
+        assert torch.equal(store.read(f"sft@{step}")["model"]["weight"], torch.full((2, 2), float(step)))
+
+
+def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> None:
+    store, model = small(), nn.Linear(2, 2)
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=9)
+    for step in range(100, 1000, 100):
+        checkpointer.save(step, model)
+    checkpointer.load("sft@500", model)
+    assert [one.step for one in store.forget("sft@501..")] == [600, 700, 800, 900]
+    for step in range(600, 1000, 100):
+        checkpointer.save(step, model)  # no conflict
+    assert [step for _, step in steps(store)] == list(range(100, 1000, 100))
+    assert checkpointer.latest_checkpoint().step == 900
+
+
+def test_gc_follows_a_save_where_that_is_wanted() -> None:
+    store, model = small(), nn.Linear(50, 50)
+    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        for step in range(4):
+            model.weight.data.fill_(step)
+            checkpointer.save(step, model)
+    found = store.stats()
+    assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it

@@ -1,0 +1,186 @@
+"""A real training loop over ranks: FSDP2, dropout, a scheduler, a data loader that goes on where it was, and a diary.
+
+All that it does depends on its checkpoint alone: the same steps from the same checkpoint give the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from tests.support.saves import small_folder
+
+SAMPLES, GLOBAL_BATCH, FEATURES = 120, 12, 16
+
+
+class Loader:
+    """Samples in an order of their own for each epoch; ranks share out each batch, however many they are."""
+
+    def __init__(self) -> None:
+        self._drawn = torch.Generator().manual_seed(5)
+        self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
+
+    def batch(self) -> torch.Tensor:
+        """The next samples of all ranks."""
+        if self._at == SAMPLES:
+            self._order, self._at = torch.randperm(SAMPLES, generator=self._drawn), 0
+        self._at += GLOBAL_BATCH
+        return self._order[self._at - GLOBAL_BATCH : self._at]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": self._drawn.get_state(), "order": self._order, "at": self._at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._drawn.set_state(state["drawn"])
+        self._order, self._at = state["order"], state["at"]
+
+
+def sharded_model(size: int) -> nn.Sequential:
+    """Blocks with dropout, sharded over all ranks: the same on any number of them."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 24), nn.Dropout(0.2), nn.Tanh(), nn.Linear(24, 17), nn.Dropout(0.2), nn.Linear(17, 1)
+    )
+    mesh = init_device_mesh("cpu", (size,))
+    for layer in (model[0], model[3], model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attempt to train ``run`` up to ``steps``.
+
+    ``base``: the checkpoint it begins with, if there is none of its own. ``seconds``: after which each process is
+    killed; None for never. ``victim``: the only rank that is killed; None for all. ``background``: saves are.
+    """
+
+    path: Path
+    run: str
+    steps: int
+    every: int
+    base: str | None = None
+    seconds: float | None = None
+    victim: int | None = None
+    background: bool = True
+
+    def diary(self, rank: int) -> Path:
+        return self.path / f"{self.run}-{rank}.jsonl"
+
+
+def train_on(rank: int, size: int, plan: Plan) -> int:
+    """The loop of one rank; the step it went on from, 0 for none."""
+    deadly = plan.seconds is not None and plan.victim in (None, rank)
+    with killed_after(plan.seconds if deadly else None):
+        return _loop(rank, size, plan)
+
+
+@contextmanager
+def killed_after(seconds: float | None) -> Iterator[None]:
+    """Inside, this process gets SIGKILL after some time."""
+    timer = threading.Timer(seconds or 0.0, os.kill, (os.getpid(), signal.SIGKILL))
+    if seconds is not None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _loop(rank: int, size: int, plan: Plan) -> int:
+    model = sharded_model(size)
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    schedule = optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps)
+    loader = Loader()
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    state = TrainState(schedule=schedule, loader=loader)
+    checkpointer = Checkpointer(
+        small_folder(plan.path / "store"), run=plan.run, save_interval=plan.every, max_checkpoints=2
+    )
+    found = checkpointer.resume(model, optimizer, state)
+    start = found.step if found else 0
+    if found is None and plan.base is not None:
+        state.load_state_dict(checkpointer.load(plan.base, model, optimizer, load_trainer_state=True))
+        start = int(plan.base.rpartition("@")[2])
+    with plan.diary(rank).open("a") as diary:
+        diary.write(json.dumps({"from": start}) + "\n")
+        for step in range(start + 1, plan.steps + 1):
+            samples, loss = _step(rank, size, model, optimizer, loader)
+            schedule.step()
+            diary.write(json.dumps({"step": step, "loss": loss, "samples": samples}) + "\n")
+            diary.flush()
+            saving = checkpointer.save_if_due(step, model, optimizer, state)
+            if saving is not None and not plan.background:
+                checkpointer.wait()
+    checkpointer.close()
+    return start
+
+
+def _step(rank: int, size: int, model: nn.Module, optimizer: optim.Optimizer, loader: Loader) -> tuple[list[int], str]:
+    """One step; the samples of this rank, and the loss of all ranks to the bit."""
+    mine = loader.batch()[rank::size]
+    inputs = torch.stack([torch.randn(FEATURES, generator=torch.Generator().manual_seed(int(one))) for one in mine])
+    noise = random.random()  # Python's own generator counts too
+    loss = (model(inputs) - inputs.sum(1, keepdim=True) * noise).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return mine.tolist(), float(total).hex()
+
+
+@dataclass(frozen=True)
+class Diary:
+    """What all ranks wrote of a run, over all attempts.
+
+    ``losses``, ``samples``: by step, all that were ever written: one, if no attempt differs from another. ``lost``: for
+    each attempt but the first, how many steps had been made, and had to be made again.
+    """
+
+    losses: dict[int, set[str]]
+    samples: dict[int, set[tuple[int, ...]]]
+    lost: list[int]
+
+    @classmethod
+    def read(cls, plan: Plan, size: int) -> Diary:
+        """Of all ranks."""
+        found = cls(defaultdict(set), defaultdict(set), [])
+        for rank in range(size):
+            found._read(rank, [json.loads(line) for line in plan.diary(rank).read_text().splitlines()])
+        return found
+
+    def _read(self, rank: int, lines: list[dict[str, Any]]) -> None:
+        done = 0
+        for line in lines:
+            if "from" in line:
+                self.lost.append(done - line["from"])
+            else:
+                done = line["step"]
+                self.losses[done].add(line["loss"])
+                self.samples[done].add((rank, *line["samples"]))
+
+
+def expected_samples(steps: int, size: int) -> dict[int, set[tuple[int, ...]]]:
+    """What the ranks should have drawn."""
+    loader = Loader()
+    batches = [loader.batch() for _ in range(steps)]
+    shares = {step: [batch[rank::size].tolist() for rank in range(size)] for step, batch in enumerate(batches, 1)}
+    return {step: {(rank, *share) for rank, share in enumerate(mine)} for step, mine in shares.items()}
