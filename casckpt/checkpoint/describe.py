@@ -74,6 +74,21 @@ def share_of(
     return Share(extents, list(numbers))
 
 
+def joined(shares: Sequence[Share]) -> Share:
+    """Several shares of one rank as one; no stream is in two of them."""
+    if len(shares) == 1:
+        return shares[0]
+    numbers: dict[BlobRef, int] = {}
+    extents: dict[Name, tuple[str, ExtentTable]] = {}
+    for share in shares:
+        blobs = np.array([numbers.setdefault(ref, len(numbers)) for ref in share.refs], dtype=np.int64)
+        for name, (dtype, table) in share.extents.items():
+            if name in extents:
+                raise InvalidInput(f"two leaves of the state have one flat key {name[1]!r}; rename one", key=name[1])
+            extents[name] = (dtype, with_blobs(table, blobs) if len(table) else table)
+    return Share(extents, list(numbers))
+
+
 @dataclass(frozen=True)
 class Described:
     """All ranks' shares as one: the extents of every stream, in order, and the blobs that they count."""

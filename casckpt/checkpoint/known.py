@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from casckpt.checkpoint.describe import Share, Streams
 from casckpt.errors import CasckptError
@@ -17,6 +18,9 @@ from casckpt.repository.repository import Repository
 
 log = logging.getLogger(__name__)
 _MAX_BASES = 8
+
+DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
+"""Blobs that are marked as damaged."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Knowledge:
 
     parent: ManifestId | None
     manifests: tuple[tuple[ManifestId, bytes], ...] | None
-    damaged: frozenset[tuple[TxId, BlobHash]]
+    damaged: DamagedBlobs
 
 
 def nothing_known() -> KnownCells:
@@ -43,17 +47,22 @@ def nothing_known() -> KnownCells:
 
 
 class Sources:
-    """The manifests that a save may reuse, as ``commits`` (listed after the transaction began) has it."""
+    """The manifests that a save may reuse, as ``commits`` (listed after the transaction began) has it.
+
+    ``commits``: those of the parent, if there is one, and of the bases.
+    """
 
     def __init__(self, repo: Repository, commits: CommitList, streams: Streams, *, run: str, dedup: str) -> None:
         parent = commits.newest_live(run)
         self.parent = None if parent is None else _readable(repo, parent, warn=True)
         self.bases: list[Manifest] = []
+        self.commits: list[Commit] = [] if parent is None or self.parent is None else [parent]
         if dedup == "store" and _lacks(self.parent, streams):
             newest = {commit.run: commit for commit in commits.live() if commit.run != run}
             recent = sorted(newest.values(), key=lambda commit: commit.txid, reverse=True)[:_MAX_BASES]
-            found = [_readable(repo, commit, warn=False) for commit in recent]
-            self.bases = [base for base in found if base is not None]
+            found = [(commit, base) for commit in recent if (base := _readable(repo, commit, warn=False)) is not None]
+            self.bases = [base for _, base in found]
+            self.commits += [commit for commit, _ in found]
         self.damaged = frozenset(blobs.damaged_marks(repo)) if self.parent or self.bases else frozenset()
 
     def known(self) -> KnownCells:
@@ -78,7 +87,14 @@ def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCell
     return KnownCells(parent, told, _avoid(knowledge.damaged))
 
 
-def _avoid(damaged: frozenset[tuple[TxId, BlobHash]]) -> Callable[[BlobRef], bool]:
+def known_by_reading(repo: Repository, run: str, commits: Sequence[Commit], damaged: DamagedBlobs) -> KnownCells:
+    """What `Sources.commits` of rank 0 hold, on a rank that reads their manifests itself."""
+    found = [(commit, read) for commit in commits if (read := _readable(repo, commit, warn=False)) is not None]
+    parent = next((ManifestCells(read) for commit, read in found if commit.run == run), None)
+    return KnownCells(parent, [ManifestCells(read) for commit, read in found if commit.run != run], _avoid(damaged))
+
+
+def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
     return lambda ref: ref.worn or (ref.uploader, ref.hash) in damaged
 
 

@@ -115,9 +115,8 @@ class Leader:
         self._committed = False
         self._streams: Streams = {}
 
-    def begin(self, hellos: Sequence[Hello]) -> list[Start]:
+    def start(self) -> TxId:
         """Steps 1 and 2: only after the transaction has begun are commits listed. This order is what makes gc safe."""
-        self._check_agreed(hellos)
         encode_metadata(self.options.metadata)  # refused before anything is written
         self.repo.create()
         earlier = list_commits(self.repo)
@@ -125,10 +124,15 @@ class Leader:
         after = [one.txid for one in earlier.commits.values()]
         self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)
         self._commits = list_commits(self.repo)
-        txid = self._transaction.txid
+        return self._transaction.txid
+
+    def begin(self, hellos: Sequence[Hello]) -> list[Start]:
+        """`start`, and what the ranks are to know for it."""
+        self._check_agreed(hellos)
+        txid = self.start()
         if self.size == 1:
             self._streams = hellos[0].streams or {}
-            return [Start(txid, None, self._sources().known() if self.reuse else nothing_known())]
+            return [Start(txid, None, self.sources(self._streams).known() if self.reuse else nothing_known())]
         plan = self.memory.plan
         planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
         if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
@@ -145,13 +149,20 @@ class Leader:
         return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
 
     def finish(self, stored: Sequence[Stored]) -> list[Done]:
-        """Steps 4 and 5: prove that every tensor is whole, put the manifest, commit."""
-        if self._transaction is None:
-            raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
+        """Steps 4 and 5, with what `begin` and `plan` found out."""
         if self.options.check_replicas and self.memory.plan is not None:
             check_replicas(self.memory.plan.layouts, [one.digests or () for one in stored])
-        described = merge([one.share for one in stored], self._streams, self.repo.marker.cell_bytes)
-        record, worn = self._put_manifest(self._transaction.txid, described, stored)
+        tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
+        return self.conclude(stored, self._streams, tree or b"")
+
+    def conclude(
+        self, stored: Sequence[Stored], streams: Streams, tree: bytes, notes: Mapping[str, bytes] | None = None
+    ) -> list[Done]:
+        """Prove that every tensor is whole, put the manifest, commit. ``notes``: see `casckpt.format.manifest.Body`."""
+        if self._transaction is None:
+            raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
+        described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
+        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
         self._commit(self._transaction, record)
         self._close(self._transaction)
         return [
@@ -180,19 +191,20 @@ class Leader:
             )
         return found
 
-    def _sources(self) -> Sources:
-        return Sources(self.repo, self._commits, self._streams, run=self.options.run, dedup=self.options.dedup)
+    def sources(self, streams: Streams) -> Sources:
+        """The manifests that these streams may be found in."""
+        return Sources(self.repo, self._commits, streams, run=self.options.run, dedup=self.options.dedup)
 
     def _knowledge(self, remembered: set[str | None]) -> Knowledge:
         if not self.reuse:
             return Knowledge(None, (), frozenset())
-        sources = self._sources()
+        sources = self.sources(self._streams)
         if sources.parent is not None and not sources.bases and remembered == {sources.parent.id}:
             return Knowledge(sources.parent.id, None, sources.damaged)
         return sources.knowledge()
 
     def _put_manifest(
-        self, txid: TxId, described: Described, stored: Sequence[Stored]
+        self, txid: TxId, described: Described, stored: Sequence[Stored], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
         """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
         repo, options = self.repo, self.options
@@ -203,7 +215,6 @@ class Leader:
         parent_id = None if parent is None else parent.id
         raw, short = encode_metadata(options.metadata)
         created = repo.clock()
-        tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
         body = Body(
             format=FORMAT_VERSION,
             casckpt=__version__,
@@ -219,7 +230,8 @@ class Leader:
             entries=entries,
             objects=[one for rank in stored for one in rank.objects],
             attachments=[one for rank in stored for one in rank.attachments],
-            tree=tree or b"",
+            tree=tree,
+            notes=notes,
         )
         new = [ref for ref in refs if ref.uploader == txid]
         total = sum(entry.nbytes for entry in entries if entry.kind == TENSOR)

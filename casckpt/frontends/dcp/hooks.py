@@ -1,0 +1,28 @@
+"""What all hooks that DCP calls have in common: their errors travel to other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from casckpt.checkpoint.messages import portable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def hook(method: Callable[P, T]) -> Callable[P, T]:
+    """Raise only what comes back from a pickle: DCP sends errors so, and ranks wait for ever for one that does not."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            found = portable(error)
+            if found is error:
+                raise
+            raise found from error
+
+    return call

@@ -1,0 +1,248 @@
+"""From the items of a DCP plan to what a save of casckpt takes: pieces of tensors, and objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from casckpt.checkpoint.prepare import Prepared, prepare
+from casckpt.checkpoint.sources import Source
+from casckpt.errors import InvalidInput
+from casckpt.format import plain
+from casckpt.format.manifest import PART, TENSOR, ObjectEntry
+from casckpt.format.regions import Box, Region, Shape, full_box, whole
+from casckpt.format.tree import Container, decode_tree, encode_tree
+from casckpt.frontends.dcp.note import Chunk
+from casckpt.frontends.dcp.planners import ValueStream
+from casckpt.frontends.dcp.schema import is_one_value
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.objects import is_archive, read_archive
+from casckpt.tensors.shards import Piece, check_storable
+
+WINDOW_BYTES: Final = 1 << 30
+"""Of tensors that a planner makes anew, so much is there at a time."""
+_INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError)
+
+
+@dataclass
+class Values:
+    """The values of a rank that are no tensors. ``nodes``: the tree below each key that has one, encoded.
+
+    ``opaque``: keys of bytes that are kept as the planner made them. ``is_odd``: DCP's planner would flatten one.
+    """
+
+    objects: list[ObjectEntry] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    nodes: dict[str, bytes] = field(default_factory=dict)
+    opaque: set[str] = field(default_factory=set)
+    is_odd: bool = False
+
+    def add(self, prepared: Prepared) -> None:
+        """Objects and streams of one value."""
+        self.objects += prepared.objects
+        self.sources += prepared.sources
+
+
+def values_of(items: Iterable[WriteItem], planner: SavePlanner, *, allow_pickle: bool) -> Values:
+    """What the planner gives for its items that are no tensors. Raises InvalidInput, naming the key."""
+    values = Values()
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            _add_value(values, item, planner, allow_pickle)
+    return values
+
+
+def _add_value(values: Values, item: WriteItem, planner: SavePlanner, allow_pickle: bool) -> None:
+    key = item.index.fqn
+    if isinstance(planner, DefaultSavePlanner) and _is_default(planner):  # what it would only pickle
+        value = planner.lookup_object(item.index)
+        if _add_plain(values, key, value):
+            return
+    stream = planner.resolve_data(item)
+    if isinstance(stream, ValueStream):
+        prepared = prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle)
+        _add_prepared(values, key, prepared, stream.value)
+        return
+    if not isinstance(stream, io.BytesIO):
+        raise InvalidInput(f"{key!r}: the planner gave {type(stream).__name__} for an item of bytes", key=key)
+    data = stream.getvalue()
+    if is_archive(data):
+        try:
+            found = read_archive(data)
+        except _UNREADABLE:
+            pass
+        else:
+            if _add_plain(values, key, found):
+                return
+    _add_opaque(values, key, data)
+
+
+def _is_default(planner: SavePlanner, *more: str) -> bool:
+    """Does it hand over what DCP's default planner does? ``more``: methods that must be that one's, too."""
+    names = ("resolve_data", "transform_object", *more)
+    same = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
+    return isinstance(planner, DefaultSavePlanner) and all(same)
+
+
+def _add_plain(values: Values, key: str, value: Any) -> bool:
+    """Add a value as the native API would store it; False if it would not come back as what it is."""
+    if not _comes_back(value):
+        return False
+    try:
+        prepared = prepare({key: value}, None, rank=0, allow_pickle=False)
+    except InvalidInput:
+        return False
+    _add_prepared(values, key, prepared, value)
+    return True
+
+
+def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> None:
+    values.add(prepared)
+    root = decode_tree(prepared.tree)
+    node = root.children[0][1] if isinstance(root, Container) else root
+    if isinstance(node, Container):
+        values.nodes[key] = encode_tree(node)
+    values.is_odd |= not is_one_value(value) and not isinstance(value, tuple)
+
+
+def _comes_back(value: Any) -> bool:
+    """Are all tensors in it plain ones, and all containers of tensors of types that the native API keeps?"""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            if type(item) is not torch.Tensor or item.requires_grad or item.device.type != "cpu":
+                return False
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+    return True
+
+
+def _add_opaque(values: Values, key: str, data: bytes) -> None:
+    """Bytes as they are. Those of torch.save are read outside of DCP as far as its restricted unpickler allows it."""
+    parts: list[bytes] = []
+
+    def spill(buffer: memoryview) -> int:
+        parts.append(bytes(buffer))
+        return len(parts) - 1
+
+    encoded = plain.encode(data, spill=spill, spill_from=_INLINE, where=key)
+    values.objects.append(ObjectEntry(key, None, encoded, len(parts), is_archive(data)))
+    values.sources += [Source(PART, key, i, None, "uint8", (len(p),), buffer=p) for i, p in enumerate(parts)]
+    values.opaque.add(key)
+
+
+# --- tensors ---
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One item: which elements of which tensor, under which key."""
+
+    item: WriteItem
+    key: str
+    shape: Shape
+    region: Region
+
+    @property
+    def nbytes(self) -> int:
+        dtype = self.item.tensor_data.properties.dtype if self.item.tensor_data else torch.uint8
+        return self.region.numel * dtype.itemsize
+
+
+@dataclass
+class Tensors:
+    """The tensors of a rank, as its plan has them. ``chunks``: see `casckpt.frontends.dcp.note.Note`."""
+
+    parts: list[_Part] = field(default_factory=list)
+    chunks: dict[str, tuple[Shape, list[Chunk]]] = field(default_factory=dict)
+
+    def windows(self, planner: SavePlanner) -> Iterator[list[_Part]]:
+        """All parts; a planner that may make tensors anew is asked for some at a time. A key is never split."""
+        by_key: dict[str, list[_Part]] = {}
+        for part in self.parts:
+            by_key.setdefault(part.key, []).append(part)
+        window: list[_Part] = []
+        room, in_place = WINDOW_BYTES, _is_default(planner, "lookup_object")
+        for parts in by_key.values():
+            nbytes = sum(part.nbytes for part in parts)
+            if window and nbytes > room and not in_place:
+                yield window
+                window, room = [], WINDOW_BYTES
+            window += parts
+            room -= nbytes
+        if window:
+            yield window
+
+
+def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
+    """The tensors of a plan. ``alone``: this rank saves what it has for itself, each part under a key of its own."""
+    found = Tensors()
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO:
+            continue
+        key, data = item.index.fqn, item.tensor_data
+        if data is None:
+            raise InvalidInput(f"{key!r}: the plan has an item of a tensor without its size", key=key)
+        shape = tuple(data.size)
+        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)) if 0 not in data.chunk.sizes else None
+        if box is not None and (len(box.shape) != len(shape) or not box.inside(full_box(shape))):
+            raise InvalidInput(f"{key!r}: a part at {list(box.offset)} of {list(box.shape)} lies outside", key=key)
+        if alone and box is not None and box.shape != shape:
+            part = Chunk(f"{key}@{'x'.join(map(str, box.offset))}", box.offset, box.shape)
+            found.chunks.setdefault(key, (shape, []))[1].append(part)
+            found.parts.append(_Part(item, part.key, box.shape, whole(box.shape)))
+            continue
+        if alone and box is None and shape != tuple(data.chunk.sizes):
+            found.chunks.setdefault(key, (shape, []))
+            continue
+        region = Region(full_box(shape), 0, 0) if box is None else Region(box, 0, box.numel)
+        found.parts.append(_Part(item, key, shape, region))
+    return found
+
+
+def sources_of(parts: Sequence[_Part], planner: SavePlanner, is_frozen: Any) -> list[Source]:
+    """What the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
+    pieces: dict[str, list[Piece]] = {}
+    first: dict[str, tuple[str, Shape]] = {}
+    for part in parts:
+        data = _resolved(part, planner)
+        form = dtype_name(data.dtype), part.shape
+        if first.setdefault(part.key, form) != form:
+            raise InvalidInput(
+                f"{part.key!r}: parts of one tensor are {form[0]} and {first[part.key][0]}", key=part.key
+            )
+        held = pieces.setdefault(part.key, [])
+        if part.region.numel:
+            held.append(Piece(part.region, data))
+    return [
+        Source(TENSOR, key, 0, None, dtype, shape, pieces[key], frozen=is_frozen(key))
+        for key, (dtype, shape) in first.items()
+    ]
+
+
+def _resolved(part: _Part, planner: SavePlanner) -> torch.Tensor:
+    key = part.item.index.fqn
+    data = planner.resolve_data(part.item)
+    if not isinstance(data, torch.Tensor):
+        raise InvalidInput(f"{key!r}: the planner gave {type(data).__name__} for a tensor", key=key)
+    data = data.detach()
+    if not part.region.numel and not data.numel():
+        return data
+    if tuple(data.shape) != part.region.box.shape:
+        raise InvalidInput(
+            f"{key!r}: the planner gave a tensor of shape {list(data.shape)} for a part of {part.region.box.shape}",
+            key=key,
+        )
+    check_storable(key, data)
+    return data

@@ -1,0 +1,253 @@
+"""The storage reader for `torch.distributed.checkpoint.load`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as Protocol
+from torch.futures import Future
+
+from casckpt.checkpoint.download import Download, Want
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.job import usable_threads
+from casckpt.checkpoint.ranks import this_rank
+from casckpt.checkpoint.store import Progress
+from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
+from casckpt.format.regions import Box, Region
+from casckpt.frontends.dcp.hooks import hook
+from casckpt.frontends.dcp.opened import Opened
+from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.reads import covers
+from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination
+from casckpt.tensors.shards import check_destination
+
+WINDOW_BYTES: Final = 1 << 30
+"""Of tensors that a planner makes anew, so much is there at a time."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Rides on a load plan. From each rank: which checkpoint it found; to each: how many ranks there are.
+
+    ``checkpoint``: empty for what a rank saved for itself.
+    """
+
+    checkpoint: str
+    ranks: int = 1
+
+
+class StorageReader(Protocol):
+    """``dcp.load(state_dict, storage_reader=StorageReader(store, "sft@latest"))``.
+
+    ``ref``: what names a checkpoint, or one; may be left out where each call says ``checkpoint_id=REF``. Any checkpoint
+    of the store will do, whoever saved it. ``verify``: compare every cell read with its digest. ``cast``: convert
+    dtypes, as DCP does (with a line in the log); else another dtype is a Mismatch. ``allow_pickle``: hand over values
+    that only a pickle could hold, to a planner that then runs what is in them.
+
+    A load raises DCP's CheckpointException, on every rank: with Damaged, naming key, blob and checkpoints, Mismatch,
+    StorageError. After an error during the read the contents of the state are undefined.
+    """
+
+    def __init__(
+        self,
+        store: AnyStore,
+        ref: str | Checkpoint | None = None,
+        *,
+        verify: bool = True,
+        cast: bool = True,
+        allow_pickle: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        self._store = as_store(store)
+        self._ref = ref
+        self._verify, self._cast, self._allow_pickle = verify, cast, allow_pickle
+        self._threads = usable_threads(threads)
+        self._progress = progress or _silent
+        self._missing: NotFound | None = None
+        self._alone = False
+        self._opened: Opened | None = None
+
+    @hook
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The next load is of ``checkpoint_id``, a REF; None leaves it as it is."""
+        if checkpoint_id is not None:
+            self._ref = os.fspath(checkpoint_id)
+        self._opened, self._missing = None, None
+
+    @hook
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What DCP is to know of the checkpoint.
+
+        DCP calls it without ``rank`` first. Only where there is no such checkpoint on any rank does the second call
+        look for what each rank saved for itself (``use_collectives=False``).
+        """
+        if self._ref is None:
+            raise InvalidInput("the reader was given no checkpoint; give ref=, or checkpoint_id=REF to each load")
+        rank = int(kwargs.get("rank", this_rank()))
+        self._alone = "rank" in kwargs
+        checkpoint = self._of_rank(self._ref, rank) if self._alone else self._of_all(self._ref)
+        self._opened = Opened(
+            self._store, checkpoint, rank=rank, verify=self._verify, allow_pickle=self._allow_pickle,
+            threads=self._threads,
+        )  # fmt: skip
+        return self._opened.metadata()
+
+    def _of_all(self, ref: str | Checkpoint) -> Checkpoint:
+        self._missing = None
+        try:
+            return self._store.get(ref)
+        except NotFound as error:
+            self._missing = error
+            raise
+
+    def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
+        if self._missing is None or not isinstance(ref, str) or "@" not in ref:
+            raise self._missing or InvalidInput("the checkpoint could not be read; see the error before this one")
+        run, _, step = ref.rpartition("@")
+        try:
+            return self._store.get(f"{run}/rank-{rank}@{step}")
+        except NotFound:
+            raise self._missing from None
+
+    @hook
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """A load begins."""
+        if self._opened is None:
+            raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
+
+    @hook
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Say which checkpoint this rank found."""
+        return replace(plan, storage_data=_Seen("" if self._alone else self._now.checkpoint.id))
+
+    @hook
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """All ranks must have found the same: what "latest" names may have changed while they looked."""
+        found = {plan.storage_data.checkpoint for plan in plans if isinstance(plan.storage_data, _Seen)}
+        if len(found) > 1:
+            raise Conflict(
+                f"{self._ref} names {len(found)} checkpoints on different ranks: one was saved just now. Load again, "
+                "or by RUN@STEP",
+                checkpoints=tuple(sorted(found)),
+            )
+        return [replace(plan, storage_data=_Seen("", len(plans))) for plan in plans]
+
+    @hook
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the planner resolves. It is done when this returns, so no failure can hide in the future."""
+        ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
+        self._now.check_complete(plan, planner)
+        self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
+        download = Download(
+            self._store.repository, self._now.manifest, self._verify, self._threads, self._progress, ranks
+        )
+        for window in _windows(plan.items, planner):
+            self._read_tensors(download, window, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def _now(self) -> Opened:
+        if self._opened is None:
+            raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
+        return self._opened
+
+    def _read_values(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        keys = [item.storage_index.fqn for item in items]
+        if isinstance(planner, PickleFreeLoadPlanner):
+            streams: dict[str, io.BytesIO] = {key: ValueStream(v) for key, v in self._now.values(keys).items()}
+        else:
+            streams = {key: io.BytesIO(data) for key, data in self._now.archives(keys).items()}
+        for item in items:
+            planner.load_bytes(item, streams[item.storage_index.fqn])
+
+    def _read_tensors(self, download: Download, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        targets = [planner.resolve_tensor(item) for item in items]
+        pairs = list(zip(items, targets, strict=True))
+        converted: dict[str, None] = {}
+        download.run([want for item, target in pairs for want in self._wants(item, target.detach(), converted)])
+        if converted:
+            log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
+        for item, target in pairs:
+            planner.commit_tensor(item, target)
+
+    def _wants(self, item: ReadItem, target: torch.Tensor, converted: dict[str, None]) -> Iterator[Want]:
+        key = item.storage_index.fqn
+        number, entry, base = self._now.tensor(item.storage_index)
+        if tuple(target.shape) != tuple(item.lengths):
+            raise Mismatch(f"{key!r}: the planner gave {list(target.shape)} for {list(item.lengths)}", key=key)
+        stored = torch_dtype(entry.dtype)
+        if stored != target.dtype:
+            self._check_cast(key, stored, target.dtype)
+            converted[key] = None
+        check_destination(key, target)
+        offset = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
+        box = Box(offset, tuple(item.lengths))
+        region = Region(box, 0, box.numel)
+        table = self._now.manifest.extents(entry)
+        if not covers(table, region):
+            raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+        if region.numel:
+            yield Want(number, Destination(region, target, stored), table)
+
+    def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
+        possible = converts(stored, target)
+        if not possible or not self._cast:
+            raise Mismatch(
+                f"{key!r} is {dtype_name(target)} here, but {dtype_name(stored)} in the checkpoint; "
+                + ("pass cast=True to StorageReader" if possible else "torch cannot convert one to the other"),
+                key=key,
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Has it the form of a reference?"""
+        text = os.fspath(checkpoint_id)
+        return bool(text) and not text.startswith(("/", ".")) and "://" not in text
+
+
+def _silent(nbytes: int) -> None:
+    pass
+
+
+def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
+    """Items of tensors: all at once, of a planner that may make tensors anew some at a time."""
+    tensors = [item for item in items if item.type == LoadItemType.TENSOR]
+    if _is_in_place(planner):
+        yield tensors
+        return
+    window: list[ReadItem] = []
+    room = WINDOW_BYTES
+    for item in tensors:
+        nbytes = item.lengths.numel() * 8  # at most, of what is usual
+        if window and nbytes > room:
+            yield window
+            window, room = [], WINDOW_BYTES
+        window.append(item)
+        room -= nbytes
+    if window:
+        yield window
+
+
+def _is_in_place(planner: LoadPlanner) -> bool:
+    """Does it resolve tensors to views of those that are there?"""
+    names = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    same = (getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in names)
+    return isinstance(planner, DefaultLoadPlanner) and all(same)

@@ -1,0 +1,157 @@
+"""What DCP's metadata says, as a tree of casckpt, and the other way round.
+
+DCP flattens a state like casckpt does, with three differences: dicts with any keys are descended, and keys become text;
+a list is descended if a tensor or a dict stands in it, and else is one value; a tuple always is one value. So a leaf of
+casckpt may be many of DCP's (`param_groups`), and a container of casckpt may be one value of DCP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from casckpt.errors import InvalidInput
+from casckpt.format.tree import DICT, LIST, TENSOR, TUPLE, Container, Element, Leaf, Node, Path, join, leaves
+
+NOTE: Final = "dcp"
+"""The name of the note in a manifest; see `Note`."""
+
+Opaque: Final = object()
+"""In place of a value that is not to be looked into."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of DCP's that is no tensor: what stands at ``key``, or ``value`` if that is known already."""
+
+    key: str
+    value: Any = Opaque
+
+
+@dataclass
+class Schema:
+    """What DCP sees of a checkpoint: keys of tensors, other values, and the path of each in the nested state."""
+
+    tensors: list[str] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+
+def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
+    """How DCP's default planner would flatten this state. ``value_at``: the object of a flat key, or `Opaque`."""
+    return _Walk(value_at).walk(tree)
+
+
+class _Walk:
+    """One call of `schema_of`."""
+
+    def __init__(self, value_at: Callable[[str], Any]) -> None:
+        self.value_at = value_at
+        self.found = Schema()
+
+    def walk(self, tree: Node) -> Schema:
+        self._node(tree, (), ())
+        return self.found
+
+    def _node(self, node: Node, path: Path, home: Path) -> None:
+        """``path``: as DCP has it. ``home``: as the tree has it; they differ in numbers that are keys of dicts."""
+        key = join(home)
+        if isinstance(node, Leaf):
+            if node.kind == TENSOR:
+                self.found.tensors.append(key)
+                self.found.paths[key] = path
+            else:
+                self._value(self.value_at(key), path, key)
+        elif path and (node.kind == TUPLE or (node.kind == LIST and not self._is_descended(node, home))):
+            self._add(path, Value(key))
+        else:
+            for element, child in node.children:
+                step = element if node.kind == LIST else str(element)
+                self._node(child, (*path, step), (*home, element))
+
+    def _value(self, value: Any, path: Path, key: str) -> None:
+        steps = _steps(value)
+        if steps is None:
+            self._add(path, Value(key, value))
+            return
+        for step, child in steps:
+            self._value(child, (*path, step), key)
+
+    def _add(self, path: Path, value: Value) -> None:
+        self.found.values[join(path)] = value
+        self.found.paths[join(path)] = path
+
+    def _is_descended(self, node: Container, home: Path) -> bool:
+        return any(self._opens(child, (*home, element)) for element, child in node.children)
+
+    def _opens(self, node: Node, home: Path) -> bool:
+        """Is a list that holds it descended?"""
+        if isinstance(node, Leaf):
+            return node.kind == TENSOR or _steps(self.value_at(join(home))) is not None
+        return node.kind != TUPLE and (node.kind != LIST or self._is_descended(node, home))
+
+
+def is_one_value(value: Any) -> bool:
+    """Does DCP keep a value without tensors in one piece?"""
+    return _steps(value) is None
+
+
+def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
+    """The children that DCP flattens a value without tensors to; None if it is one value."""
+    if isinstance(value, Mapping):
+        return ((str(key), child) for key, child in value.items())
+    if isinstance(value, list) and not all(is_one_value(item) for item in value):
+        return ((index, child) for index, child in enumerate(value))
+    return None
+
+
+# --- the other way round ---
+
+Branch: TypeAlias = "dict[Element, Branch | Node]"
+
+
+def path_of(key: str, planner_data: Any) -> Path:
+    """The path of a key as the planner tells it, if it is one of this key; else the key is its only element."""
+    path = planner_data.get(key) if isinstance(planner_data, Mapping) else None
+    if not isinstance(path, tuple) or not path or not all(type(element) in (str, int) for element in path):
+        return (key,)
+    return path if type(path[0]) is str and join(path) == key else (key,)
+
+
+def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
+    """The tree with these nodes, by key, at these paths. Raises InvalidInput where one stands inside another."""
+    root: Branch = {}
+    for key, (path, node) in nodes.items():
+        at = root
+        for element in path[:-1]:
+            below = at.setdefault(element, {})
+            if not isinstance(below, dict):
+                raise _contradiction(key)
+            at = below
+        if path[-1] in at:
+            raise _contradiction(key)
+        at[path[-1]] = node
+    return _built(root)
+
+
+def check_keys(tree: Node) -> None:
+    """Raise InvalidInput if two leaves of a tree have one flat key: one inside a value, and one of its own."""
+    seen: set[str] = set()
+    for path, _ in leaves(tree):
+        key = join(path)
+        if key in seen:
+            raise InvalidInput(f"two leaves of the state have one flat key {key!r}; rename one", key=key)
+        seen.add(key)
+
+
+def _contradiction(key: str) -> InvalidInput:
+    return InvalidInput(f"{key!r} stands inside of, or around, another key of the state; rename it", key=key)
+
+
+def _built(branch: Branch) -> Container:
+    items = branch.items()
+    kind = LIST if branch and all(type(element) is int for element in branch) else DICT
+    if kind == LIST:
+        items = dict(sorted(items, key=lambda item: int(item[0]))).items()
+    return Container(kind, tuple((el, _built(node) if isinstance(node, dict) else node) for el, node in items))

@@ -1,0 +1,273 @@
+"""One save through DCP, on one rank: what the hooks of its storage writer do, in the order in which they are called.
+
+The coordinator begins the transaction before it hands out plans, so every rank looks for known cells, and uploads,
+after that: the order that makes gc safe. What it tells the others rides on the plans. With DCP's cached plans they get
+an old one; they see it by a number that they had put into the new one, and then look for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import local
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from casckpt.checkpoint.describe import Share, Streams, joined
+from casckpt.checkpoint.known import DamagedBlobs, Sources, known_by_reading
+from casckpt.checkpoint.leader import Leader, SaveMemory, SaveOptions, Stored
+from casckpt.checkpoint.prepare import Prepared, frozen_by, prepare
+from casckpt.checkpoint.save import store_share
+from casckpt.checkpoint.sources import Source
+from casckpt.errors import InvalidInput, RankFailed
+from casckpt.format.manifest import TENSOR, Name
+from casckpt.format.names import TxId
+from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree
+from casckpt.frontends.dcp.items import Tensors, sources_of, tensors_of, values_of
+from casckpt.frontends.dcp.note import Note
+from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
+from casckpt.plan.reuse import KnownCells
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.tensors.dtypes import dtype_name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a rank puts into its local plan: a number of this save."""
+
+    number: bytes
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the coordinator puts into the plan of a rank. ``commits``: of the checkpoints whose cells may be reused."""
+
+    number: bytes
+    txid: TxId
+    commits: Sequence[Commit]
+    damaged: DamagedBlobs
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank stored; rides on the first of its results."""
+
+    rank: int
+    stored: Stored
+    nodes: Mapping[str, bytes]
+    opaque: frozenset[str]
+    is_odd: bool
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user of a writer asked for, beside `SaveOptions`."""
+
+    attachments: Mapping[str, bytes] | None
+    frozen: Any
+    allow_pickle: bool
+
+
+class _Latest(local):
+    """The last session of a thread."""
+
+    session: weakref.ref[Session] | None = None
+
+
+_latest = _Latest()
+
+
+class Session:
+    """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others."""
+
+    def __init__(self, repo: Repository, options: SaveOptions, wish: Wish, *, rank: int, alone: bool) -> None:
+        self.repo, self.options, self.wish, self.rank, self.alone = repo, options, wish, rank, alone
+        self.number = repo.entropy(16)
+        self.checkpoint = ""
+        self._leader: Leader | None = None
+        self._last_resort: weakref.finalize[..., Session] | None = None
+        self._known: KnownCells | None = None
+        self._txid: TxId | None = None
+        self._extra = Prepared([], [], [], b"")
+        self._written: Written | None = None
+
+        earlier = _latest.session() if _latest.session is not None else None
+        if earlier is not None:  # it ran in this thread, so it is over
+            earlier.give_up()
+        _latest.session = weakref.ref(self)
+
+    def give_up(self) -> None:
+        """Nothing more will come of it, if it has not ended yet."""
+        if self._last_resort is not None:
+            self._last_resort()
+
+    def ask(self, plan: SavePlan) -> SavePlan:
+        """The local plan of this rank."""
+        return replace(plan, storage_data=Asked(self.number))
+
+    # the coordinator
+
+    def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Begin the transaction; then the plans, with what each rank needs to know."""
+        self._extra = prepare({}, self.wish.attachments, rank=0, allow_pickle=False)
+        leader = self._leader = Leader(self.repo, len(plans), SaveMemory(), self.options, reuse=True)
+        # where another rank fails, DCP does not tell us
+        self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
+        try:
+            self._txid = leader.start()
+            sources = leader.sources(_streams(plans))
+            self._known = sources.known()
+        except BaseException as error:
+            self._abort(error)
+            raise
+        return [replace(plan, storage_data=self._answer(plan, sources)) for plan in plans]
+
+    def _answer(self, plan: SavePlan, sources: Sources) -> Told | None:
+        asked = plan.storage_data
+        if not isinstance(asked, Asked) or self._txid is None:
+            return None
+        return Told(asked.number, self._txid, sources.commits, sources.damaged)
+
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+        """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
+        if self._leader is None:
+            raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
+        found = (one.storage_data for rank in results for one in rank)
+        written = {one.rank: one for one in found if isinstance(one, Written)}
+        if self._written is not None:
+            written.setdefault(self.rank, self._written)  # it may have had no item, and so no result
+        try:
+            self.checkpoint = self._commit(self._leader, metadata, [written[rank] for rank in sorted(written)])
+        except BaseException as error:
+            self._abort(error)
+            raise
+
+    def _abort(self, error: BaseException) -> None:
+        if self._leader is not None and self._last_resort is not None and self._last_resort.detach():
+            self._leader.abort(error)
+
+    def _commit(self, leader: Leader, metadata: Metadata, written: Sequence[Written]) -> str:
+        streams = _all_streams(metadata, written)
+        nodes = _nodes(metadata, written)
+        tree = tree_of({key: (path_of(key, metadata.planner_data), node) for key, node in nodes.items()})
+        check_keys(tree)
+        note = _note(metadata, tree, written)
+        encoded = note.encoded(allow_pickle=self.wish.allow_pickle)
+        done = leader.conclude([one.stored for one in written], streams, encode_tree(tree), encoded)
+        return done[0].record.manifest
+
+    # every rank
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Store the items of a plan; durable when it returns."""
+        try:
+            self._written = self._write(plan, planner)
+        except BaseException as error:
+            self._abort(error)
+            raise
+        sizes = {item.index: item.tensor_storage_size() or 0 for item in plan.items}
+        results = [WriteResult(item.index, sizes[item.index], None) for item in plan.items]
+        return [replace(one, storage_data=self._written) if not i else one for i, one in enumerate(results)]
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
+        values = values_of(plan.items, planner, allow_pickle=self.wish.allow_pickle)
+        tensors = tensors_of(plan.items, alone=self.alone)
+        txid, known = self._knowledge(plan)
+        is_frozen = frozen_by(self.wish.frozen)
+        others, shares = [*values.sources, *self._extra.sources], []
+        for window in tensors.windows(planner):
+            sources, others = [*others, *sources_of(window, planner, is_frozen)], []
+            shares.append(self._store(txid, sources, known))
+        if others:
+            shares.append(self._store(txid, others, known))
+        stored = Stored(joined(shares), values.objects, self._extra.attachments, None, None)
+        return Written(
+            self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
+        )
+
+    def _store(self, txid: TxId, sources: Sequence[Source], known: KnownCells) -> Share:
+        return store_share(self.repo, txid, Prepared(sources, [], [], b""), known, self.options)
+
+    def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells]:
+        """(whose folder to upload to, what may be reused)."""
+        if self._known is not None and self._txid is not None:
+            return self._txid, self._known
+        told, options = plan.storage_data, self.options
+        if isinstance(told, Told) and told.number == self.number:
+            return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
+        commits = list_commits(self.repo)  # after the plan came, so after the coordinator has begun
+        sources = Sources(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)
+        return self.repo.new_txid(options.run, options.step), sources.known()
+
+
+def _give_up(leader: Leader, process: int) -> None:
+    if os.getpid() == process:  # a forked child has the save of its parent in memory, too
+        leader.abort(RankFailed("another rank failed, or DCP did"))
+
+
+def _streams(plans: Sequence[SavePlan]) -> Streams:
+    """Tensors as the planner means to save them."""
+    found: dict[Name, tuple[str, tuple[int, ...]]] = {}
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None:
+            dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+            found[TENSOR, item.index.fqn, 0, None] = (dtype, tuple(item.tensor_data.size))
+    return found
+
+
+def _all_streams(metadata: Metadata, written: Sequence[Written]) -> Streams:
+    """Tensors in the order of the metadata, in the form in which they were stored. Raises InvalidInput."""
+    forms: dict[Name, tuple[str, tuple[int, ...]]] = {}
+    for one in written:
+        for name, (dtype, table) in one.stored.share.extents.items():
+            form = (dtype, table.shape)
+            if name[0] == TENSOR and forms.setdefault(name, form) != form:
+                raise InvalidInput(
+                    f"{name[1]!r} is {form} on rank {one.rank}, but {forms[name]} on another; nothing was saved",
+                    key=name[1],
+                    rank=one.rank,
+                )
+    alone = {key for one in written for key in one.tensors.chunks}
+    found: dict[Name, tuple[str, tuple[int, ...]]] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if isinstance(value, TensorStorageMetadata) and key not in alone:
+            stream: Name = (TENSOR, key, 0, None)
+            planned = (dtype_name(value.properties.dtype), tuple(value.size))
+            found[stream] = forms.pop(stream, planned)
+    return found | forms
+
+
+def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
+    """The node of every key. Raises InvalidInput for a value that nobody stored."""
+    nodes = {key: decode_tree(data) for one in written for key, data in one.nodes.items()}
+    objects = {entry.key for one in written for entry in one.stored.objects}
+    chunks = {key: parts for one in written for key, (_, parts) in one.tensors.chunks.items()}
+    found: dict[str, Node] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if key in chunks:
+            found |= {part.key: Leaf(TENSOR) for part in chunks[key]}
+        elif isinstance(value, BytesStorageMetadata):
+            if key not in nodes and key not in objects:
+                raise InvalidInput(f"{key!r} was planned, but no rank stored it; nothing was saved", key=key)
+            found[key] = nodes.get(key) or Leaf(OBJECT)
+        else:
+            found[key] = Leaf(TENSOR)
+    return found
+
+
+def _note(metadata: Metadata, tree: Node, written: Sequence[Written]) -> Note:
+    opaque = frozenset(key for one in written for key in one.opaque)
+    chunks = {key: chunk for one in written for key, chunk in one.tensors.chunks.items()}
+    seen = schema_of(tree, lambda key: Opaque)
+    keys = list(metadata.state_dict_metadata)
+    as_usual = not chunks and not any(one.is_odd for one in written) and seen.paths == metadata.planner_data
+    if as_usual and set(keys) == {*seen.tensors, *seen.values}:
+        return Note(opaque=opaque)
+    return Note(keys, metadata.planner_data, opaque, chunks)

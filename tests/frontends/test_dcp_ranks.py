@@ -1,0 +1,323 @@
+"""Through torch.distributed.checkpoint on real ranks: meshes, replicas, optimizers, and ranks that save alone."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import casckpt
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.dcp import failed, load, save
+from tests.support.faulty import fail_before
+from tests.support.ranks import die
+from tests.support.together import line, numbers, watched
+from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+KINDS = ("ddp", "fsdp2", "hsdp", "tp-fsdp2")
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.up = nn.Linear(6, 10)  # rows that do not divide evenly
+            self.norm = nn.BatchNorm1d(10)
+            self.down = nn.Linear(10, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.norm(self.up(x)))) * 2
+        return found
+
+
+def build(kind: str, size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in one way to spread it, and its optimizer after two steps."""
+    model: Any = Net(seed)
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        fully_shard(model, mesh=line(size))
+    elif kind == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "tp-fsdp2":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(
+            model,
+            mesh["tp"],
+            {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
+        )
+        fully_shard(model, mesh=mesh["dp"])
+    optim = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    for step in range(2):
+        optim.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optim.step()
+    return model, optim
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    found, optimizer = get_state_dict(model, optim)
+    return {"model": found, "optim": optimizer}
+
+
+def whole(state: Any) -> Any:
+    """The same with whole tensors, and lists for tuples: torch itself makes one of the other."""
+    if isinstance(state, dict):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [whole(value) for value in state]
+    return state.full_tensor() if hasattr(state, "full_tensor") else state
+
+
+def differing(one: Any, other: Any, path: str = "") -> list[str]:
+    """The paths at which two states differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = [key for key in one if key in other]
+        odd = [f"{path}.{key}" for key in {*one, *other} - set(both)]
+        return odd + [at for key in both for at in differing(one[key], other[key], f"{path}.{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [at for i, (a, b) in enumerate(zip(one, other, strict=True)) for at in differing(a, b, f"{path}.{i}")]
+    return [] if identical(one, other) else [path]
+
+
+def save_one(rank: int, size: int, path: Path, kind: str) -> Any:
+    model, optim = build(kind, size, 1)
+    state = state_of(model, optim)
+    save(state, StorageWriter(path, run=f"dcp-{kind}", step=1))
+    casckpt.open(path).save(state, run=f"native-{kind}", step=1)
+    return whole(state)
+
+
+def load_one(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
+    model, optim = build(kind, size, 7)
+    state = state_of(model, optim)
+    load(state, StorageReader(path, ref))
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    return whole(state_of(model, optim))
+
+
+def load_native(rank: int, size: int, path: Path, ref: str, kind: str) -> Any:
+    state = state_of(*build(kind, size, 7))
+    casckpt.open(path).load(state, ref)
+    return whole(state)
+
+
+@pytest.mark.parametrize(("kind", "other"), list(zip(KINDS, (*KINDS[1:], KINDS[0]), strict=True)))
+def test_what_one_mesh_saved_loads_on_another_and_natively(
+    ranks: Pool, store_path: Path, kind: str, other: str
+) -> None:
+    saved = ranks.run(4, save_one, store_path, kind)[0]
+    for size, into in ((4, other), (2, "fsdp2")):
+        for ref in (f"dcp-{kind}@1", f"native-{kind}@1"):
+            for found in ranks.run(size, load_one, store_path, ref, into):
+                assert differing(found, saved) == []
+    for found in ranks.run(2, load_native, store_path, f"dcp-{kind}@1", "fsdp2"):
+        assert differing(found, saved) == []
+    assert casckpt.open(store_path).get(f"native-{kind}@1").stats.bytes_written == 0
+
+
+# --- options of get_state_dict and set_state_dict ---
+
+
+def with_options(rank: int, size: int, path: Path) -> list[str]:
+    options = (
+        StateDictOptions(full_state_dict=True, cpu_offload=True),
+        StateDictOptions(flatten_optimizer_state_dict=True),
+        StateDictOptions(ignore_frozen_params=True),
+    )
+    wrong: list[str] = []
+    for step, option in enumerate(options):
+        model, optim = build("fsdp2", size, 1)
+        kept = whole(state_of(model, optim))
+        found, optimizer = get_state_dict(model, optim, options=option)
+        save({"model": found, "optim": optimizer}, StorageWriter(path, run="options", step=step))
+        model, optim = build("fsdp2", size, 5)
+        found, optimizer = get_state_dict(model, optim, options=option)
+        state: dict[str, Any] = {"model": found, "optim": optimizer}
+        if option.full_state_dict:  # ranks other than 0 get none
+            state = casckpt.open(path).read(f"options@{step}")
+        else:
+            load(state, StorageReader(path, f"options@{step}"))
+        set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"], options=option)
+        wrong += differing(whole(state_of(model, optim)), kept)
+    return wrong
+
+
+def test_options_of_state_dicts(ranks: Pool, store_path: Path) -> None:
+    assert ranks.run(2, with_options, store_path) == [[], []]
+
+
+# --- replicas, parts of ranks, processes alone ---
+
+
+def replicas(rank: int, size: int, path: Path) -> None:
+    state: dict[str, Any] = {
+        "plain": numbers("plain", 64), "n": 3,
+        "replicated": distribute_tensor(numbers("r", 64), line(size), [Replicate()]),
+        f"only{rank}": numbers(f"only{rank}", 8),
+    }  # fmt: skip
+    for step, lowest in enumerate((False, True)):
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest)
+        save(state, StorageWriter(path, step=step), planner=planner)
+    if rank == 1:
+        save({"mine": torch.ones(2)}, StorageWriter(path, run="alone", step=1), no_dist=True)
+        assert load({"mine": torch.zeros(2)}, StorageReader(path, "alone@1"), no_dist=True)["mine"].sum() == 2
+
+
+def test_replicas_and_keys_of_one_rank_and_a_process_alone(ranks: Pool, store_path: Path) -> None:
+    ranks.run(3, replicas, store_path)
+    store = casckpt.open(store_path)
+    for step in (0, 1):
+        found = store.read(f"default@{step}")
+        assert set(found) == {"plain", "n", "replicated", "only0", "only1", "only2"}
+        assert torch.equal(found["only2"], numbers("only2", 8))
+    assert store.get("default@1").stats.bytes_written == 0
+
+
+def in_groups(rank: int, size: int, path: Path) -> None:
+    pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+    group, run = pairs[rank // 2], f"pair{rank // 2}"
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+    state: dict[str, Any] = {"a": distribute_tensor(numbers(run, 6, 2), mesh, [Shard(0)], src_data_rank=None)}
+    save(state, StorageWriter(path, run=run, step=1), process_group=group)
+    state = {"a": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)], src_data_rank=None)}
+    load(state, StorageReader(path, f"{run}@1"), process_group=group)
+    assert torch.equal(state["a"].full_tensor(), numbers(run, 6, 2))
+
+
+def test_process_groups_save_by_themselves(ranks: Pool, store_path: Path) -> None:
+    ranks.run(4, in_groups, store_path)
+    assert len(casckpt.open(store_path).checkpoints()) == 2
+
+
+def without_collectives(rank: int, size: int, path: Path) -> Any:
+    full = numbers("a", 7, 3)
+    state: dict[str, Any] = {
+        "a": distribute_tensor(full, line(size), [Shard(0)]),
+        "own": rank,
+        "w": numbers(f"w{rank}", 4),
+    }
+    save(state, StorageWriter(path, run="alone", step=3), use_collectives=False)
+    state = {"a": distribute_tensor(torch.zeros(7, 3), line(size), [Shard(0)]), "own": None, "w": torch.zeros(4)}
+    load(state, StorageReader(path, "alone@3"))
+    assert torch.equal(state["a"].full_tensor(), full)
+    assert state["own"] == rank
+    assert torch.equal(state["w"], numbers(f"w{rank}", 4))
+    other = {"a": distribute_tensor(torch.zeros(7, 3), line(size), [Shard(1)])}
+    return failed(lambda: load(other, StorageReader(path, f"alone/rank-{rank}@3")))
+
+
+def test_ranks_that_save_without_collectives(ranks: Pool, store_path: Path) -> None:
+    for told in ranks.run(3, without_collectives, store_path):
+        assert any("Conflict" in kind or "not all that it is to load" in text for kind, text in told.values())
+    assert sorted(c.run for c in casckpt.open(store_path).checkpoints()) == [f"alone/rank-{n}" for n in range(3)]
+
+
+# --- failures ---
+
+
+def fails_on(rank: int, size: int, path: Path, culprit: int) -> Any:
+    faults = [fail_before("put", times=99, key="objects/*")] if rank == culprit else []
+    store, _ = watched(path, *faults)
+    state = {"a": distribute_tensor(numbers("a", 8, 2), line(size), [Shard(0)])}
+    told = failed(lambda: save(state, StorageWriter(store, step=1)))
+    save(state, StorageWriter(path, step=1))
+    return told
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_cannot_write_fails_all_and_nothing_is_left(ranks: Pool, store_path: Path, culprit: int) -> None:
+    for told in ranks.run(2, fails_on, store_path, culprit):
+        assert told[culprit][0] == "StorageError"
+    store = casckpt.open(store_path)
+    assert [c.step for c in store.checkpoints()] == [1]
+    assert store.gc(wait=0).waiting == ()
+    assert torch.equal(store.read("default@1")["a"], numbers("a", 8, 2))
+
+
+class Dying(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        die()
+
+
+def dies(rank: int, size: int, path: Path) -> None:
+    state = {"a": distribute_tensor(numbers("a", 8, 2), line(size), [Shard(0)])}
+    save(state, StorageWriter(path, step=1), planner=Dying() if rank == 1 else DefaultSavePlanner())
+
+
+def test_a_rank_that_dies_leaves_nothing_visible(ranks: Pool, store_path: Path) -> None:
+    outcomes = ranks.outcomes(2, dies, store_path, timeout=20)
+    assert not any(outcome.ok for outcome in outcomes)
+    assert casckpt.open(store_path).checkpoints() == []
+
+
+# --- the old way of FSDP ---
+
+
+def sharded_optimizer(rank: int, size: int, path: Path) -> None:
+    store, full = casckpt.open(path), numbers("exp_avg", 8, 4)
+    moments = {"exp_avg": full, "step": torch.tensor(3.0)}
+    weight = distribute_tensor(full, line(size), [Shard(0)])
+    state = {"model": {"w": weight}, "optimizer": {"state": {"w": moments}, "lr": 0.5}}
+    save(state, StorageWriter(store, run="dcp", step=1))
+    store.save(state, run="native", step=1)
+    for ref in ("dcp@1", "native@1"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what it no longer likes
+            found = load_sharded_optimizer_state_dict({"w": full}, "optimizer", StorageReader(store, ref))
+            inner = found["optimizer"]["state"]["w"]
+            assert torch.equal(inner["exp_avg"].local_shards()[0].tensor, full[rank * 4 : rank * 4 + 4])
+        assert inner["step"] == 3
+        assert found["optimizer"]["lr"] == 0.5
+
+
+def nested_sharded_optimizer(rank: int, size: int, path: Path) -> None:
+    store, full = casckpt.open(path), numbers("exp_avg", 8, 4)
+    if rank == 0:
+        store.save({"optimizer": {"state": {"w": {"exp_avg": full}}}}, step=1, no_dist=True)
+    torch.distributed.barrier()
+    group: Any = torch.distributed.group.WORLD  # of both dimensions: torch takes no other ranks than the first ones
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it no longer likes
+        outer = init_from_local_shards(
+            [TorchShard.from_tensor_and_offsets(torch.zeros(4, 4), [4 * rank, 0], rank)], 8, 4, process_group=group
+        )
+        inner = _create_chunk_sharded_tensor(torch.zeros(4, 4), rank, 2, 2, group)
+        metadata = copy.deepcopy(outer.metadata())
+        nested = ShardedTensor._init_from_local_shards_and_global_metadata(
+            [TorchShard(inner, copy.deepcopy(outer.local_shards()[0].metadata))],
+            sharded_tensor_metadata=metadata, process_group=group, init_rrefs=False,
+        )  # fmt: skip
+        found = load_sharded_optimizer_state_dict({"w": nested}, "optimizer", StorageReader(store, "default@1"))
+    shard = found["optimizer"]["state"]["w"]["exp_avg"].local_shards()[0].tensor
+    at = 4 * rank + 2 * rank
+    assert torch.equal(shard, full[at : at + 2])
+
+
+def test_sharded_optimizer_state(ranks: Pool, store_path: Path) -> None:
+    ranks.run(2, sharded_optimizer, store_path)
+
+
+def test_nested_sharded_optimizer_state(ranks: Pool, store_path: Path) -> None:
+    ranks.run(2, nested_sharded_optimizer, store_path)

@@ -1,0 +1,68 @@
+"""Saves and loads through torch.distributed.checkpoint, in a process of its own and on ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+QUIET = "torch.distributed is"  # disabled, unavailable or uninitialized: DCP warns of what these tests want
+
+
+def save(state: Any, writer: StorageWriter, **more: Any) -> Metadata:
+    """`dcp.save`, without its warning about processes that are alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", QUIET)
+        return save_state(state, storage_writer=writer, **more)
+
+
+def load(state: Any, reader: StorageReader, **more: Any) -> Any:
+    """`dcp.load`; the state that was filled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", QUIET)
+        warnings.filterwarnings("ignore", "Please use DTensor instead")  # of ShardedTensor, which torch still takes
+        load_state(state, storage_reader=reader, **more)
+    return state
+
+
+def failure(call: Callable[[], Any]) -> CheckpointException:
+    """The CheckpointException that a call raises; it is no Exception, so tests would not see it as an outcome."""
+    try:
+        call()
+    except CheckpointException as error:
+        return error
+    raise AssertionError("nothing failed")
+
+
+def causes(error: CheckpointException) -> dict[int, BaseException]:
+    """What failed on which rank."""
+    return {rank: cause for rank, (cause, _) in error.failures.items()}
+
+
+def failed(call: Callable[[], Any]) -> dict[int, tuple[str, str]]:
+    """(type, text) of what failed, by rank: as a test in another process can take it."""
+    return {rank: (type(cause).__name__, str(cause)) for rank, cause in causes(failure(call)).items()}
+
+
+def forget_plans() -> None:
+    """DCP keeps cached plans in its classes; tests that share a process must not see each other's."""
+    for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan",
+                 "_cached_metadata"):  # fmt: skip
+        getattr(SavePlanner, name, {}).clear()
+
+
+def zeros(state: Any) -> Any:
+    """A state of the same form without its numbers."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: zeros(value) for key, value in state.items()}
+    return [zeros(value) for value in state] if isinstance(state, list) else None
