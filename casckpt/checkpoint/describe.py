@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.sources import Cell, Source
 from casckpt.checkpoint.upload import Placed
 from casckpt.errors import InvalidInput
@@ -45,6 +46,7 @@ class Share:
         return (table for _, table in self.extents.values())
 
 
+@collecting_later()
 def share_of(
     sources: Sequence[Source],
     work: Sequence[Sequence[Cell]],
@@ -96,6 +98,7 @@ class Described:
     extents: Mapping[Name, tuple[str, ExtentTable]]
     refs: Sequence[BlobRef]
 
+    @collecting_later()
     def entries(self) -> list[Entry]:
         """As the manifest holds them."""
         return [
@@ -104,6 +107,7 @@ class Described:
         ]
 
 
+@collecting_later()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Described:
     """All ranks' shares as one. Raises InvalidInput, naming key, ranks and region, unless each tensor is whole."""
     numbers: dict[BlobRef, int] = {}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Event, Lock
 from typing import NamedTuple, Protocol
 
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.workers import run_all, useful_threads
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound
 from casckpt.format.digest import cell_digest
@@ -97,23 +98,30 @@ class Download:
     def run(self, wants: Sequence[Want]) -> None:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
         traits = self.repo.storage.traits
-        items = list(self._items(wants))
-        in_place = traits.remote or all(item.takers[0].place is not None for item in items)
-        most = _BATCH_BYTES if in_place else _SCRATCH_BYTES
-        rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
-        batches = plan_batches(rows, gap=_gap(traits, items), most=most)
-        total = sum(batch.nbytes for batch in batches)
-        threads = traits.parallel if traits.remote else useful_threads(self.threads, total, len(items))
+        batches, most = self._batches(wants)
+        total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
+        threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
         readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches), shared=shared)
         scratches = BufferPool(threads, most)
         stop = Event()
         try:
-            run_all(lambda batch: self._read(readers, scratches, batch, stop), batches, threads)
+            with collecting_later() if threads == 1 else nullcontext():
+                run_all(lambda batch: self._read(readers, scratches, batch, stop), batches, threads)
         finally:
             readers.close()
             scratches.close()
+
+    @collecting_later()
+    def _batches(self, wants: Sequence[Want]) -> tuple[list[Batch[_Item]], int]:
+        """All reads, and the most bytes that one of them is meant to have."""
+        traits = self.repo.storage.traits
+        items = list(self._items(wants))
+        in_place = traits.remote or all(item.takers[0].place is not None for item in items)
+        most = _BATCH_BYTES if in_place else _SCRATCH_BYTES
+        rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
+        return plan_batches(rows, gap=_gap(traits, items), most=most), most
 
     def _items(self, wants: Sequence[Want]) -> Iterable[_Item]:
         """One item for each distinct range of bytes."""

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.leader import SaveMemory, SaveOptions
 from casckpt.checkpoint.prepare import Frozen, Prepared, prepare, snapshot
@@ -39,13 +40,14 @@ class SaveJob:
     def prepare(self) -> Prepared:
         """Look at every leaf; see `casckpt.checkpoint.prepare.prepare`."""
         state = self.state if isinstance(self.state, Mapping) or not callable(self.state) else self.state()
-        return prepare(
-            state,
-            self.attachments,
-            rank=self.ranks.rank,
-            allow_pickle=self.allow_pickle,
-            frozen=self.frozen,
-        )
+        with collecting_later():
+            return prepare(
+                state,
+                self.attachments,
+                rank=self.ranks.rank,
+                allow_pickle=self.allow_pickle,
+                frozen=self.frozen,
+            )
 
     def snapshot(self, staging: Staging) -> Callable[[], Prepared]:
         """`prepare` with copies of all data, made now. Errors are raised by the call, where all ranks learn of them."""

@@ -16,6 +16,7 @@ import torch
 
 from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.download import Download, Want
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
@@ -124,6 +125,7 @@ class _Loading:
         self.missing: tuple[str, ...] = ()
         self.unread: tuple[str, ...] = ()
 
+    @collecting_later()
     def plan(self, state: Any) -> None:
         """Check all of it. Raises MissingKey, Mismatch or InvalidInput."""
         contents, options = self._plan.contents, self._plan.options

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.format import blob, dtypes
 from casckpt.format.manifest import Name
 from casckpt.format.regions import Region, Shape, normalise, whole
@@ -91,6 +92,7 @@ class Cell:
         return self.start + self.cut.hi - self.cut.lo
 
 
+@collecting_later()
 def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:
     """The cells of all sources, group by group, in the order in which they are to lie in blobs."""
     work = []

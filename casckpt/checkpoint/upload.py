@@ -3,7 +3,8 @@
 Two phases, each over all cores:
 
 - **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
-  (Of tensors that the caller declares frozen, a sample is.)
+  (Of tensors that the caller declares frozen, a sample is. Small ones are not: they go on as if unknown, and no bytes
+  of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from one queue, copy each into an aligned buffer, hash it there (what is stored
   is what was hashed), and put the full buffer as a blob. While one worker waits for the disk others copy and hash.
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from threading import Event, Lock
 
+from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.sources import Cell, Source
 from casckpt.checkpoint.workers import run_all, useful_threads
 from casckpt.format import blob as blob_format
@@ -33,6 +36,7 @@ from casckpt.storage.buffers import BufferPool
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
+_SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
 _SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
@@ -68,17 +72,24 @@ class Upload:
     def place(self, work: Sequence[Sequence[Cell]]) -> list[list[Placed]]:
         """Find or store every cell. Blobs are durable when it returns; their names once the folder is settled."""
         placed: dict[int, Placed] = {}
-        unknown = self._compare(work, placed) if self.known.any else [cell for cells in work for cell in cells]
-        if unknown:
-            self._pack(unknown, placed)
-        return [[placed[id(cell)] for cell in cells] for cells in work]
+        every = [cell for cells in work for cell in cells]
+        many_small = useful_threads(2, sum(cell.nbytes for cell in every), len(every)) == 1
+        with collecting_later() if many_small else nullcontext():
+            unknown = self._compare(work, placed) if self.known.any else every
+            if unknown:
+                self._pack(unknown, placed)
+            return [[placed[id(cell)] for cell in cells] for cells in work]
 
     # compare
 
     def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, Placed]) -> list[Cell]:
         self._trust(work, placed)
         work = [cells for cells in work if id(cells[0]) not in placed]
-        probes = [cells[0] for cells in work if cells[0].memory.view(0, 0) is not None]
+        probes = [
+            cells[0]
+            for cells in work
+            if (len(cells) > 1 or cells[0].nbytes > _SMALL) and cells[0].memory.view(0, 0) is not None
+        ]
         self._compare_each(probes, placed)
         self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
         return [cell for cells in work for cell in cells if id(cell) not in placed]
@@ -111,14 +122,18 @@ class Upload:
             view = cell.memory.view(cell.start, cell.stop)
             if view is None:
                 continue
-            digest, cut = cell_digest(view), cell.cut
-            if cut.blob != UNKNOWN and cut.digest == digest and self.known.usable(cut.blob):
-                place: tuple[int, int] | None = (cut.blob, cut.offset)
-            else:
-                place = self.known.find(digest)
+            digest = cell_digest(view)
+            place = self._find(cell, digest)
             if place is not None:
                 placed[id(cell)] = Placed(digest, False, *place)
                 self.progress(cell.nbytes)
+
+    def _find(self, cell: Cell, digest: CellDigest) -> tuple[int, int] | None:
+        """(blob, offset) of known bytes with the digest of ``cell``: first where the parent has that cell."""
+        cut = cell.cut
+        if cut.blob != UNKNOWN and cut.digest == digest and self.known.usable(cut.blob):
+            return cut.blob, cut.offset
+        return self.known.find(digest) if self.known.any else None
 
     # pack
 
@@ -156,7 +171,7 @@ class Upload:
                 at = blob_format.DATA_OFFSET + used
                 target = buffer[at : at + cell.nbytes]
                 cell.memory.copy_out(cell.start, cell.stop, target)
-                placed[id(cell)], is_new = self._claim(cell_digest(target), number, at)
+                placed[id(cell)], is_new = self._claim(cell, cell_digest(target), number, at)
                 if is_new:
                     runs.append((self.sources[cell.source].dtype, cell.nbytes))
                     used += cell.nbytes
@@ -170,9 +185,9 @@ class Upload:
             self.written.append(None)
             return len(self.written) - 1
 
-    def _claim(self, digest: CellDigest, number: int, offset: int) -> tuple[Placed, bool]:
+    def _claim(self, cell: Cell, digest: CellDigest, number: int, offset: int) -> tuple[Placed, bool]:
         """The place of a cell that was just hashed: where it is already, or here."""
-        found = self.known.find(digest) if self.known.any else None
+        found = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
             if earlier is not None and (earlier.new or self.known.usable(earlier.blob)):

@@ -14,6 +14,7 @@ other reader of safetensors files, and for the eyes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import msgspec
 
@@ -36,6 +37,7 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_offsets: list[int]
 
 
+@cache
 def order(dtype: str) -> tuple[int, str]:
     """Sort key of a cell's dtype inside a blob: largest elements first, so that every tensor of the file is aligned.
 

@@ -39,6 +39,7 @@ class ManifestCells:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._entries = {entry.name: entry for entry in manifest.body.entries}
+        self._tables: dict[Name, ExtentTable | None] = {}
         self.refs: Sequence[BlobRef] = list(manifest.blobs)
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
@@ -53,6 +54,11 @@ class ManifestCells:
         return (table for entry in self._entries.values() if (table := self._usable(entry)) is not None)
 
     def _usable(self, entry: Entry) -> ExtentTable | None:
+        if entry.name not in self._tables:
+            self._tables[entry.name] = self._decoded(entry)
+        return self._tables[entry.name]
+
+    def _decoded(self, entry: Entry) -> ExtentTable | None:
         try:
             return self._manifest.extents(entry)
         except Refused as error:
@@ -106,17 +112,21 @@ class _DigestIndex:
     """All cells of some sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        digests: list[npt.NDArray[np.uint8]] = [np.empty((0, DIGEST_BYTES), dtype=np.uint8)]
-        blobs: list[Ints] = [np.empty(0, dtype=np.int64)]
-        offsets: list[Ints] = [np.empty(0, dtype=np.int64)]
+        digests: list[npt.NDArray[np.uint8]] = []
+        blobs, offsets = [], []
+        short = _ShortCells()
         base = 0
         for source in sources:
             for table in source.tables():
-                blob, offset = cell_places(table)
-                digests.append(table.digests)
-                blobs.append(blob + base)
-                offsets.append(offset)
+                if not short.take(table, base):
+                    blob, offset = cell_places(table)
+                    digests.append(table.digests)
+                    blobs.append(blob + base)
+                    offsets.append(offset)
             base += len(source.refs)
+        digests.append(np.frombuffer(b"".join(short.digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES))
+        blobs.append(np.array(short.blobs, dtype=np.int64))
+        offsets.append(np.array(short.offsets, dtype=np.int64))
         every = np.concatenate(digests)
         prefixes = np.ascontiguousarray(every[:, :8]).view("<u8").reshape(-1)
         order = np.argsort(prefixes, kind="stable")
@@ -131,6 +141,25 @@ class _DigestIndex:
                 return int(self._blobs[row]), int(self._offsets[row])
             row += 1
         return None
+
+
+class _ShortCells:
+    """The cells of tensors that are one cell each, as most of many tensors are: without columns."""
+
+    def __init__(self) -> None:
+        self.digests: list[bytes] = []
+        self.blobs: list[int] = []
+        self.offsets: list[int] = []
+
+    def take(self, table: ExtentTable, base: int) -> bool:
+        """Take the cell of such a tensor, in blob ``base`` + its own number; False for another one."""
+        short = table.whole
+        if short is None or len(short.digests) != DIGEST_BYTES:
+            return False
+        self.digests.append(short.digests)
+        self.blobs.append(base + short.blob)
+        self.offsets.append(short.offset)
+        return True
 
 
 def cell_places(table: ExtentTable) -> tuple[Ints, Ints]:

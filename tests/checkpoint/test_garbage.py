@@ -1,0 +1,51 @@
+"""The cycle collector rests while plans are made, and is as it was afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from casckpt.checkpoint.garbage import collecting_later
+
+
+@pytest.fixture(autouse=True)
+def _collector() -> Iterator[None]:
+    was = gc.isenabled()
+    yield
+    (gc.enable if was else gc.disable)()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_it_rests_and_is_as_before(was_on: bool) -> None:
+    (gc.enable if was_on else gc.disable)()
+    with collecting_later():
+        assert not gc.isenabled()
+        with collecting_later():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() is was_on
+    with pytest.raises(KeyError), collecting_later():
+        raise KeyError
+    assert gc.isenabled() is was_on
+
+
+def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
+    gc.enable()
+    inside, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with collecting_later():
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=work)
+    with collecting_later():
+        thread.start()
+        assert inside.wait(60)
+    assert not gc.isenabled()
+    leave.set()
+    thread.join(60)
+    assert gc.isenabled()
