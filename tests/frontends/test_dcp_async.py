@@ -1,0 +1,115 @@
+"""Asynchronous saves of torch.distributed.checkpoint: by a thread and by a process, over weights that change."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import casckpt
+from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.dcp import forget_plans, load
+from tests.support.together import line, numbers
+
+try:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+except ImportError:  # before 2.7
+    AsyncCheckpointerType = None  # type: ignore[assignment,misc] # of an older torch
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+STEPS = 10
+SIZE = 1 << 20
+
+
+def state_at(step: int, size: int) -> dict[str, Any]:
+    frozen = distribute_tensor(numbers("frozen", SIZE // 4), line(size), [Shard(0)], src_data_rank=None)
+    return {"moving": torch.full((1000,), float(step)), "frozen": frozen, "step": step}
+
+
+def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
+    """Save over weights that change as soon as they may; the memory of this process after each step."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
+    forget_plans()
+    store, memory = casckpt.open(path), []
+    state = state_at(0, size)
+    before: Any = None
+    for step in range(STEPS):
+        with torch.no_grad():
+            state["moving"].fill_(step)
+        state["step"] = step
+        if before is not None:
+            before.result()  # DCP wants them one after the other
+        before = async_save(
+            dict(state),
+            storage_writer=StorageWriter(store, run=kind, step=step),
+            planner=DefaultSavePlanner(enable_plan_caching=cached),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS
+            if kind == "process"
+            else AsyncCheckpointerType.THREAD,
+        )
+        with torch.no_grad():
+            state["moving"].fill_(-1)
+        memory.append(psutil.Process().memory_info().rss)
+    before.result()
+    if kind == "process":
+        _end_process()
+    forget_plans()
+    found = state_at(0, size)
+    load(found, StorageReader(store, f"{kind}@{STEPS - 1}"))
+    assert found["step"] == STEPS - 1
+    return memory
+
+
+def _end_process() -> None:
+    """DCP keeps its process until the interpreter ends; its ranks wait for each other when they do."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    process = executor._CHECKPOINT_PROCESS
+    assert process is not None
+    executor._CHECKPOINT_PROCESS = None
+    process._send(executor._CheckpointSaveProcessControlOpts.TERMINATE)
+    process._save_process.join()
+
+
+@pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
+def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
+    for memory in ranks.run(2, in_background, store_path, kind, cached):
+        assert memory[-1] - memory[2] < 4 * SIZE
+    store = casckpt.open(store_path)
+    for step in range(STEPS):
+        found = store.read(f"{kind}@{step}")
+        assert found["step"] == step
+        assert found["moving"].unique().tolist() == [step]
+        assert torch.equal(found["frozen"], numbers("frozen", SIZE // 4))
+        assert step == 0 or store.get(f"{kind}@{step}").stats.bytes_written < 20_000
+    assert store.gc(wait=0).waiting == ()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_stager_of_the_user(store: casckpt.Store) -> None:
+    state = {"a": torch.ones(4)}
+    future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
+    future.result()
+    assert torch.equal(store.read("default@1")["a"], torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_failure_shows_in_the_future(store: casckpt.Store) -> None:
+    save = {"a": torch.ones(4)}
+    async_save(save, storage_writer=StorageWriter(store, step=1)).result()  # type: ignore[union-attr] # a future
+    future: Any = async_save(save, storage_writer=StorageWriter(store, step=1))
+    with pytest.raises(BaseException, match="default@1 exists already"):
+        future.result()
