@@ -1,0 +1,141 @@
+"""Where a checkpoint is, and the config that it has there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.frontends.megatron import (
+    CheckpointingConfig,
+    CheckpointingException,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load,
+    load_plain_tensors,
+    maybe_load_config,
+    save,
+    save_config,
+)
+
+
+def state() -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0))}
+
+
+@pytest.mark.parametrize("form", ["text", "path", "at a store", "at a path", "memory"])
+def test_a_place_can_be_given_in_many_forms(tmp_path: Path, form: str) -> None:
+    store = casckpt.open(tmp_path)
+    where: Any = {
+        "text": f"{tmp_path}#a/b@3",
+        "path": tmp_path.parent / f"{tmp_path.name}#a/b@3",
+        "at a store": casckpt.at(store, run="a/b", step=3),
+        "at a path": casckpt.at(tmp_path, run="a/b", step=3),
+        "memory": f"memory://{tmp_path.name}#a/b@3",
+    }[form]
+    save(state(), where)
+    assert load_plain_tensors(where)["w"].tolist() == [0, 1, 2, 3]
+    assert check_is_distributed_checkpoint(where)
+    assert form == "memory" or "a/b@3" in store
+
+
+def test_a_load_takes_any_reference(tmp_path: Path) -> None:
+    save(state(), f"{tmp_path}#a@3")
+    casckpt.open(tmp_path).tag("best", "a@3")
+    for ref in ("a@latest", "latest", "tag:best", casckpt.open(tmp_path).get("a@3").id[:12]):
+        assert load(state(), f"{tmp_path}#{ref}")["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_relative_place_is_where_the_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        save(state(), "ckpts#a@3")
+        assert sorted(os.listdir()) == ["ckpts"]
+
+
+@pytest.mark.parametrize("where", ["folder", "#a@3", "store#", "store#a", "store#a@x", "store#a@latest", "store#@3"])
+def test_what_is_no_place_to_save_to(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointingException):
+        save(state(), where)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_config_of_what_was_saved(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@3"
+    assert maybe_load_config(where) is None
+    save(state(), where)
+    assert maybe_load_config(where) == CheckpointingConfig("casckpt", 1, "torch", 1)
+    assert maybe_load_config(f"{tmp_path}#a@4") is None
+    assert check_is_distributed_checkpoint(f"{tmp_path}#a@4") is False
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"{", b"\xff", b"[]", b"5", b"{}", b'{"sharded_backend": 1}', b'{"sharded_backend": "x", "common_backend": 1}'],
+)
+def test_a_config_that_is_none(tmp_path: Path, data: bytes) -> None:
+    casckpt.open(tmp_path / "s").save({}, run="a", step=3, attachments={"metadata.json": data})
+    (tmp_path / "metadata.json").write_bytes(data)
+    for where in (f"{tmp_path}/s#a@3", tmp_path):
+        assert check_is_distributed_checkpoint(where) is False
+        assert maybe_load_config(where) is None
+
+
+def test_a_config_with_fields_of_another_version(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "later": 1}))
+    assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist")
+    assert maybe_load_config(tmp_path / "nowhere") is None
+    assert maybe_load_config(tmp_path / "metadata.json") is None
+
+
+def test_a_config_is_written_where_none_is(tmp_path: Path) -> None:
+    config = CheckpointingConfig("other", 2)
+    save_config(config, tmp_path)
+    assert maybe_load_config(str(tmp_path)) == config
+    where = f"{tmp_path}/s#a@3"
+    save_config(config, where)
+    save_config(CheckpointingConfig("another"), where)
+    assert maybe_load_config(where) == CheckpointingConfig("another")
+    save(state(), where)
+    assert maybe_load_config(where) == CheckpointingConfig("casckpt")
+    assert load_plain_tensors(where).keys() == {"w"}
+
+
+def test_the_config_of_a_checkpoint_does_not_change(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@3"
+    save(state(), where)
+    save_config(CheckpointingConfig("casckpt"), where)
+    with pytest.raises(Conflict, match="does not change"):
+        save_config(CheckpointingConfig("casckpt", 2), where)
+
+
+def test_errors_are_those_of_casckpt_too(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@3"
+    with pytest.raises(CheckpointingException) as absent:
+        load(state(), where)
+    assert isinstance(absent.value, NotFound)
+    assert absent.value.exit_status == 3
+    save(state(), where)
+    with pytest.raises(CheckpointingException, match="exists already") as twice:
+        save(state(), where)
+    assert isinstance(twice.value, Conflict)
+    save(state(), where, overwrite=True)
+
+
+def test_strategies_of_others_are_refused(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@3"
+    calls: tuple[Any, ...] = (save, load)
+    for call in calls:
+        with pytest.raises(InvalidInput, match="torch_dist"):
+            call(state(), where, ("torch_dist", 1))
+        with pytest.raises(NotImplementedError):
+            call(state(), where, None, ("torch", 1))
+    save(state(), where, ("casckpt", 1))

@@ -1,0 +1,174 @@
+"""What does not fit together is refused, on every rank alike, and before anything is written."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, validate_sharding_integrity
+from tests.support.ranks import outcome_of
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+State = dict[str, Any]
+
+
+def part(rank: int, *, at: int | None = None, of: int = 2, **more: Any) -> ShardedTensor:
+    where = rank if at is None else at
+    return ShardedTensor.from_rank_offsets("w", torch.full((2, 3), float(rank)), (0, where, of), **more)
+
+
+def flat(at: slice, replica_id: int = 0, key: str = "w") -> ShardedTensor:
+    data = torch.ones(at.stop - at.start)
+    return ShardedTensor.from_rank_offsets_flat(key, data, (2, 3), flattened_range=at, replica_id=replica_id)
+
+
+def obj(at: int, of: int = 2, replica_id: int = 0) -> ShardedObject:
+    return ShardedObject("o", at, (of,), (at,), replica_id)
+
+
+def uneven(lo: int, hi: int) -> ShardedTensor:
+    return ShardedTensor("w", torch.ones(hi - lo), torch.float32, (hi - lo,), (5,), (lo,), None)
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A state dict for each rank, and what the error says."""
+
+    make: Callable[[int], State]
+    message: str
+
+
+BAD = {
+    "two main replicas": Bad(lambda r: {"w": part(r, at=0, of=1)}, r"'w': \[0:2\]x\[0:3\] of rank 0 and .* of rank 1"),
+    "no main replica": Bad(lambda r: {"w": part(r, replica_id=1)}, r"'w': no rank has a main replica of \[0:4\]"),
+    "a hole": Bad(lambda r: {"w": part(r, of=3)}, r"'w': no rank has a main replica of .* hold parts of it: 0, 1\)"),
+    "an overlap": Bad(lambda r: {"w": uneven(2 * r, 3 + 2 * r)}, r"'w': .* of rank 0 and .* of rank 1 have"),
+    "another dtype": Bad(
+        lambda r: {"w": replace(part(r), data=None, dtype=(torch.float32, torch.float64)[r])},
+        "'w': dtype is float32 on rank 0, but float64 on rank 1",
+    ),
+    "another global shape": Bad(lambda r: {"w": part(r, of=2 + r)}, r"'w': global shape is \(4, 3\) on rank 0"),
+    "another local shape": Bad(
+        lambda r: {"w": ShardedTensor("w", None, torch.float32, (2 - r,), (3,), (2 * r,), (2,))},
+        "'w': local shape is",
+    ),
+    "flat and not flat": Bad(lambda r: {"w": (part(0, of=1), flat(slice(0, 6)))[r]}, "'w': flattened is False"),
+    "flat ranges with a hole": Bad(lambda r: {"w": flat((slice(0, 3), slice(4, 6))[r])}, "'w': no rank has .*3..4"),
+    "flat ranges that overlap": Bad(lambda r: {"w": flat((slice(0, 4), slice(3, 6))[r])}, "'w': .*0..4.* of rank 0"),
+    "outside of the global shape": Bad(
+        lambda r: {"w": ShardedTensor("w", torch.ones(3), torch.float32, (3,), (5,), (3 * r,), None)},
+        r"'w': a part at \[3\] of shape \[3\] does not lie",
+    ),
+    "a tensor and an object": Bad(
+        lambda r: {"w": (part(0, of=1), ShardedObject("w", 1, (1,), (0,)))[r]},
+        "'w' is a tensor on rank 0",
+    ),
+    "an object twice": Bad(lambda r: {"o": obj(0, of=1)}, r"'o': the object at \(0,\) .* on rank 0 and on rank 1"),
+    "an object twice on a rank": Bad(lambda r: {"o": [obj(0, 1, r), obj(0, 1, r)]}, "on rank 0 and on rank 0"),
+    "an object is missing": Bad(lambda r: {"o": obj(r, of=4)}, r"'o': .*objects at \(2,\), \(3,\) of \(4,\)"),
+    "an object with a wrong offset": Bad(lambda r: {"o": obj(2 * r)}, r"'o': the object at \(2,\) of \(2,\) on rank 1"),
+    "objects of two shapes": Bad(lambda r: {"o": obj(r, of=2 + r)}, r"'o': the object at \(1,\) of \(3,\) on rank 1"),
+    "a factory that was not built": Bad(lambda r: {"o": Unbuilt()}, "neither a ShardedTensor nor a ShardedObject"),
+    "a list of two kinds": Bad(lambda r: {"l": [part(r), 5]}, r"list at \('l',\) mixes plain values, sharded values"),
+    "a key that is common": Bad(lambda r: {"a": part(r), "w": 1}, "'w' is the key of something sharded"),
+    "only on one rank": Bad(lambda r: {"w": part(r)} if r else {"w": part(0), "o": obj(1)}, r"'o': .*s at \(0,\)"),
+}
+
+
+class Unbuilt:
+    """What builds another of its kind."""
+
+    key, data, replica_id, merge_fn = "f", None, 0, None
+
+    def build_fn(self) -> None: ...
+
+    def build(self) -> Unbuilt:
+        return self
+
+
+def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool]:
+    error = outcome_of(lambda: megatron.save(BAD[name].make(rank), f"{path}#a@1"))
+    good = outcome_of(lambda: megatron.save({"w": part(rank)}, f"{path}#after@1"))
+    return type(error).__name__, str(error), good is None
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_state_is_refused_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
+    found = ranks.run(2, refused, tmp_path, name)
+    for kind, text, usable_after in found:
+        assert (kind, usable_after) == ("CheckpointingException", True), text
+    assert any(re.search(BAD[name].message, text) for _, text, _ in found), found
+    assert [ckpt.run for ckpt in casckpt.open(tmp_path).checkpoints()] == ["after"]
+
+
+def nothing_written(rank: int, size: int, path: Path) -> bool:
+    outcome_of(lambda: megatron.save({"w": part(rank, at=0, of=1)}, f"{path}#a@1"))
+    return path.exists()
+
+
+def test_nothing_at_all_is_written(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, nothing_written, tmp_path / "store") == [False, False]
+
+
+def test_without_validation_the_store_refuses(tmp_path: Path, ranks: Pool) -> None:
+    found = ranks.run(2, without_validation, tmp_path)
+    assert all("CheckpointingException" in text and "'w'" in text for text in found), found
+    assert casckpt.open(tmp_path).checkpoints() == []
+
+
+def without_validation(rank: int, size: int, path: Path) -> str:
+    return repr(outcome_of(lambda: megatron.save({"w": part(rank, of=3)}, f"{path}#a@1", None, None, False)))
+
+
+def validated(rank: int, size: int) -> list[str]:
+    good = [part(rank), obj(rank), flat(slice(3 * rank, 3 * rank + 3), key="f"), part(rank, at=0, replica_id=1)]
+    validate_sharding_integrity(good)
+    validate_sharding_integrity({"nested": [{"in a state": good}]})
+    validate_sharding_integrity(good if rank == 0 else [part(1), obj(1), flat(slice(3, 6), key="f")])
+    validate_sharding_integrity([])
+    return [repr(outcome_of(lambda: validate_sharding_integrity([part(rank, at=0)])))]
+
+
+def test_validation_gathers_by_itself(ranks: Pool) -> None:
+    found = ranks.run(2, validated)
+    assert all("CheckpointingException" in text and "of rank 0" in text for (text,) in found), found
+
+
+def test_validation_in_one_process() -> None:
+    validate_sharding_integrity(iter([part(0, of=1)]))
+    with pytest.raises(CheckpointingException, match="no rank has a main replica"):
+        validate_sharding_integrity([ShardedTensor.from_rank_offsets("w", torch.ones(0, 2), replica_id=1)])
+
+
+def differing(rank: int, size: int, path: Path) -> list[str]:
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("casckpt.frontends.megatron.saving")
+    logger.addHandler(handler)
+    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@1")
+    preprocess = {"preprocess_common_before_consistancy_check": lambda common: {"same": common["same"]}}
+    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@2", **preprocess)  # type: ignore[arg-type]
+    logger.removeHandler(handler)
+    return caught
+
+
+def test_rank_0_has_the_common_state_and_others_warn_where_theirs_differs(tmp_path: Path, ranks: Pool) -> None:
+    first, second = ranks.run(2, differing, tmp_path)
+    assert first == []
+    (warning,) = second
+    assert "rank 1" in warning
+    assert "('lr',)" in warning
+    assert "same" not in warning
+    assert megatron.load_common_state_dict(f"{tmp_path}#a@1") == {"lr": 0, "same": [1]}

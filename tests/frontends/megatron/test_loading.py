@@ -1,0 +1,301 @@
+"""Loads: what is asked for and what is there, other shapes, objects, and parts of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_sharded_objects,
+    load_tensors_metadata,
+    save,
+)
+from tests.support.ranks import outcome_of
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.full(shape, -1.0), **more)
+
+
+def untouched(part: ShardedTensor) -> bool:
+    return torch.equal(torch.as_tensor(part.data), torch.full(part.local_shape, -1.0))
+
+
+def numbered(key: str, *shape: int, **more: Any) -> ShardedTensor:
+    data = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    return ShardedTensor.from_rank_offsets(key, data, **more)
+
+
+def obj(key: str, at: int = 0, of: int = 1, data: Any = None) -> ShardedObject:
+    return ShardedObject(key, data, (of,), (at,))
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> str:
+    place = f"{tmp_path}#a@1"
+    save(
+        {
+            "model": {"w": numbered("w", 4, 3), "b": numbered("b", 4)},
+            "objects": [obj("o", 0, 2, {"t": torch.ones(2), "e": {}}), obj("o", 1, 2, "second")],
+            "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
+            "groups": [{"lr": 1.0, "params": LocalNonpersistentObject([0])}],
+            "seed": torch.tensor([5]),
+            "empty": {"dict": {}, "list": []},
+        },
+        place,
+        content_metadata={"version": 2, "dp_cp_group": object()},
+    )
+    return place
+
+
+COMMON = {
+    "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)),
+    "groups": [{"lr": 1.0}],
+    "seed": torch.tensor([5]),
+    "empty": {"dict": {}, "list": []},
+    "content_metadata": {"version": 2},
+}
+
+
+def test_parts_of_a_checkpoint(where: str) -> None:
+    assert megatron.diff(load_common_state_dict(where), COMMON) == ([], [], [])
+    plain = load_plain_tensors(where)
+    assert {key: value.shape for key, value in plain.items()} == {"w": (4, 3), "b": (4,)}
+    assert plain["w"].flatten().tolist() == list(range(12))
+    metadata = load_tensors_metadata(where)
+    assert metadata["w"] == ShardedTensor.from_rank_offsets("w", torch.ones(4, 3)).without_data()
+    assert set(load_sharded_metadata(where)) == {"w", "b", "o/shard_0_2", "o/shard_1_2"}
+    assert load_content_metadata(where) == {"version": 2}
+    assert load_content_metadata(preloaded_state_dict={}) is None
+    with pytest.raises(ValueError, match="give a checkpoint_dir"):
+        load_content_metadata()
+
+
+def test_an_empty_state_dict_gives_the_common_part(where: str) -> None:
+    assert megatron.diff(load({}, where), COMMON) == ([], [], [])
+
+
+def test_tensors_are_filled_in_place_and_plain_values_are_ignored(where: str) -> None:
+    w = tensor("w", 4, 3)
+    asked = {"x": [w], "args": "mine", "more": 1}
+    found = load(asked, where)
+    assert found["x"][0].data_ptr() == torch.as_tensor(w.data).data_ptr()
+    assert found["x"][0].flatten().tolist() == list(range(12))
+    assert found["args"] == COMMON["args"]
+    assert "more" not in found
+    assert asked == {"x": [w], "args": "mine", "more": 1}
+
+
+def test_without_data_there_is_a_new_tensor_of_the_dtype_that_is_asked_for(where: str) -> None:
+    asked = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3, dtype=torch.bfloat16), (0, 1, 2)).without_data()
+    }
+    found = load(asked, where, validate_access_integrity=False)["w"]
+    assert (found.dtype, found.flatten().tolist()) == (torch.bfloat16, [6, 7, 8, 9, 10, 11])
+    assert asked["w"].data is None
+
+
+def test_a_parameter_is_filled(where: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 3))
+    found = load({"w": ShardedTensor.from_rank_offsets("w", weight)}, where)["w"]
+    assert weight.flatten().tolist() == found.flatten().tolist() == list(range(12))
+
+
+def test_what_is_not_persistent_is_put_back(where: str) -> None:
+    found = load({"groups": [{"params": LocalNonpersistentObject([7])}]}, where)
+    assert found["groups"] == [{"lr": 1.0, "params": [7]}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [((6, 3), [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0] * 3, [0] * 3]), ((2, 2), [[0, 1], [3, 4]])],
+)
+def test_another_shape_is_padded_and_cut(where: str, shape: tuple[int, ...], rows: list[list[int]]) -> None:
+    found = load({"w": tensor("w", *shape, allow_shape_mismatch=True)}, where)["w"]
+    assert found.tolist() == rows
+    count = found.numel()
+    flat = [
+        ShardedTensor.from_rank_offsets_flat(
+            "w", torch.full((hi - lo,), -1.0), shape, flattened_range=slice(lo, hi), allow_shape_mismatch=True
+        )
+        for lo, hi in ((0, 1), (1, count - 1), (count - 1, count))
+    ]
+    assert torch.cat(load({"w": flat}, where)["w"]).tolist() == found.flatten().tolist()
+
+
+@pytest.mark.parametrize("more", [{}, {"allow_shape_mismatch": True}])
+def test_another_shape_is_refused(where: str, more: dict[str, Any]) -> None:
+    shape = (4, 3, 1) if more else (5, 3)
+    asked = tensor("w", *shape, **more)
+    with pytest.raises(CheckpointingException, match="'w' has global shape") as caught:
+        load({"w": asked}, where)
+    assert isinstance(caught.value, Mismatch)
+    assert untouched(asked)
+
+
+def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def asked() -> dict[str, Any]:
+        return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
+
+    for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        with pytest.raises(CheckpointingException, match="a@1 lacks 'x', 'y'") as caught:
+            load(asked(), where, strict=strict)
+        assert isinstance(caught.value, MissingKey)
+        assert caught.value.keys == ("x", "y")
+    with pytest.raises(CheckpointingException, match="'b', 'o', which no rank asks for"):
+        load({"w": tensor("w", 4, 3)}, where, strict=StrictHandling.RAISE_ALL)
+    for strict, missing in (("return_unexpected", set()), ("return_all", {"b", "o"})):
+        found = load(asked(), where, strict=strict)
+        assert found[1:] == (missing, {"x", "y"})
+        assert "x" not in found[0]
+    assert not caplog.records
+    for strict, lines in (("ignore_all", 0), ("log_unexpected", 1), ("log_all", 2)):
+        with caplog.at_level(logging.WARNING):
+            assert load(asked(), where, strict=strict)["w"].sum() == 66
+        assert len(caplog.records) == lines
+        caplog.clear()
+    with pytest.raises(ValueError, match="strict='no' is not known; give one of 'assume_ok_unexpected'"):
+        load({}, where, strict="no")
+
+
+def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
+    return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica_id) for i, part in enumerate(data)]
+
+
+def test_a_factory_of_which_a_part_is_unexpected_is_left_out_whole(tmp_path: Path) -> None:
+    save({"a": numbered("f.0", 3), "b": numbered("b", 1)}, f"{tmp_path}#a@1")
+    factory = ShardedTensorFactory("f", torch.ones(2, 3), halves, torch.stack)
+    found, _, unexpected = load({"f": factory, "b": tensor("b", 1)}, f"{tmp_path}#a@1", strict="return_all")
+    assert (set(found), unexpected) == ({"b"}, {"f.1"})
+
+
+def test_objects_are_replaced_in_place(where: str) -> None:
+    state: dict[str, Any] = {"objects": [obj("o", 1, 2), obj("o", 0, 2)], "w": tensor("w", 4, 3), "plain": 3}
+    assert load_sharded_objects(state, where) is None  # type: ignore[func-returns-value] # that is what is tested
+    assert state["objects"][0] == "second"
+    assert state["objects"][1]["e"] == {}
+    assert untouched(state["w"])
+    assert state["plain"] == 3
+    for missing in (obj("o", 2, 3), obj("nothing")):
+        with pytest.raises(CheckpointingException, match=f"lacks the object '{missing.key}' at") as caught:
+            load_sharded_objects({"o": missing}, where)
+        assert isinstance(caught.value, MissingKey)
+    with pytest.raises(CheckpointingException, match=r"it has it at \(0,\) of \(2,\), \(1,\) of \(2,\)"):
+        load({"o": obj("o", 0, 1)}, where, strict="log_all")
+
+
+def test_what_is_not_plain_needs_pickle_on_both_sides(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@1"
+    with pytest.raises(CheckpointingException, match="o/shard_0_1"):
+        save({"o": obj("o", data=Odd())}, where)
+    save({"o": obj("o", data=Odd()), "c": Odd()}, where, allow_pickle=True)
+    with pytest.raises(CheckpointingException, match="allow_pickle=True"):
+        load({"o": obj("o")}, where)
+    found = load({"o": obj("o")}, where, allow_pickle=True)
+    assert isinstance(found["o"], Odd)
+    assert isinstance(found["c"], Odd)
+
+
+class Odd:
+    """Not plain data."""
+
+
+def test_empty_flat_parts_are_dropped(tmp_path: Path) -> None:
+    def part(lo: int, hi: int) -> ShardedTensor:
+        data = torch.arange(float(lo), float(hi))
+        return ShardedTensor.from_rank_offsets_flat("w", data, (2, 3), flattened_range=slice(lo, hi))
+
+    state = {"a": part(0, 6), "b": part(6, 6)}
+    save(dict(state), f"{tmp_path}#a@1")
+    found = load(dict(state), f"{tmp_path}#a@1")
+    assert list(found) == ["a"]
+    assert found["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    data = torch.ones(4)
+    request = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
+    data.zero_()
+    assert isinstance(request, megatron.AsyncRequest)
+    called: list[int] = []
+    request.add_finalize_fn(lambda: called.append(1))
+    with pytest.raises(RuntimeError, match="frozen"):
+        request.freeze().add_finalize_fn(print)
+    request.execute_sync()
+    assert called == [1]
+    assert load_plain_tensors(f"{tmp_path}#a@1")["w"].tolist() == [1] * 4
+    failing = save({"w": ShardedTensor.from_rank_offsets("w", data)}, f"{tmp_path}#a@1", async_sharded_save=True)
+    assert failing is not None
+    with pytest.raises(CheckpointingException, match="exists already"):
+        failing.execute_sync()
+
+
+# several ranks
+
+
+def alike(rank: int, size: int, where: str) -> list[str]:
+    """What is wrong on one rank alone, each time."""
+    part = ShardedTensor.from_rank_offsets("w", torch.full((2, 3), -1.0), (0, rank, 2))
+    asked: list[dict[str, Any]] = [
+        {"w": part} | ({"x": tensor("x", 1)} if rank else {}),
+        {"w": part if rank == 0 else tensor("w", 4, 3)},
+        {"w": part} | ({"o": obj("o", 0, 1)} if rank else {}),
+        {"w": part if rank == 0 else tensor("w", 7, 3, replica_id=1)},
+    ]
+    errors = [repr(outcome_of(lambda state=state: load(state, where))) for state in asked]  # type: ignore[misc]
+    return [*errors, str(untouched(part)), str(load({"w": part}, where)["w"].sum().item())]
+
+
+def test_every_rank_raises_alike_and_nothing_changes(where: str, ranks: Pool) -> None:
+    first, second = ranks.run(2, alike, where)
+    words = ["lacks 'x'", "local shape is", "lacks the object 'o'", "global shape"]
+    for found in (first, second):
+        assert [word in text for word, text in zip(words, found, strict=False)] == [True] * 4, found
+        assert found[4] == "True"
+    assert (first[5], second[5]) == ("15.0", "51.0")
+
+
+def objects_of_ranks(rank: int, size: int, where: str) -> list[Any]:
+    save({"rng": obj("rng", rank, size, {"state": torch.full((2,), rank)}), "i": rank}, where)
+    found = load({"rng": obj("rng", size - 1 - rank, size)}, where)
+    return [found["rng"]["state"].tolist(), found["i"]]
+
+
+def test_each_rank_has_objects_of_its_own(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, objects_of_ranks, f"{tmp_path}#a@1") == [[[1, 1], 0], [[0, 0], 0]]
+    assert set(casckpt.open(tmp_path).read("a@1")) == {"rng/shard_0_2", "rng/shard_1_2", "i"}
+
+
+def in_a_group(rank: int, size: int, where: str) -> Any:
+    group = torch.distributed.new_group([1, 2])
+    if rank in (1, 2):
+        part = ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank - 1, 2))
+        save({"w": part}, where, process_group=group)
+        return load({"w": part.without_data()}, where, process_group=group)["w"].tolist()
+    return None
+
+
+def test_a_process_group_saves_by_itself(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(3, in_a_group, f"{tmp_path}#a@1") == [None, [1, 1], [2, 2]]

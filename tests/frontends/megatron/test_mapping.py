@@ -1,0 +1,252 @@
+"""Classes that say what is sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    LocalNonpersitentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+    is_main_replica,
+)
+
+
+def flat(data: int, shape: tuple[int, ...], at: slice, *offsets: tuple[int, int, int], **more: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets_flat("k", torch.ones(data), shape, *offsets, flattened_range=at, **more)
+
+
+def test_the_fields_of_a_part() -> None:
+    part = ShardedTensor.from_rank_offsets("k", torch.ones(2, 3), (0, 1, 4), (2, 2, 3), prepend_axis_num=1)
+    assert part.local_shape == (2, 3)
+    assert part.global_shape == (4, 2, 9)
+    assert part.global_offset == (1, 0, 6)
+    assert part.axis_fragmentations == (4, 1, 3)
+    assert part.global_slice() == (1, slice(0, 2), slice(6, 9))
+    assert part.max_allowed_chunks() == (1, 2, 3)
+    assert part.local_chunk_offset_in_global() == (1, 0, 2)
+    assert part.dtype is torch.float32
+
+
+def test_a_tensor_without_dimensions_and_one_without_elements() -> None:
+    scalar = ShardedTensor.from_rank_offsets("k", torch.tensor(3.0))
+    assert (scalar.global_shape, scalar.global_slice(), scalar.max_allowed_chunks()) == ((), (), ())
+    empty = ShardedTensor.from_rank_offsets("k", torch.ones(0, 2), (0, 1, 2))
+    assert (empty.global_shape, empty.global_offset, empty.local_chunk_offset_in_global()) == ((0, 2), (0, 0), (0, 0))
+
+
+@pytest.mark.parametrize("triple", [(-1, 0, 1), (0, 1, 1), (0, -1, 2), (0, 0, 0), (5, 0, 1)])
+def test_a_bad_rank_offset_is_refused(triple: tuple[int, int, int]) -> None:
+    with pytest.raises(CheckpointingException, match="'k'") as caught:
+        ShardedTensor.from_rank_offsets("k", torch.ones(2), triple)
+    assert isinstance(caught.value, ValueError | InvalidInput)
+    assert caught.value.key == "k"
+
+
+def test_of_two_offsets_for_one_axis_the_last_holds() -> None:
+    assert ShardedTensor.from_rank_offsets("k", torch.ones(2), (0, 0, 2), (0, 2, 3)).global_offset == (4,)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"global_offset": (0,)}, "differ in length"),
+        ({"prepend_axis_num": 1}, "do not make up"),
+        ({"global_offset": (1, 0)}, "no multiple of local_shape"),
+        ({"dtype": torch.float64}, "data is torch.float32"),
+        ({"local_shape": (4, 3), "global_offset": (0, 0)}, r"data has shape \[2, 3\]"),
+        ({"flattened_range": slice(0, 6)}, "flattened_range makes it"),
+        ({"flattened_range": slice(0, 6, 2)}, "has a step"),
+    ],
+)
+def test_fields_that_contradict_each_other(changed: dict[str, Any], message: str) -> None:
+    fields: dict[str, Any] = {
+        "key": "k", "data": torch.ones(2, 3), "dtype": torch.float32, "local_shape": (2, 3), "global_shape": (4, 3),
+        "global_offset": (2, 0), "axis_fragmentations": (2, 1),
+    }  # fmt: skip
+    assert ShardedTensor(**fields).replica_id == 0
+    with pytest.raises(CheckpointingException, match=message):
+        ShardedTensor(**fields | changed)
+
+
+def test_an_uneven_cut_has_no_grid() -> None:
+    part = ShardedTensor("k", None, torch.float32, (2,), (5,), (3,), None)
+    assert part.has_regular_grid is False
+    with pytest.raises(CheckpointingException, match="no regular grid"):
+        part.max_allowed_chunks()
+
+
+def test_an_axis_that_does_not_divide() -> None:
+    part = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,))
+    with pytest.raises(CheckpointingException, match="no multiple of 2"):
+        part.max_allowed_chunks()
+    padded = ShardedTensor("k", None, torch.float32, (2,), (5,), (2,), (2,), allow_shape_mismatch=True)
+    assert padded.max_allowed_chunks() == (2,)
+
+
+def test_a_flat_part_counts_in_its_local_shape() -> None:
+    part = flat(3, (2, 4), slice(2, 5), (0, 1, 3), (1, 1, 2), prepend_axis_num=1)
+    assert part.global_shape == (3, 4, 4)
+    assert [index.tolist() for index in part.local_coordinates()] == [[0, 0, 1], [2, 3, 0]]
+    found = part.global_coordinates()
+    assert found[0] == 1
+    assert [np.asarray(index).tolist() for index in found[1:]] == [[2, 2, 3], [2, 3, 0]]
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_coordinates_are_those_of_the_elements(shape: list[int], data: st.DataObject) -> None:
+    count = int(np.prod(shape))
+    lo, hi = sorted((data.draw(st.integers(0, count)), data.draw(st.integers(0, count))))
+    part = flat(hi - lo, tuple(shape), slice(lo, hi), (0, 1, 2))
+    numbers = torch.arange(2 * count).view(2 * shape[0], *shape[1:])
+    local = numbers[part.global_slice()]
+    assert local[part.local_coordinates()].tolist() == local.flatten()[lo:hi].tolist()
+    assert numbers[part.global_coordinates()].tolist() == local.flatten()[lo:hi].tolist()
+
+
+def test_coordinates_need_a_flat_part() -> None:
+    part = ShardedTensor.from_rank_offsets("k", torch.ones(2))
+    for call in (part.local_coordinates, part.global_coordinates):
+        with pytest.raises(CheckpointingException, match="flattened_range"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("data", "at", "message"),
+    [
+        (torch.ones(2, 2), slice(0, 4), "flat data is 1-d"),
+        (torch.ones(3), slice(0, 4), "flattened_range makes it"),
+        (torch.ones(4), None, "needs a flattened_range"),
+    ],
+)
+def test_flat_data_that_does_not_fit(data: torch.Tensor, at: slice | None, message: str) -> None:
+    with pytest.raises(CheckpointingException, match=message):
+        ShardedTensor.from_rank_offsets_flat("k", data, (2, 2), flattened_range=at)
+
+
+def test_the_other_constructor_takes_no_flat_part() -> None:
+    with pytest.raises(ValueError, match="from_rank_offsets_flat"):
+        ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]
+
+
+def test_data_is_made_only_where_there_is_none() -> None:
+    part = ShardedTensor.from_rank_offsets("k", torch.ones(2, 3)).without_data()
+    assert part.data is None
+    part.init_data("cpu", torch.zeros)
+    data = part.data
+    assert torch.equal(torch.zeros(2, 3), torch.as_tensor(data))
+    part.init_data("meta")
+    assert part.data is data
+    flat_part = flat(3, (2, 4), slice(2, 5)).without_data()
+    flat_part.init_data("meta")
+    assert torch.as_tensor(flat_part.data).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("replica_id", "main"), [(0, True), (1, False), ((0, 0), True), ((0, 1), False), ((), True), (False, True)]
+)
+def test_the_main_replica_is_zero_or_all_zeros(replica_id: Any, main: bool) -> None:
+    assert is_main_replica(replica_id) is main
+
+
+def test_an_object_has_a_key_of_its_own() -> None:
+    one = ShardedObject("a/b", {"x": 1}, (1, 8), (0, 3))
+    assert one.unique_key == "a/b/shard_0.3_1.8"
+    assert ShardedObject.empty_from_unique_key(one.unique_key) == one.without_data()
+    assert str(one) == "ShardedObject(key='a/b')"
+    assert ShardedObject.empty_from_unique_key("a/shard_0.3_1").global_shape == (1, -1)
+
+
+@pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
+def test_any_other_text_names_no_object(text: str) -> None:
+    with pytest.raises(CheckpointingException, match="names no shard"):
+        ShardedObject.empty_from_unique_key(text)
+
+
+def test_an_object_with_one_offset_too_few_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="differ in length"):
+        ShardedObject("a", 1, (1, 2), (0,))
+
+
+def test_what_has_a_key_is_a_sharded_base() -> None:
+    factory = ShardedTensorFactory("f", torch.ones(2), lambda key, data, replica_id: {}, torch.cat)
+    values = [ShardedTensor.from_rank_offsets("k", torch.ones(2)), ShardedObject("o", 1, (1,), (0,)), factory]
+    for value in values:
+        assert isinstance(value, ShardedBase)
+        value.validate_metadata_integrity()
+        assert value.without_data().data is None
+    with pytest.raises(TypeError):
+        ShardedBase()  # type: ignore[abstract]
+
+
+def test_what_is_not_saved_has_two_spellings() -> None:
+    assert LocalNonpersitentObject is LocalNonpersistentObject
+    assert LocalNonpersistentObject(5).unwrap() == 5
+
+
+def three(key: str, data: torch.Tensor, replica_id: Any) -> Any:
+    return [key, data, replica_id]
+
+
+def four(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
+    return [key, data, replica_id, flattened_range]
+
+
+def test_a_factory_builds_with_three_arguments_or_four() -> None:
+    data = torch.ones(2)
+    assert ShardedTensorFactory("k", data, three, torch.cat, 5).build() == ["k", data, 5]
+    assert ShardedTensorFactory("k", data, four, torch.cat, 5).build() == ["k", data, 5, None]
+    assert ShardedTensorFactory("k", data, lambda *all: all, torch.cat).build() == ("k", data, 0, None)
+    assert ShardedTensorFactory("k", data, four, torch.cat, 5, slice(0, 1)).build()[3] == slice(0, 1)
+    with pytest.raises(CheckpointingException, match="takes three arguments"):
+        ShardedTensorFactory("k", data, three, torch.cat, 5, slice(0, 1)).build()
+
+
+def test_factories_are_replaced_in_place_and_undone() -> None:
+    factory = ShardedTensorFactory("k", torch.ones(2), lambda key, data, replica_id: {"parts": [data, data]}, sum_of)
+    state: dict[str, Any] = {"a": [factory, 1]}
+    apply_factories(state)
+    assert torch.equal(state["a"][0]["parts"][1], torch.ones(2))
+    assert apply_factory_merges(state, {"a": {0: factory}}) is state
+    assert torch.equal(state["a"][0], torch.full((2,), 2.0))
+    assert apply_factory_merges({"parts": [torch.ones(1)]}, factory).tolist() == [1.0]
+
+
+def sum_of(state: dict[str, Any]) -> torch.Tensor:
+    return torch.stack(state["parts"]).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({}, r"\('a',\)"),
+        ({"a": [1]}, r"\('a', 1\)"),
+        ({"a": {"x": 1}}, r"\('a', 1\)"),
+        ({"a": 5}, r"dict where there is int, at \('a',\)"),
+    ],
+)
+def test_a_factory_without_a_place_is_refused(state: dict[str, Any], where: str) -> None:
+    factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
+    with pytest.raises(ValueError, match=where):
+        apply_factory_merges(state, {"a": {1: factory}})
+
+
+def test_lists_of_factories_and_of_values_have_one_length() -> None:
+    factory = ShardedTensorFactory("k", torch.ones(2), three, torch.cat)
+    with pytest.raises(ValueError, match="1 places for factories in a list of 2"):
+        apply_factory_merges([1, 2], [factory])
+    assert megatron.apply_factory_merges([[torch.ones(1)]], [factory])[0].tolist() == [1.0]

@@ -1,0 +1,105 @@
+"""What one front end saved, any other loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import casckpt
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import ShardedObject, ShardedTensor, load, save
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as DCP says of a process by itself
+WEIGHT = torch.arange(24.0).view(4, 6)
+
+
+def columns(rank: int, size: int, where: str) -> None:
+    part = ShardedTensor.from_rank_offsets("model.w", WEIGHT.chunk(size, 1)[rank].clone(), (1, rank, size))
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "optim.m",
+        WEIGHT.flatten()[12 * rank : 12 * rank + 12],
+        (4, 6),
+        flattened_range=slice(12 * rank, 12 * rank + 12),
+    )
+    save({"w": part, "m": flat, "step": 5}, where)
+
+
+@pytest.fixture
+def store(tmp_path: Path, ranks: Pool) -> casckpt.Store:
+    """Saved in Megatron style, by two ranks."""
+    ranks.run(2, columns, f"{tmp_path}#a@5")
+    return casckpt.open(tmp_path)
+
+
+def test_the_native_api_reads_it(store: casckpt.Store) -> None:
+    full = store.read("a@5")
+    assert torch.equal(full["model.w"], WEIGHT)
+    assert torch.equal(full["optim.m"], WEIGHT)
+    assert full["step"] == 5
+    assert set(store.get("a@5").tensors) == {"model.w", "optim.m"}
+    state: dict[str, Any] = {"model": {"w": torch.zeros(4, 6)}, "step": None}
+    store.load(state, "a@5")
+    assert torch.equal(state["model"]["w"], WEIGHT)
+    assert state["step"] == 5
+
+
+@alone
+def test_dcp_loads_it(store: casckpt.Store) -> None:
+    from casckpt.frontends.dcp import StorageReader
+
+    state = {"model": {"w": torch.zeros(4, 6)}, "optim.m": torch.zeros(4, 6), "step": 0}
+    dcp_load(state, storage_reader=StorageReader(store, "a@5"), no_dist=True)
+    assert torch.equal(torch.as_tensor(state["optim.m"]), WEIGHT)
+    assert state["step"] == 5
+
+
+def test_it_loads_what_the_native_api_saved(tmp_path: Path) -> None:
+    state = {"model": {"w": WEIGHT, "layers": [WEIGHT, 5]}, "rng": (1, 2), "n": {"a": None}, "e": {}}
+    casckpt.open(tmp_path).save(state, run="a", step=1)
+    rows = ShardedTensor.from_rank_offsets("model.w", torch.zeros(2, 6), (0, 1, 2))
+    asked = {"w": rows, "o": ShardedObject("rng", None, (1,), (0,))}
+    found = load(asked, f"{tmp_path}#a@1", validate_access_integrity=False)
+    assert torch.equal(found.pop("w"), WEIGHT[2:])
+    assert found == {"o": (1, 2), "model": {"layers": {1: 5}}, "rng": (1, 2), "n": {"a": None}, "e": {}}
+    assert set(megatron.load_plain_tensors(f"{tmp_path}#a@1")) == {"model.w", "model.layers.0"}
+
+
+@alone
+def test_it_loads_what_dcp_saved(tmp_path: Path) -> None:
+    from casckpt.frontends.dcp import StorageWriter
+
+    state = {"model": {"w": WEIGHT.clone()}, "step": 5}
+    dcp_save(state, storage_writer=StorageWriter(casckpt.open(tmp_path), run="a", step=1), no_dist=True)
+    found = load({"w": ShardedTensor.from_rank_offsets("model.w", torch.zeros(4, 6))}, f"{tmp_path}#a@1")
+    assert torch.equal(found["w"], WEIGHT)
+
+
+def test_it_loads_a_model_and_its_optimizer_by_their_names(tmp_path: Path) -> None:
+    model = nn.Linear(6, 4)
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optim.step()
+    casckpt.save_model_and_optim_state(tmp_path, model, optim, run="a", step=1)
+    asked = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(4, 6))
+        for key in ("weight", "optimizer.state.exp_avg.weight")
+    }
+    found, missing, unexpected = load(asked, f"{tmp_path}#a@1", strict="return_all")
+    assert torch.equal(found["weight"], model.weight)
+    assert torch.equal(found["optimizer.state.exp_avg.weight"], optim.state[model.weight]["exp_avg"])
+    assert unexpected == set()
+    assert "model.bias" in missing
+
+
+def test_a_save_of_the_same_state_in_another_style_writes_nothing(store: casckpt.Store) -> None:
+    again = store.save({"model": {"w": WEIGHT}, "optim": {"m": WEIGHT}}, run="a", step=6)
+    assert again.stats.bytes_written == 0
