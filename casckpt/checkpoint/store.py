@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from casckpt.repository.copying import CopyResult
 from casckpt.repository.forgetting import forget, plan_forget
 from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
 from casckpt.repository.measure import StoreStats, measure
+from casckpt.repository.mirror import Mirror
+from casckpt.repository.mirrored import MirrorLag
 from casckpt.repository.repair import RepairResult, repair
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import Mode, VerifyResult, verify
@@ -52,6 +55,7 @@ def open(
     *,
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
@@ -60,12 +64,19 @@ def open(
 
     ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
     is kept on this host (default: the user's cache folder). ``single_writer``: your word that nobody else writes to the
-    store at the same time, which makes storages usable that cannot create exclusively. Raises InvalidInput or
+    store at the same time, which makes storages usable that cannot create exclusively. ``mirror``: another store, to
+    which what is committed here is copied in the background; see `Store.wait_for_mirror`. Raises InvalidInput or
     Unsupported for a URL that cannot be used.
     """
     cache = None if cache_dir is None else Path(cache_dir)
     storage = open_storage(url, storage_options, single_writer=single_writer)
-    return Store(Repository(storage, cache, single_writer=single_writer))
+    repository = Repository(storage, cache, single_writer=single_writer)
+    if mirror is None:
+        return Store(repository)
+    other = mirror if isinstance(mirror, Store) else open(mirror, cache_dir=cache_dir)
+    if other.url == repository.storage.url:
+        raise InvalidInput(f"{other.url} is to be its own mirror: give another store")
+    return Store(repository, other.repository)._mirrored()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +100,24 @@ def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
 class Store:
     """Checkpoints of any number of runs, in one folder or bucket. Made by `casckpt.open`; safe for use by threads."""
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
         self.repository = repository
+        self._mirror = None
+        if mirror is not None:
+            repository.mirror = mirror.storage.url
+            self._mirror = Mirror(repository, mirror)
         self._background: tuple[int, Background] | None = None
         self._memories: dict[str, SaveMemory | None] = {}
 
-    def __reduce__(self) -> tuple[type[Store], tuple[Repository]]:
-        return Store, (self.repository,)
+    def __reduce__(self) -> tuple[type[Store], tuple[Repository, Repository | None]]:
+        return Store, (self.repository, None if self._mirror is None else self._mirror.target)
+
+    def _mirrored(self) -> Store:
+        """Itself, once the copies that wait go on in the background."""
+        if self._mirror is not None:
+            weakref.finalize(self, self._mirror.stop)
+            self._mirror.wake()
+        return self
 
     @property
     def url(self) -> str:
@@ -531,6 +553,26 @@ class Store:
         )  # fmt: skip
         result.raise_failure()
         return result
+
+    def mirror_lag(self) -> MirrorLag:
+        """How far the mirror is behind: checkpoints and bytes that are not safe there, and the age of the oldest.
+
+        Raises InvalidInput for a store that was opened without one, StorageError.
+        """
+        return self._its_mirror().lag()
+
+    def wait_for_mirror(self, timeout: float | None = None) -> None:
+        """Return once all that is committed now is safe in the mirror: before a program ends, for instance.
+
+        What is not copied when it ends, or dies, is copied when the store is opened with its mirror again. Raises what
+        stands in the way (StorageError, Damaged, ...) after one more attempt; StorageError after ``timeout`` seconds.
+        """
+        self._its_mirror().wait(timeout)
+
+    def _its_mirror(self) -> Mirror:
+        if self._mirror is None:
+            raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
+        return self._mirror
 
     def restore(self, ref: str | Checkpoint) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""

@@ -201,6 +201,8 @@ def commit(repo: Repository, record: Committed) -> None:
             )
             raise Revoked(message, key=key) from None
         raise
+    for listener in repo.listeners:
+        listener()
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:

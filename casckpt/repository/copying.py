@@ -18,6 +18,7 @@ from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, restore
+from casckpt.repository.mirrored import note, unmirrored
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.replicating import Part, Replica, Work, known_blobs, occupant, replicate, taken, twin
 from casckpt.repository.repository import Repository
@@ -177,19 +178,18 @@ def execute(
     jobs: int | None = None,
     part: Part = (0, 1),
     progress: Progress = lambda nbytes: None,
-    done: Callable[[Commit], None] = lambda commit: None,
 ) -> CopyResult:
     """Carry out ``plan``. A target that is not there is made, with the cell and blob size of the source.
 
     ``with_tags``: set the source's tags on what is copied, or was there. ``jobs``: blobs on their way at once.
     ``part``: (number, count) of this process among those that do the same copy. ``progress``: called with the bytes of
-    blobs that are there now, `CopyPlan.total` in all. ``done``: called with each commit of the source that is safe.
+    blobs that are there now, `CopyPlan.total` in all. Where the target is the source's mirror, that is written down.
 
     Raises `StorageError`: what is copied by then stays, and the next copy goes on from there. What cannot be copied
     stands in the result.
     """
     work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
-    sizes = source.marker
+    sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
     copied: list[Replica] = []
     failed = list(plan.failed)
@@ -200,14 +200,15 @@ def execute(
         except _NOT_COPIED as error:
             failed.append(Failure(commit, error))
         else:
-            done(commit)
+            if is_mirror:
+                note(source, commit, target.storage.url)
     for commit in plan.forgotten:
         try:
             restored.append(restore(target, commit))
         except Conflict as error:
             failed.append(Failure(commit, error))
-    for commit in plan.present:
-        done(commit)
+    for commit in unmirrored(source, plan.present) if is_mirror else ():
+        note(source, commit, target.storage.url)
     result = CopyResult(
         copied=tuple(one.commit for one in copied),
         restored=tuple(restored),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from casckpt.format.keys import parse_object
 from casckpt.repository.commits import list_commits
+from casckpt.repository.mirrored import unmirrored
 from casckpt.repository.repository import Repository
 
 
@@ -14,7 +15,8 @@ class StoreStats:
     """Counts and bytes of a store.
 
     ``bytes_stored``: of all its objects. ``bytes_logical``: of the tensors of all visible checkpoints, each counted in
-    full. ``forgotten``: checkpoints that wait to be purged.
+    full. ``forgotten``: checkpoints that wait to be purged. ``mirror``: URL of the store's mirror, None if it has none;
+    ``unmirrored``: checkpoints, forgotten ones too, that are not safe there yet.
     """
 
     checkpoints: int
@@ -25,6 +27,8 @@ class StoreStats:
     bytes_blobs: int
     bytes_manifests: int
     bytes_logical: int
+    mirror: str | None = None
+    unmirrored: int = 0
 
 
 def measure(repo: Repository) -> StoreStats:
@@ -46,4 +50,6 @@ def measure(repo: Repository) -> StoreStats:
         bytes_blobs=sizes["safetensors"][1],
         bytes_manifests=sizes["manifest"][1],
         bytes_logical=sum(commit.committed.bytes_total for commit in current),
+        mirror=repo.settings.mirror,
+        unmirrored=len(unmirrored(repo, commits.live())),
     )

@@ -44,7 +44,9 @@ class Repository:
     """An open store without tensors. Opening never creates: the marker is read at first use.
 
     ``cache_dir``: None for the user's cache folder. ``single_writer``: the caller's word that nobody else writes,
-    for storages that do not refuse a second create. Thread-safe, usable in forked children; pickles.
+    for storages that do not refuse a second create. ``mirror``: URL of the store that this one is copied to, which its
+    settings say before anything is saved. ``listeners``: called after each commit of this process.
+    Thread-safe, usable in forked children; pickles.
     ``seen_blobs``: those that this process knows to be there.
     """
 
@@ -53,15 +55,19 @@ class Repository:
     clock: Clock = microseconds
     entropy: Entropy = os.urandom
     single_writer: bool = False
+    mirror: str | None = None
+    listeners: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False, compare=False)
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
+    _declared: bool = field(default=False, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"manifests": None, "records": None, "seen_blobs": set(), "_catalogue": None}
+        mine: dict[str, Any] = {"seen_blobs": set(), "listeners": []}
+        return self.__dict__ | mine | {"manifests": None, "records": None, "_catalogue": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
@@ -128,6 +134,13 @@ class Repository:
         require_exclusive(self.storage, self.entropy, known, single_writer=self.single_writer)
         self._creates_checked = True
         return in_doubt and known is None
+
+    def declare_mirror(self) -> None:
+        """Say in the settings which mirror there is, if this store was opened with one. Raises `StorageError`."""
+        if self.mirror is not None and not self._declared:
+            if self.settings.mirror != self.mirror:
+                self.change_settings(mirror=self.mirror)
+            self._declared = True
 
     @property
     def settings(self) -> Settings:

@@ -6,7 +6,7 @@ as somebody else left it: forget, restore and purge race for the next record of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -17,6 +17,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Settings
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
+from casckpt.repository.mirrored import unmirrored
 from casckpt.repository.reading import each
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import tags, tags_of
@@ -30,8 +31,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Waiting:
     """What a gc leaves for later, and why.
 
-    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it), or
-    "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
+    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it),
+    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
+    in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
     """
 
     reason: str
@@ -112,15 +114,18 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting = [], []
     forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
+    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets])}
     for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
         until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
-        if commit.txid in tagged:
+        if commit.txid in unsafe:
+            waiting.append(_waits(commit, "unmirrored"))
+        elif commit.txid in tagged:
             waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
         elif until > now:
             waiting.append(_waits(commit, "young", until=_EPOCH + timedelta(microseconds=until)))
         else:
             purges.append(commit)
-    return GcPlan(tuple(forgets), tuple(purges), tuple(waiting))
+    return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting))
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
@@ -138,13 +143,9 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     forgotten = [commit for commit in forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
     due = [now[commit.txid] for commit in plan.purge]
-    purged = _each_unless_changed(repo, purge, [c for c in due if not c.visible and _may_purge(c, tagged)])
-    return forgotten, purged
-
-
-def _may_purge(commit: Commit, tagged: Container[TxId]) -> bool:
-    # A store with a mirror will also want mirrored/<txid> here: nothing is purged that is not safe there.
-    return commit.txid not in tagged
+    unsafe = {commit.txid for commit in unmirrored(repo, due)}  # again: the store may have got a mirror meanwhile
+    left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
+    return forgotten, _each_unless_changed(repo, purge, left)
 
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:

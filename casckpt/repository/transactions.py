@@ -170,6 +170,7 @@ def begin(
     ``after``: ids that the new one sorts behind. ``seconds``: between signs of life. Raises `InvalidInput`,
     `StorageError`, `Unsupported`.
     """
+    repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
     began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
     repo.put_record(transaction_key(txid), began)
@@ -182,6 +183,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
     Any number of processes may work on one at the same time: they upload the same blobs under the same names, and one
     of them commits. None if the transaction has ended, or is something else. Raises `StorageError`.
     """
+    repo.declare_mirror()
     key = transaction_key(began.txid)
     try:
         repo.put_record(key, began)

@@ -74,6 +74,8 @@ def text(result: dict[str, Any]) -> None:
 def _waits(one: dict[str, Any]) -> str:
     if one["reason"] == "young":
         return f"{name(one)}, until {moment(one['until'])} UTC"
+    if one["reason"] == "unmirrored":
+        return f"{name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":
         return f"{name(one)}, forgotten but tagged {', '.join(one['tags'])}"
     run = f"{one['run']}@{one['step']}" if "run" in one else f"step {one['step']}"

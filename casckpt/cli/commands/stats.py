@@ -22,8 +22,14 @@ def text(result: dict[str, Any]) -> None:
     """The numbers."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
     saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
+    mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_behind(result['unmirrored'])}")]
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
+        *mirror,
     ])  # fmt: skip
+
+
+def _behind(unmirrored: int) -> str:
+    return f"{count(unmirrored, 'checkpoint')} behind" if unmirrored else "up to date"
