@@ -1,0 +1,280 @@
+"""Lightning: real trainings whose checkpoints lie in a store; what it keeps, removes, and resumes from."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
+
+from lightning.fabric import Fabric  # noqa: E402 - after the skip
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+
+from casckpt.checkpoint.store import Store  # noqa: E402
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError  # noqa: E402
+from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint  # noqa: E402
+from casckpt.frontends.training_state import unshard_model_state  # noqa: E402
+from casckpt.repository.repository import Repository  # noqa: E402
+from casckpt.storage.local import LocalStore  # noqa: E402
+from tests.support.faulty import FaultyStore, call_first, fail_before  # noqa: E402
+from tests.support.saves import small_folder, steps  # noqa: E402
+from tests.support.training import identical  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # of Lightning and of what it imports: about devices, loggers, workers
+
+
+class Model(LightningModule):
+    """A frozen part, a part that learns, a scheduler, hyperparameters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.backbone = nn.Linear(16, width).requires_grad_(False)
+        self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        inputs, targets = batch
+        loss: torch.Tensor = (self.head(self.backbone(inputs)) - targets).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+class Losses(Callback):
+    """All losses, to the bit; each step draws from a seed of its own."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, str] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.manual_seed(1000 + trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found[trainer.global_step] = float(outputs["loss"]).hex()
+
+
+def data() -> DataLoader[Any]:
+    drawn = torch.Generator().manual_seed(1)
+    inputs = torch.randn(32, 16, generator=drawn)
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=8)
+
+
+def trainer(folder: Path, io: CasCheckpointIO, *callbacks: Any, epochs: int = 4, **options: Any) -> Trainer:
+    return Trainer(
+        default_root_dir=folder, max_epochs=epochs, plugins=[io], callbacks=list(callbacks), accelerator="cpu",
+        logger=False, enable_progress_bar=False, enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def best_two(folder: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder / "files", monitor="loss", save_top_k=2, save_last=True, **options)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_save: bool) -> None:
+    store = small_folder(tmp_path / "store")
+    io = CasCheckpointIO(store, run="sft", async_save=async_save, gc=True)
+    whole = Losses()
+    trainer(tmp_path, CasCheckpointIO(tmp_path / "other", run="sft"), whole, best_two(tmp_path / "other")).fit(
+        Model(), data()
+    )
+    first = Losses()
+    keeping = best_two(tmp_path)
+    trainer(tmp_path, io, first, keeping, epochs=3).fit(Model(), data())
+    files = sorted(path.name for path in (tmp_path / "files").iterdir())
+    assert files == sorted([*(Path(path).name for path in keeping.best_k_models), "last.ckpt"])
+    assert len(files) == 3
+    assert sorted(step for run, step in steps(store) if run == "sft") == [8, 12]  # the best two of 4, 8, 12
+    assert ("sft/last", 12) in steps(store)
+
+    again, model = Losses(), Model()
+    more = CasCheckpointIO(store, run="sft", async_save=async_save)
+    trainer(tmp_path, more, again, best_two(tmp_path)).fit(model, data(), ckpt_path="last")
+    assert sorted(again.found) == [13, 14, 15, 16]
+    assert first.found | again.found == whole.found
+    assert identical(unshard_model_state(store, "sft@16"), dict(model.state_dict()))
+    assert not store.verify().is_damaged
+
+
+def test_the_store_grows_by_what_changed(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_train_steps=2)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(width=4000), data())
+    saved = store.checkpoints("sft")
+    assert len(saved) == 8
+    backbone, head = 4000 * 17 * 4, 4001 * 4
+    assert saved[0].stats.bytes_written > backbone
+    for ckpt in saved[1:]:
+        assert ckpt.stats.bytes_written < 3 * head + 12_000  # weights and moments of the head, and headers
+    last = ModelCheckpoint(tmp_path / "more", save_last=True, save_top_k=0)
+    trainer(tmp_path, CasCheckpointIO(store, run="more"), last, epochs=1).fit(Model(width=4000), data())
+    assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000  # another run, the same backbone
+
+
+def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_last=True, save_top_k=0, every_n_epochs=1)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["last.ckpt"]
+    assert steps(store) == [("sft", 16)]
+    (tag,) = store.get("sft@16").tags
+    assert tag.startswith("lightning.")
+    store.gc(keep_last=1)
+    pointer = json.loads((tmp_path / "files" / "last.ckpt").read_text())["casckpt"]
+    assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
+
+
+def test_what_policies_of_the_store_must_not_touch(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
+    store.gc(keep_last=1)
+    assert [step for _, step in steps(store)] == [4, 8, 12, 16]
+
+
+def test_a_reference_resumes_too(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), best_two(tmp_path), epochs=2).fit(Model(), data())
+    losses = Losses()
+    trainer(tmp_path, CasCheckpointIO(store, run="more"), losses, best_two(tmp_path / "b")).fit(
+        Model(), data(), ckpt_path="sft@latest"
+    )
+    assert sorted(losses.found) == list(range(9, 17))
+    with pytest.raises(FileNotFoundError, match="no step 99"):
+        CasCheckpointIO(store, run="sft").load_checkpoint("sft@99")
+
+
+def test_a_file_for_all_that_reads_files(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    model = Model(width=32)
+    trainer(tmp_path, CasCheckpointIO(store, run="sft"), best_two(tmp_path), epochs=1).fit(model, data())
+    path = restore_checkpoint(store, "sft@4", tmp_path / "real.ckpt")
+    again = Model.load_from_checkpoint(path, weights_only=True)
+    assert again.hparams["width"] == 32
+    assert identical(dict(again.state_dict()), dict(model.state_dict()))
+    with pytest.raises(Conflict, match="exists already"):
+        restore_checkpoint(store, "sft@4", path)
+    # and the plug-in takes it in turn, as any file that Lightning wrote before there was a store
+    io = CasCheckpointIO(store, run="sft")
+    assert io.load_checkpoint(path)["global_step"] == 4
+    io.remove_checkpoint(path)
+    assert not path.exists()
+
+
+class Slow:
+    """A store whose saves wait until they are let go."""
+
+    def __init__(self, folder: Path) -> None:
+        self.faulty = FaultyStore(LocalStore(folder))
+        self.store = Store(Repository(self.faulty))
+
+
+def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((8,), value)}, "global_step": step, "epoch": 0, "loops": {}}
+
+
+def test_removals_in_the_background_keep_their_order(tmp_path: Path) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft", async_save=True)
+    for step in range(1, 5):
+        io.save_checkpoint(checkpoint(step, step), tmp_path / f"{step}.ckpt")
+        assert (tmp_path / f"{step}.ckpt").exists()  # at once, so that Lightning gives the name to nobody else
+        if step > 1:
+            io.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
+    io.teardown()
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["4.ckpt"]
+    assert steps(slow.store) == [("sft", 4)]
+    assert identical(io.load_checkpoint(tmp_path / "4.ckpt")["state_dict"], checkpoint(4, 4)["state_dict"])
+
+
+def test_a_save_in_the_background_that_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft", async_save=True)
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
+    assert "a save or removal in the background failed: injected" in caplog.text
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1  # which waits for it
+    slow.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    io.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    with pytest.raises(StorageError, match="injected"):
+        io.teardown()
+    assert not (tmp_path / "2.ckpt").exists()
+    assert steps(slow.store) == [("sft", 1)]
+    assert io.load_checkpoint(tmp_path / "1.ckpt")["global_step"] == 1
+
+
+class Death(BaseException):
+    """The process is no more."""
+
+
+@pytest.mark.parametrize("key", ["commits/*", "tags/*"])
+def test_a_crash_between_commit_and_file_leaves_nothing_in_the_way(tmp_path: Path, key: str) -> None:
+    slow = Slow(tmp_path / "store")
+    io = CasCheckpointIO(slow.store, run="sft")
+    io.save_checkpoint(checkpoint(1, 1), tmp_path / "last.ckpt")
+
+    def die(_: Any) -> None:
+        raise Death
+
+    slow.faulty.inject(call_first("put", die, key=key))
+    with pytest.raises(Death):
+        io.save_checkpoint(checkpoint(2, 2), tmp_path / "last.ckpt")
+    slow.faulty.heal()
+    after = CasCheckpointIO(slow.store, run="sft")
+    assert after.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 1
+    after.save_checkpoint(checkpoint(2, 3), tmp_path / "last.ckpt")
+    assert after.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["w"][0] == 3
+    assert steps(slow.store) == [("sft", 2)]
+
+
+def test_a_file_of_a_save_that_never_ended_is_told_from_others(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "1.ckpt").write_text(json.dumps({"casckpt": {"run": "sft", "step": 1}}))
+    io = CasCheckpointIO(store, run="sft")
+    with pytest.raises(NotFound, match="a save that did not end"):
+        io.load_checkpoint(tmp_path / "1.ckpt")
+    io.remove_checkpoint(tmp_path / "1.ckpt")
+    assert not (tmp_path / "1.ckpt").exists()
+    with pytest.raises(CasckptError, match="storage_options"):
+        io.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt", storage_options={})
+
+
+def test_paths_may_be_remote(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft")
+    path = f"memory://bucket/{tmp_path.name}/last.ckpt"
+    for step in (1, 2):
+        io.save_checkpoint(checkpoint(step, step), path)
+    assert io.load_checkpoint(path)["global_step"] == 2
+    assert steps(store) == [("sft", 2)]
+    io.remove_checkpoint(path)
+    with pytest.raises(CasckptError):
+        io.load_checkpoint(path)
+    assert steps(store) == []
+
+
+def test_fabric_saves_and_loads_through_it(tmp_path: Path, store: Store) -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[CasCheckpointIO(store, run="fab")])
+    model = nn.Linear(3, 3)
+    for _ in range(2):
+        fabric.save(tmp_path / "state.ckpt", {"model": model, "epoch": 3})
+    want = copy.deepcopy(model.state_dict())
+    nn.init.zeros_(model.weight)
+    state = {"model": model, "epoch": 0}
+    fabric.load(tmp_path / "state.ckpt", state)
+    assert state["epoch"] == 3
+    assert identical(dict(model.state_dict()), dict(want))
+    assert steps(store) == [("fab", 1)]
