@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.garbage import collecting_later
-from casckpt.checkpoint.ranks import Ranks
+from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Entry, Manifest, ObjectEntry
@@ -99,7 +99,8 @@ def load_together(
     settings: list[LoadOptions] = []
 
     def hello() -> set[tuple[TxId, ManifestId]]:
-        settings.append(options())
+        given = options()
+        settings.append(replace(given, progress=telling(ranks, given.progress)))
         return repo.manifests.names()
 
     def find(held: Sequence[set[tuple[TxId, ManifestId]]]) -> list[tuple[Commit, Manifest | None]]:

@@ -54,6 +54,16 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
 
+def alive_frame() -> torch.Tensor:
+    """A frame that holds no message: its sender still works on its own."""
+    return torch.zeros(FRAME, dtype=torch.uint8)
+
+
+def is_alive(frame: torch.Tensor) -> bool:
+    """Is it a frame of `alive_frame`? A message is never empty."""
+    return not frame[:_LENGTH].any()
+
+
 def from_frame(frame: torch.Tensor) -> tuple[bytes, int]:
     """What the first frame holds of a message, and how many bytes of it are still to come."""
     data = frame.numpy().tobytes()

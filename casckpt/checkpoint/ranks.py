@@ -7,7 +7,8 @@ leaves another one waiting:
 - a rank that raises hands its error up; every rank raises it, with the rank named, and the group stays usable
 - a rank that dies closes its connection; rank 0 finds it closed, at the latest when all others have answered, and
   tells them
-- a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store
+- a rank that stalls runs into the group's timeout at rank 0, which leaves word in the process group's store; one that
+  only takes long, and says so (`Ranks.alive`), does not
 - if rank 0 is gone, the others see their connection closed, find no word, and name rank 0
 - if rank 0 stalls, they run into a longer timeout, leave word in their turn, and rank 0 finds it
 
@@ -29,10 +30,12 @@ import torch
 from casckpt.checkpoint.messages import (
     FRAME,
     Message,
+    alive_frame,
     astray,
     broken,
     first_line,
     from_frame,
+    is_alive,
     pack,
     seen_from,
     timed_out,
@@ -51,6 +54,7 @@ _WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connect
 _MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LOST = "lost"
+_SIGNS = 4  # signs of life within a timeout
 
 
 class Ranks(Protocol):
@@ -75,6 +79,9 @@ class Ranks(Protocol):
     def fail(self, error: CasckptError) -> NoReturn:
         """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
 
+    def alive(self) -> None:
+        """Inside an exchange: this rank gets on with its part. Who waits for it is patient anew. Cheap, for threads."""
+
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
 
@@ -86,6 +93,16 @@ class Ranks(Protocol):
 def everyone(value: Down, size: int) -> list[Down]:
     """The same answer for all ranks."""
     return [value] * size
+
+
+def telling(ranks: Ranks, progress: Callable[[int], None]) -> Callable[[int], None]:
+    """``progress``, which is also taken as a sign of life."""
+
+    def both(nbytes: int) -> None:
+        ranks.alive()
+        progress(nbytes)
+
+    return progress if ranks.size == 1 else both
 
 
 class Solo:
@@ -101,6 +118,9 @@ class Solo:
     def fail(self, error: CasckptError) -> NoReturn:
         """Raise it."""
         raise error
+
+    def alive(self) -> None:
+        """Nobody waits."""
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Call both."""
@@ -152,6 +172,9 @@ class GroupRanks:
         self._group = _connect(self._store, self.rank, self.size, self._patience)
         self._dead: RankFailed | None = None
         self._lock = Lock()
+        self._alive_lock = Lock()
+        self._told = monotonic()
+        self._signs: list[Any] = []  # signs of life on their way; gone only with the message that follows them
 
     @property
     def name(self) -> str:
@@ -171,15 +194,28 @@ class GroupRanks:
         self.exchange(call, lambda values: values)
         raise error
 
+    def alive(self) -> None:
+        """See `Ranks.alive`."""
+        if monotonic() - self._told < self._timeout.total_seconds() / _SIGNS:
+            return
+        with self._alive_lock:
+            if monotonic() - self._told < self._timeout.total_seconds() / _SIGNS:
+                return
+            self._told = monotonic()
+            others = [0] if self.rank else range(1, self.size)
+            self._signs += [self._isend(alive_frame(), rank) for rank in others]
+
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """See `Ranks.exchange`."""
         if self._dead is not None:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
         with self._lock:
             self.exchanges += 1
+            self._told = monotonic()
             mine = self._attempt(call)
             mine.step = f"{decide.__module__}.{decide.__qualname__}".replace(".<locals>", "")
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
+            self._signs.clear()
         if mine.error is not None:
             raise mine.error
         if answer.error is not None:
@@ -223,14 +259,15 @@ class GroupRanks:
         return seen_from(answers[0], 0)
 
     def _receive_all(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
-        deadline = monotonic() + self._timeout.total_seconds()
+        timeout = self._timeout.total_seconds()
+        deadline = monotonic() + timeout
         frames = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in range(1, self.size)}
         works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
         received: list[Message | None] = [mine] + [None] * (self.size - 1)
         lost: list[RankFailed] = []
         for rank, work in works.items():
             try:
-                _wait(work, deadline)
+                self._wait_for_message(work, frames[rank], rank, deadline, timeout)
                 received[rank] = self._message(frames[rank], rank, max(deadline, monotonic() + 60))
             except RuntimeError as error:
                 lost.append(self._why_lost(rank, error))
@@ -266,8 +303,8 @@ class GroupRanks:
             for sending in [self._isend(frame, 0) for frame in to_frames(pack(mine))]:
                 sending.wait(self._patience)
             frame = torch.empty(FRAME, dtype=torch.uint8)
-            _wait(self._irecv(frame, 0), deadline)
-            answer = self._message(frame, 0, deadline)
+            self._wait_for_message(self._irecv(frame, 0), frame, 0, deadline, self._patience.total_seconds())
+            answer = self._message(frame, 0, max(deadline, monotonic() + 60))
         except RuntimeError as error:
             failure = self._why_lost(0, error)
             self._give_up(failure)
@@ -289,6 +326,16 @@ class GroupRanks:
             return self._group.send([frame], rank, 0)
         except RuntimeError as error:
             return _Broken(error)
+
+    def _wait_for_message(
+        self, work: Any, frame: torch.Tensor, rank: int, deadline: float, patience: float
+    ) -> None:  # fmt: skip
+        """Until ``frame`` holds one; each sign of life gives the rank ``patience`` seconds more."""
+        _wait(work, deadline)
+        while is_alive(frame):
+            if self.rank == 0:
+                self.alive()  # the others wait for rank 0, which waits for this one
+            _wait(self._irecv(frame, rank), monotonic() + patience)
 
     def _message(self, frame: torch.Tensor, rank: int, deadline: float) -> Message:
         """The message that begins with ``frame``. Most end there too: each frame costs a turn of gloo's thread."""

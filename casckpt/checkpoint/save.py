@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from casckpt.checkpoint.describe import Share, share_of
 from casckpt.checkpoint.known import Remembered, known_from
 from casckpt.checkpoint.layout import Layout, assigned, layout_of
 from casckpt.checkpoint.leader import Done, Hello, Leader, SaveMemory, SaveOptions, Stored
 from casckpt.checkpoint.prepare import Prepared
-from casckpt.checkpoint.ranks import Ranks
+from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.checkpoint.sources import plan_work
 from casckpt.checkpoint.upload import Placed, Upload
 from casckpt.errors import Revoked
@@ -64,12 +65,13 @@ class _Attempt:
         *,
         reuse: bool,
     ) -> None:
-        self.repo, self.ranks, self.memory, self.options = repo, ranks, memory, options
+        self.repo, self.ranks, self.memory = repo, ranks, memory
+        self.options = replace(options, progress=telling(ranks, options.progress))
         self._prepare = prepare
         self._reuse = reuse
         self._layout: Layout | None = None
         self._share: Share | None = None
-        self.leader = Leader(repo, ranks.size, memory, options, reuse=reuse)
+        self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
 
     def run(self) -> Commit:
         """The commit, as every rank returns it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -429,6 +430,26 @@ def test_rank_0_stalls_while_it_decides(ranks: Pool) -> None:
         assert "rank 0 did not answer in time: see in the list" in str(error)
         assert again == 3
         assert not same
+
+
+def slow(rank: int, size: int, who: int, seconds: float) -> Any:
+    ranks = open_ranks()
+
+    def call() -> int:
+        end = time.monotonic() + seconds
+        while rank == who and time.monotonic() < end:
+            ranks.alive()
+            time.sleep(0.01)
+        return rank
+
+    total_of_all = ranks.exchange(call, lambda values: everyone(sum(values), size))
+    return total_of_all, total(ranks), open_ranks() is ranks
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_takes_long_but_gets_on_is_waited_for(ranks: Pool, who: int) -> None:
+    timeout = SHORT / 2
+    assert ranks.run(3, slow, who, 2.5 * timeout, timeout=timeout) == [(3, 3, True)] * 3
 
 
 def absent(rank: int, size: int) -> Any:
