@@ -13,6 +13,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
 
@@ -52,8 +53,13 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
         check_storable(key, leaf)
         shape = tuple(leaf.shape)
         return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], isinstance(leaf, torch.nn.Parameter))
-    shards = [leaf] if isinstance(leaf, Shard) else list(leaf)
-    return _from_shards(key, shards)
+    return _from_shards(key, _shards(leaf))
+
+
+def _shards(leaf: Any) -> list[Shard]:
+    if is_megatron_tensor(leaf):  # its replicas hold the same: that is what it says of them
+        return [megatron_shard(leaf, replicated=True)]
+    return [leaf] if isinstance(leaf, Shard) else list(leaf)
 
 
 def _from_dtensor(key: str, leaf: DTensor) -> LocalTensor:
@@ -124,8 +130,7 @@ def _problem(data: torch.Tensor) -> str | None:
 
 def check_in_place(key: str, leaf: Any) -> None:
     """Raise InvalidInput for a flat `Shard` whose data only a copy could hold flat: a load would fill the copy."""
-    shards = [leaf] if isinstance(leaf, Shard) else leaf if isinstance(leaf, list) else []
-    for shard in shards:
+    for shard in [] if isinstance(leaf, torch.Tensor) else _shards(leaf):
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
             raise InvalidInput(

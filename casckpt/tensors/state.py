@@ -20,6 +20,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.manifest import MAX_KEY_CHARACTERS
 from casckpt.format.tree import Container, Element, Leaf, Node, Path, join, show
+from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.values import PerRank, Shard
 
@@ -48,9 +49,9 @@ class FlatState:
 def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
     """The leaves and the tree of ``state``, a mapping (or a `PerRank` of one).
 
-    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard` and what ``is_tensor_like`` says. Nothing is
-    copied. Raises InvalidInput, naming the path, for a state that is no mapping, contains itself or is too deep, for
-    keys that cannot be stored and for two paths with one flat key.
+    Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard`, Megatron-style sharded tensors and what
+    ``is_tensor_like`` says. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping,
+    contains itself or is too deep, for keys that cannot be stored and for two paths with one flat key.
     """
     _check_state(state)
     flattener = _Flattener(_Rules(is_tensor_like))
@@ -104,7 +105,7 @@ class _Rules:
     is_tensor_like: IsTensorLike | None
 
     def is_tensor(self, value: Any) -> bool:
-        if isinstance(value, torch.Tensor | Shard):
+        if isinstance(value, torch.Tensor | Shard) or is_megatron_tensor(value):
             return True
         if type(value) is list and value and all(isinstance(item, Shard) for item in value):
             return True
