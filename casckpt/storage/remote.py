@@ -8,6 +8,7 @@ ours, and each process has a client of its own.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -76,42 +77,40 @@ class RemoteStore:
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `casckpt.storage.base.ObjectStore`. An object is one request, whatever its size.
 
-        A refusal after an attempt whose answer was lost may be our own doing: then the object is read back.
+        A refusal may be our own doing: the answer to an earlier attempt was lost, perhaps one that the client made by
+        itself. So the object carries a mark of the put that made it.
         """
         split_key(key)
-        view = plain_bytes(data)
-        attempts = 0
+        view, mark = plain_bytes(data), uuid.uuid4().hex
 
         def create(client: Client) -> None:
-            nonlocal attempts
-            attempts += 1
             if not self._single_writer:
-                client.create(key, view)
+                client.create(key, view, mark)
             elif client.size(key) is not None:
                 raise AlreadyExists(key)
             else:
-                client.put(key, view)
+                client.put(key, view, mark)
 
         self.counts.add(requests=1)
         try:
             self._ask("write", key, create)
         except AlreadyExists:
-            if attempts == 1 or not self._holds(key, view):
+            if self._mark(key) != mark:
                 raise
         self.counts.add(puts=1, bytes_written=view.nbytes)
 
-    def _holds(self, key: str, data: memoryview) -> bool:
+    def _mark(self, key: str) -> str | None:
         try:
-            return self._ask("read", key, lambda client: client.get(key, data.nbytes)) == data
-        except CasckptError:  # another one's is longer, or gone by now
-            return False
+            return self._ask("look at", key, lambda client: client.mark(key))
+        except CasckptError:  # then it stays a refusal, and the layer above reads the object back
+            return None
 
     def replace(self, key: str, data: memoryview | bytes) -> None:
         """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
         view = plain_bytes(data)
         self.counts.add(requests=1)
-        self._ask("write", key, lambda client: client.put(key, view))
+        self._ask("write", key, lambda client: client.put(key, view, uuid.uuid4().hex))
         self.counts.add(puts=1, bytes_written=view.nbytes)
 
     def settle(self, folder: str) -> None:

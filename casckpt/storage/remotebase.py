@@ -20,7 +20,7 @@ class Failure:
 
 
 class Ranged(Protocol):
-    """One object, for ranged reads. All its answers come from one version of the object, or are errors."""
+    """One object, for ranged reads. Where the storage tells versions apart, all answers are of one, or are errors."""
 
     def size(self) -> int:
         """Size in bytes."""
@@ -51,11 +51,14 @@ class Client(Protocol):
     def explain(self, error: Exception) -> Failure:
         """What an error of these means."""
 
-    def create(self, key: str, data: memoryview) -> None:
-        """Put, unless the key is taken: `AlreadyExists`."""
+    def create(self, key: str, data: memoryview, mark: str) -> None:
+        """Put, unless the key is taken: `AlreadyExists`. ``mark``: to be kept beside the object."""
 
-    def put(self, key: str, data: memoryview) -> None:
+    def put(self, key: str, data: memoryview, mark: str) -> None:
         """Put, over whatever is there."""
+
+    def mark(self, key: str) -> str | None:
+        """The mark beside an object; None where there is no such object, or marks are not kept."""
 
     def get(self, key: str, limit: int) -> bytes:
         """The object; `casckpt.errors.Refused` if it is longer than ``limit``."""

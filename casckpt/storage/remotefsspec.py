@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +16,7 @@ from casckpt.storage.remotebase import Failure
 # Those whose pipe_file(mode="create") is one request that the server refuses. fsspec's own looks first and writes
 # then, so that two can win; with these a probe decides.
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/?")  # all that stands in a store
 _READ_ONLY: Final = frozenset({"http", "https"})
 
 
@@ -40,13 +42,17 @@ class FsspecClient:
             return Failure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
         return Failure(f"{line}; check the network and the storage_options, and try again", again=True)
 
-    def create(self, key: str, data: memoryview) -> None:
+    def create(self, key: str, data: memoryview, mark: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
         self._write(key, data, mode="create")
 
-    def put(self, key: str, data: memoryview) -> None:
+    def put(self, key: str, data: memoryview, mark: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
         self._write(key, data, mode="overwrite")
+
+    def mark(self, key: str) -> str | None:
+        """See `casckpt.storage.remotebase.Client`."""
+        return None
 
     def _write(self, key: str, data: memoryview, mode: str) -> None:
         if self.read_only:
@@ -75,17 +81,12 @@ class FsspecClient:
 
     def size(self, key: str) -> int | None:
         """See `casckpt.storage.remotebase.Client`."""
-        found = self.info(key)
-        return None if found is None or found["type"] != "file" else int(found["size"])
-
-    def info(self, key: str) -> Mapping[str, Any] | None:
-        """What fsspec says of an object; None if there is none."""
         self._fs.invalidate_cache()
         try:
-            found: Mapping[str, Any] = self._fs.info(self._path(key))
+            found = self._fs.info(self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found
+        return int(found["size"]) if found["type"] == "file" else None
 
     def read(self, key: str, offset: int, end: int) -> bytes:
         """Bytes of an object. Raises FileNotFoundError."""
@@ -97,9 +98,30 @@ class FsspecClient:
         folder = prefix.rpartition("/")[0]
         with self._listing:  # the cache is of the whole file system
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(folder) if folder else self._root, detail=True)
+            path = self._path(folder) if folder else self._root
+            found = self._linked(path) if self.read_only else self._fs.find(path, detail=True)
         entries = [self._entry(path, about) for path, about in found.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
+
+    def _linked(self, folder: str) -> dict[str, Mapping[str, Any]]:
+        """What the pages of a web server link to, from the page of ``folder`` down."""
+        found: dict[str, Mapping[str, Any]] = {}
+        pending = [f"{folder}/"]
+        while pending:
+            page = pending.pop()
+            try:
+                links = self._fs.ls(page, detail=True)
+            except FileNotFoundError:
+                continue
+            for link in links:
+                name: str = link["name"]
+                if not name.startswith(page) or not _NAME.fullmatch(name[len(page) :]):
+                    continue  # up, or to another view of the page
+                if name.endswith("/"):
+                    pending.append(name)
+                else:
+                    found[name] = link
+        return found
 
     def _entry(self, path: str, about: Mapping[str, Any]) -> Entry | None:
         key = path.removeprefix(self._root).removeprefix("/")
@@ -132,15 +154,15 @@ class FsspecObject:
 
     def __init__(self, client: FsspecClient, key: str) -> None:
         self._client, self._key = client, key
-        self._info: Mapping[str, Any] | None = None
+        self._size: int | None = None
 
     def size(self) -> int:
         """See `casckpt.storage.remotebase.Ranged`."""
-        if self._info is None:
-            self._info = self._client.info(self._key)
-        if self._info is None:
+        if self._size is None:
+            self._size = self._client.size(self._key)
+        if self._size is None:
             raise NotFound(f"object {self._key} was deleted, or never written", key=self._key)
-        return int(self._info["size"])
+        return self._size
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `casckpt.storage.remotebase.Ranged`."""

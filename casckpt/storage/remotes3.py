@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError, ResponseStreamingError
+from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
 from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
@@ -23,6 +23,7 @@ from casckpt.storage.remotes3facts import examine
 
 T = TypeVar("T")
 _CHUNK = 1 << 20
+PAGE = 1000  # as many as a server gives
 # The client would try again by itself, and a put that it repeats is refused because of the first one. So it is told
 # not to, and `RemoteStore`, which knows that, repeats.
 _CONFIG: Mapping[str, Any] = {
@@ -31,11 +32,15 @@ _CONFIG: Mapping[str, Any] = {
     "read_timeout": 60,
     "retries": {"total_max_attempts": 1},
 }
+_MARK = "casckpt-put"
 _TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
 
 
 class S3Client:
-    """`casckpt.storage.remotebase.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash)."""
+    """`casckpt.storage.remotebase.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash).
+
+    Raises TypeError or ValueError for ``options`` that cannot be used.
+    """
 
     exclusive: bool | None = None  # some servers ignore the condition without a word
     read_only = False
@@ -47,23 +52,36 @@ class S3Client:
         self.bucket, self.prefix = bucket, prefix
         self._fs = S3FileSystem(**{**options, **secrets, "config_kwargs": config, "use_listings_cache": False})
         self._loop: asyncio.AbstractEventLoop = self._fs.loop
+        try:
+            self.run(self._fs.set_session())  # what is wrong with the options shows here
+        except BotoCoreError as error:
+            raise ValueError(explain(error).why) from error
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
         return explain(error)
 
-    def create(self, key: str, data: memoryview) -> None:
+    def create(self, key: str, data: memoryview, mark: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
         try:
-            self._call("put_object", Key=self.prefix + key, Body=bytes(data), IfNoneMatch="*")
+            self._put(key, data, mark, IfNoneMatch="*")
         except ClientError as error:
             if status_of(error) == 412:
                 raise AlreadyExists(key) from error
             raise
 
-    def put(self, key: str, data: memoryview) -> None:
+    def put(self, key: str, data: memoryview, mark: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
-        self._call("put_object", Key=self.prefix + key, Body=bytes(data))
+        self._put(key, data, mark)
+
+    def _put(self, key: str, data: memoryview, mark: str, **condition: str) -> None:
+        # bytes: the client takes no view
+        self._call("put_object", Key=self.prefix + key, Body=bytes(data), Metadata={_MARK: mark}, **condition)
+
+    def mark(self, key: str) -> str | None:
+        """See `casckpt.storage.remotebase.Client`."""
+        found: str | None = (self._head(key) or {}).get("Metadata", {}).get(_MARK)
+        return found
 
     def get(self, key: str, limit: int) -> bytes:
         """See `casckpt.storage.remotebase.Client`."""
@@ -86,17 +104,22 @@ class S3Client:
 
     def size(self, key: str) -> int | None:
         """See `casckpt.storage.remotebase.Client`."""
+        found = self._head(key)
+        return None if found is None else int(found["ContentLength"])
+
+    def _head(self, key: str) -> Mapping[str, Any] | None:
         try:
-            return int(self._call("head_object", Key=self.prefix + key)["ContentLength"])
+            found: Mapping[str, Any] = self._call("head_object", Key=self.prefix + key)
         except ClientError as error:
             if status_of(error) == 404:
                 return None
             raise
+        return found
 
     def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
-        """See `casckpt.storage.remotebase.Client`: up to 1,000 objects."""
+        """See `casckpt.storage.remotebase.Client`."""
         token = {} if after is None else {"ContinuationToken": after}
-        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, **token)
+        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **token)
         skip = len(self.prefix)
         entries = [Entry(one["Key"][skip:], one["Size"]) for one in found.get("Contents", ())]
         files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
@@ -156,8 +179,10 @@ class S3Client:
         if "IfNoneMatch" in arguments and "IfNoneMatch" not in known:
             raise Unsupported("this S3 client cannot put without replacing: install aiobotocore 2.19 or later")
         extra = {**self._fs.s3_additional_kwargs, **self._fs.req_kw}
-        extra = {name: value for name, value in extra.items() if name in known}
-        return await getattr(client, operation)(**extra, Bucket=self.bucket, **arguments)
+        sent = {name: value for name, value in extra.items() if name in known} | arguments
+        if "Metadata" in arguments:
+            sent["Metadata"] = {**extra.get("Metadata", {}), **arguments["Metadata"]}
+        return await getattr(client, operation)(Bucket=self.bucket, **sent)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run in fsspec's loop, which has a thread of its own; stop it if this thread is interrupted."""

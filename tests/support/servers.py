@@ -32,13 +32,14 @@ _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.ar
 
 @dataclass
 class Server:
-    """A server with its data in ``folder``. ``command``: what to run, given so many free ports; the first is S3's."""
+    """A server that lives in ``folder``. ``command``: what to run, given so many free ports; the first is S3's."""
 
     name: str
     command: Callable[[Path, Sequence[int]], Sequence[str]]
     ports: int
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    speaks_s3: bool = True
     buckets: int = 0
     _taken: list[int] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
@@ -113,16 +114,21 @@ class Server:
                 [sys.executable, "-c", _BOUND, *command], stdout=log, stderr=log, cwd=self.folder,
                 env={"PATH": "/usr/bin:/bin", "HOME": str(self.folder), **self.environment},
             )  # fmt: skip
-        client, end = self.client, time.monotonic() + _START_SECONDS
+        end = time.monotonic() + _START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
-            try:
-                client.list_buckets()
-            except (BotoCoreError, ClientError):
-                time.sleep(0.05)  # between looks at another process; nothing depends on how long
-                continue
-            return True
+            with suppress(OSError, BotoCoreError, ClientError):
+                self._ask()
+                return True
+            time.sleep(0.05)  # between looks at another process; nothing depends on how long
         self.kill()
         return False
+
+    def _ask(self) -> None:
+        """Raises what a client raises where nobody answers yet."""
+        if self.speaks_s3:
+            self.client.list_buckets()
+        else:
+            socket.create_connection(("127.0.0.1", self._taken[0]), timeout=1).close()
 
 
 @contextmanager
@@ -179,6 +185,16 @@ def rclone(folder: Path) -> Server:
 
     (folder / "data").mkdir()
     return Server("rclone", command, 1, folder)
+
+
+def web(folder: Path) -> Server:
+    """A web server that shows what lies in ``folder``/data."""
+
+    def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
+        return [binary("rclone"), "serve", "http", "--addr", f"127.0.0.1:{ports[0]}", str(data / "data")]
+
+    (folder / "data").mkdir()
+    return Server("web", command, 1, folder, speaks_s3=False)
 
 
 def binary(name: str) -> str:

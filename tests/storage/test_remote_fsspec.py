@@ -1,0 +1,114 @@
+"""Storages that only fsspec knows: what they promise, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casckpt
+from casckpt.errors import NotFound, StorageError, Unsupported
+from casckpt.repository.repository import Repository
+from casckpt.storage import open_storage
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.remote import RemoteStore
+from casckpt.storage.remotebase import Client
+from casckpt.storage.remotefsspec import FsspecClient
+from casckpt.storage.retries import Backoff
+from tests.storage.contract import Peek, StorageContract
+from tests.support import servers
+from tests.support.servers import Server
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder through fsspec, as a stand-in for any storage of its."""
+
+    path: Path
+
+    @property
+    def url(self) -> str:
+        return f"local://{self.path}"
+
+    def __call__(self) -> Client:
+        return FsspecClient(self.url, {})
+
+
+class TestOneWriter(StorageContract):
+    """All promises but two: fsspec looks first, and writes then; and it does not tell versions of an object apart."""
+
+    test_threads_race_for_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> ObjectStore:
+        return RemoteStore(Folder(tmp_path / "store"), single_writer=True)
+
+    @pytest.fixture
+    def peek(self, tmp_path: Path) -> Peek:
+        def look(key: str) -> bytes | None:
+            path = tmp_path / "store" / key
+            return path.read_bytes() if path.is_file() else None
+
+        return look
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    storage = RemoteStore(Folder(tmp_path / "store"))
+    with pytest.raises(Unsupported, match="in one step"):
+        Repository(storage, tmp_path / "cache").create()
+    assert not (tmp_path / "store").exists()
+    assert Repository(storage, tmp_path / "cache", single_writer=True).create()
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.running(servers.web(tmp_path_factory.mktemp("web"))) as server:
+        yield server
+
+
+def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_path: Path) -> None:
+    import torch
+
+    state: dict[str, Any] = {"w": torch.arange(1000), "note": "x"}
+    saved = casckpt.open(web.folder / "data" / "a" / "store").save(state, step=3)
+    store = casckpt.open(f"{web.endpoint}/a/store", cache_dir=tmp_path / "cache")
+    assert [ckpt.id for ckpt in store.checkpoints()] == [saved.id]
+    found = store.read("default@3")
+    assert torch.equal(found["w"], state["w"])
+    assert found["note"] == "x"
+    assert not store.verify().is_damaged
+    assert store.stats().blobs == 1
+
+
+def test_a_web_server_is_not_written_to(web: Server, tmp_path: Path) -> None:
+    for single in (False, True):
+        store = casckpt.open(f"{web.endpoint}/none", cache_dir=tmp_path / "cache", single_writer=single)
+        with pytest.raises(Unsupported, match="can only be read"):
+            store.save({"a": 1}, step=0)
+        with pytest.raises(Unsupported, match="can only be read"):
+            store.repository.storage.delete("casckpt.json")
+
+
+def test_what_is_not_on_a_web_server(web: Server) -> None:
+    storage = open_storage(f"{web.endpoint}/nowhere")
+    assert storage.size("casckpt.json") is None
+    assert list(storage.list("commits/")) == []
+    with pytest.raises(NotFound):
+        storage.get("casckpt.json", limit=100)
+
+
+def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Exception):
+        """As a client of some cloud may raise."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Odd("the cloud is gone")
+
+    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=lambda seconds: None))
+    monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
+    with pytest.raises(StorageError, match="tried 8 times: Odd: the cloud is gone"):
+        list(storage.list(""))

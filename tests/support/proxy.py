@@ -1,0 +1,207 @@
+"""A proxy before an S3 server that does what networks do: loses answers, cuts them short, refuses, is late.
+
+::
+
+    with Proxy(server.endpoint) as proxy:
+        proxy.plan(Trouble.LOST, method="PUT", path="commits/*", times=2)   # the next two such puts
+        proxy.chaos(seed=1, share=0.2)                                       # or one of five requests, at random
+        open_storage("s3://...", server.options | {"endpoint_url": proxy.endpoint})
+
+``proxy.seen`` are the requests that came, in order.
+"""
+
+from __future__ import annotations
+
+import enum
+import http.client
+import random
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import unquote, urlsplit
+
+_BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
+_LATE = 0.05  # seconds
+_RESET = struct.pack("ii", 1, 0)  # closing the socket then sends a reset
+
+
+class Trouble(enum.Enum):
+    """What happens to a request."""
+
+    LOST = "done, but the connection ends without an answer"
+    BROKEN = "done, but the answer is 500"
+    BUSY = "not done: 503"
+    HALF = "the connection is reset while the request is sent: not done"
+    CUT = "done, and reset in the middle of the answer"
+    LATE = "done a little later"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request. ``path``: as the client means it, without the query."""
+
+    method: str
+    path: str
+    query: str
+    range: str | None
+    size: int
+
+
+@dataclass
+class _Planned:
+    trouble: Trouble
+    method: str
+    path: str
+    times: int
+
+
+class Proxy:
+    """Listens on a free port; ``endpoint`` is where."""
+
+    def __init__(self, upstream: str) -> None:
+        self.seen: list[Seen] = []
+        self.connections = 0
+        self._planned: list[_Planned] = []
+        self._random: random.Random | None = None
+        self._share = 0.0
+        self._lock = threading.Lock()
+        self._server = _Server(self, upstream)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+
+    @property
+    def endpoint(self) -> str:
+        """Its URL."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def plan(self, trouble: Trouble, *, method: str = "*", path: str = "*", times: int = 1) -> None:
+        """So many of the next requests of this kind get into this trouble. ``path``: what it ends with."""
+        with self._lock:
+            self._planned.append(_Planned(trouble, method, path, times))
+
+    def chaos(self, seed: int, share: float) -> None:
+        """From now on this share of all requests gets into some trouble."""
+        with self._lock:
+            self._random, self._share = random.Random(seed), share
+
+    def count(self, method: str, path: str = "*") -> int:
+        """How many such requests came."""
+        return sum(_fits(one, method, path) for one in self.seen)
+
+    def trouble_of(self, request: Seen) -> Trouble | None:
+        """Note a request; what is to happen to it."""
+        with self._lock:
+            self.seen.append(request)
+            for planned in self._planned:
+                if planned.times and _fits(request, planned.method, planned.path):
+                    planned.times -= 1
+                    return planned.trouble
+            if self._random is not None and self._random.random() < self._share:
+                return self._random.choice(list(Trouble))
+        return None
+
+
+def _fits(request: Seen, method: str, path: str) -> bool:
+    return fnmatchcase(request.method, method) and fnmatchcase(request.path, f"*{path}")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, proxy: Proxy, upstream: str) -> None:
+        self.proxy = proxy
+        self.upstream = urlsplit(upstream)
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        self.proxy.connections += 1
+        return super().get_request()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def handle_one_request(self) -> None:
+        self.raw_requestline = self.rfile.readline(65537)
+        if not self.raw_requestline or not self.parse_request():
+            self.close_connection = True
+            return
+        split = urlsplit(self.path)
+        size = int(self.headers.get("Content-Length") or 0)
+        request = Seen(self.command, unquote(split.path), split.query, self.headers.get("Range"), size)
+        trouble = self.server.proxy.trouble_of(request)
+        if trouble is Trouble.HALF:
+            self.rfile.read(size // 2)
+            self._reset()
+            return
+        body = self.rfile.read(size)
+        if trouble is Trouble.BUSY:
+            self._answer(503, "Slow Down", [("Content-Type", "application/xml")], _BUSY)
+            return
+        if trouble is Trouble.LATE:
+            time.sleep(_LATE)
+        self._pass_on(body, trouble)
+
+    def _pass_on(self, body: bytes, trouble: Trouble | None) -> None:
+        upstream = http.client.HTTPConnection(self.server.upstream.hostname or "", self.server.upstream.port)
+        try:
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("connection", "expect"):
+                    upstream.putheader(name, value)
+            upstream.endheaders(body or None)
+            answer = upstream.getresponse()
+            data = answer.read()
+        except OSError:
+            self._reset()
+            return
+        finally:
+            upstream.close()
+        if trouble is Trouble.LOST:
+            self.close_connection = True
+        elif trouble is Trouble.BROKEN:
+            self._answer(500, "Internal Error", [("Content-Type", "application/xml")], _BROKEN)
+        else:
+            self._answer(answer.status, answer.reason, answer.getheaders(), data, cut=trouble is Trouble.CUT)
+
+    def _answer(
+        self, status: int, reason: str, headers: list[tuple[str, str]], data: bytes, *, cut: bool = False
+    ) -> None:
+        lines = [f"HTTP/1.1 {status} {reason}"]
+        length = next((value for name, value in headers if name.lower() == "content-length"), str(len(data)))
+        kept = [(n, v) for n, v in headers if n.lower() not in ("connection", "content-length", "transfer-encoding")]
+        lines += [f"{name}: {value}" for name, value in [*kept, ("Content-Length", length)]]
+        head = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+        data = b"" if self.command == "HEAD" else data
+        if cut:
+            whole = head + data
+            self.wfile.write(whole[: len(head) + len(data) // 2 if data else len(head) // 2])
+            self.wfile.flush()
+            self._reset()
+        else:
+            self.wfile.write(head + data)
+            self.wfile.flush()
+
+    def _reset(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
