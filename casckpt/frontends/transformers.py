@@ -1,0 +1,223 @@
+"""Transformers: each checkpoint folder of a `Trainer` goes into a store, too, and comes out again as a folder.
+
+::
+
+    Trainer(..., callbacks=[CasCheckpointCallback(store, run="sft", max_checkpoints=3)])
+    trainer.train(resume_from_checkpoint=restore_checkpoint(store, "sft@latest", "out"))
+
+With ``save_total_limit=1`` the disk holds one folder, and the store what changed from one to the next: a frozen
+backbone is stored once. In the store: weights under ``model``, the optimizer under ``optim`` by the names of its
+parameters, as every front end has them; other files as attachments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.prepare import check_attachment_name
+from casckpt.checkpoint.ranks import this_rank
+from casckpt.checkpoint.store import Store
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.frontends.new_files import new_folder
+from casckpt.frontends.safetensors_import import Maps
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
+from casckpt.frontends.training_state import unshard_optim_state
+from casckpt.frontends.training_state.optimizer import state_to_save
+from casckpt.frontends.training_state.stored import Stored
+from casckpt.tensors.dtypes import torch_dtype
+
+HOME = "transformers"
+OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
+_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
+_FOREIGN = ("pytorch_model_fsdp_", "optimizer_", "global_step", "pytorch_model.bin")
+
+
+class CasCheckpointCallback(TrainerCallback):
+    """For ``Trainer(callbacks=[...])``. ``settings``: those of `CheckpointerConfig`; retention counts in the store.
+
+    A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
+    is logged by the next save, and raised at the end of the training. ``tag_best``: a tag for the best checkpoint so
+    far, by ``metric_for_best_model``, so that no retention loses it.
+
+    FSDP and DeepSpeed write folders of their own kind, which are refused: use `casckpt.frontends.trainer` there.
+    """
+
+    def __init__(
+        self,
+        store: AnyStore,
+        *,
+        run: str,
+        async_save: bool = False,
+        tag_best: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = CheckpointerConfig(run=run, **{"overwrite": True, **settings})
+        self.store = as_store(store)
+        self._async, self._tag = async_save, tag_best
+        self._checkpointer: Checkpointer | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What saves; made when it is first needed, when the ranks know each other."""
+        if self._checkpointer is None:
+            self._checkpointer = self.config.build(self.store)
+        return self._checkpointer
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
+        attachments = _attachments(folder) if this_rank() == 0 else None
+        step, metadata = state.global_step, {"epoch": state.epoch}
+        best = self._tag is not None and getattr(state, "best_global_step", None) == step
+        save = self.checkpointer.save_async if self._async and not best else self.checkpointer.save
+        save(step, contents, attachments=attachments, metadata=metadata)
+        if best and self._tag is not None and this_rank() == 0:
+            self.store.tag(self._tag, f"{self.config.run}@{step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Wait for what is in the background. Raises what it raised."""
+        self.checkpointer.close()
+
+
+class _Folder:
+    """The part of a folder that is no attachment, as a `Checkpointer` saves it."""
+
+    def __init__(self, folder: Path, model: Any, optimizer: Any) -> None:
+        self._folder, self._model = folder, model
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's is around the one that counts
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        """All of it on rank 0, random generators on every rank."""
+        rank = this_rank()
+        rng = {name: data for name, data in _rng_files(self._folder) if _is_of(name, rank)}
+        if rank != 0:
+            return {HOME: {"rng": rng}}
+        _refuse_foreign(self._folder)
+        state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
+        for name, path in _weights(self._folder):
+            maps = Maps(lambda nbytes: None)
+            said = maps.add_all([path])
+            state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
+            (state["model"] if _MODEL.fullmatch(name) else state[HOME]["tensors"].setdefault(name, {})).update(
+                maps.state
+            )
+        if self._optimizer is not None and (self._folder / OPTIMIZER).is_file():
+            state["optim"] = state_to_save(self._model, self._optimizer)
+        return state
+
+    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
+        """Nothing is loaded by way of a folder in use."""
+        raise Unsupported("a folder is restored by restore_checkpoint")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `state_dict_to_load`."""
+        raise Unsupported("a folder is restored by restore_checkpoint")
+
+
+def restore_checkpoint(
+    store: AnyStore, ref: str | Checkpoint, output_dir: str | os.PathLike[str], *, force: bool = False
+) -> Path:
+    """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
+
+    That is what ``trainer.train(resume_from_checkpoint=...)`` takes. One process for each file system makes the call.
+    ``force``: over what is there. Raises NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that
+    no `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
+    """
+    opened = as_store(store)
+    stored = Stored.read(opened, ref)
+    if not stored.keys_below(f"{HOME}.files"):
+        raise Mismatch(f"{stored.where} was not saved from a folder of Transformers; casckpt export writes its weights")
+    about = opened.read(stored.checkpoint, keys=[f"{HOME}.files*", f"{HOME}.rng*"])[HOME]
+    target = Path(output_dir, f"checkpoint-{stored.commit.step}")
+    with new_folder(target, force=force, stale=lambda name: True, last=["trainer_state.json"]) as folder:
+        for name in opened.attachments(stored.checkpoint):
+            _write(folder, name, opened.read_attachment(stored.checkpoint, name))
+        for name, data in about.get("rng", {}).items():
+            _write(folder, name, data)
+        for name, file in about["files"].items():
+            tensors = _read(opened, stored, name, file["names"])
+            save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
+        if stored.has_optimizer:
+            torch.save(unshard_optim_state(opened, stored.checkpoint), folder / OPTIMIZER)
+    return target
+
+
+def _read(store: Store, stored: Stored, name: str, names: list[str]) -> dict[str, torch.Tensor]:
+    """The tensors of one file, in its order."""
+    prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
+    found = {key: stored.manifest.tensors[f"{prefix}.{key}"] for key in names}
+    tensors = {key: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for key, entry in found.items()}
+    whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
+    store.load(whole, stored.checkpoint, no_dist=True)
+    return tensors
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield path.relative_to(folder).as_posix(), path
+
+
+def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
+    return ((name, path) for name, path in _files(folder) if name.endswith(".safetensors"))
+
+
+def _rng_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    return ((name, path.read_bytes()) for name, path in _files(folder) if RNG.fullmatch(name))
+
+
+def _is_of(name: str, rank: int) -> bool:
+    """Is it the file of this rank? Other ranks may still be writing theirs, or have them on other machines."""
+    found = RNG.fullmatch(name)
+    return found is not None and int((found[1] or "_0")[1:]) == rank
+
+
+def _attachments(folder: Path) -> dict[str, bytes]:
+    """All other files. Raises NotFound, InvalidInput for one that is too large."""
+    if not folder.is_dir():
+        raise NotFound(
+            f"{folder} is not there: the trainer has removed it, or writes elsewhere (a hyperparameter search?)"
+        )
+    found = {}
+    for name, path in _files(folder):
+        if name.endswith(".safetensors") or name == OPTIMIZER or RNG.fullmatch(name):
+            continue
+        if path.stat().st_size > _MAX_FILE:
+            raise InvalidInput(f"{path} has more than {_MAX_FILE >> 20} MiB, and is no safetensors; keep it elsewhere")
+        found[name] = path.read_bytes()
+    return found
+
+
+def _refuse_foreign(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name.startswith(_FOREIGN):
+            raise Unsupported(
+                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; train with "
+                "save_safetensors and without them, or save by casckpt.frontends.trainer.Checkpointer"
+            )
+
+
+def _within(folder: Path, name: str) -> Path:
+    path = folder / check_attachment_name(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    _within(folder, name).write_bytes(data)

