@@ -6,6 +6,7 @@ Whichever front end wrote it: a tensor is a sharded tensor under its flat key, a
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
@@ -70,7 +71,11 @@ class Stored:
             return everyone((found.commit, found.manifest, found.common_tensors, found.file), ranks.size)
 
         facts = ranks.exchange(lambda: places.append(locate()), find)
-        return cls(places[0].store, *facts)
+        stored = cls(places[0].store, *facts)
+        if ranks.rank != 0:
+            uploader = stored.commit.committed.uploader
+            stored.store.repository.manifests.add(uploader, stored.manifest, stored.manifest.nbytes)
+        return stored
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -147,7 +152,8 @@ class Stored:
 
     def _from_file(self, data: bytes, allow_pickle: bool) -> Nested:
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+            with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron's arguments
+                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
         except pickle.UnpicklingError as error:
             raise CheckpointingException(
                 f"{COMMON_NAME} of {self.where} needs pickle, and loading one runs code from the store; pass "

@@ -69,7 +69,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     """Saves into a store: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
     ``step``: of all saves, or a function of the folder; None: the number at the end of its name (``iter_0000100``).
-    ``fully_parallel`` and ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many saves.
+    ``overwrite``: a step that exists is replaced, as Megatron writes over a folder: a training that was rolled back
+    comes to it again. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many
+    saves.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         run: str,
         step: StepOf = None,
         fully_parallel: bool = False,
+        overwrite: bool = True,
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -86,7 +89,8 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
-        self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
+        self.fully_parallel, self.overwrite = fully_parallel, overwrite
+        self.process_group, self.options = process_group, options
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -127,11 +131,13 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
         saving.leave_out(_COMMON_KEY)
         run, step = place.run_and_step()
-        overwrite = self.options.get("overwrite", False) or replaces
-        attachments = {**self.options.get("attachments", {}), **saving.files, **files}
-        added = {"run": run, "step": step, "process_group": self.process_group, "attachments": attachments}
+        given = {
+            **self.options, "run": run, "step": step, "process_group": self.process_group,
+            "attachments": {**self.options.get("attachments", {}), **saving.files, **files},
+            "overwrite": self.overwrite or replaces,
+        }  # fmt: skip
         pointer = json.dumps({"store": self.store.url, "run": run, "step": step}).encode()
-        return saving, {**self.options, **added, "overwrite": overwrite}, lambda: _point(ranks, folder, pointer)
+        return saving, given, lambda: _point(ranks, folder, pointer)
 
     def _step(self, folder: Path) -> int:
         if isinstance(self.step, int):

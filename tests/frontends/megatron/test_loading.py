@@ -218,6 +218,15 @@ def test_what_is_not_plain_needs_pickle_on_both_sides(tmp_path: Path) -> None:
     assert isinstance(found["c"], Odd)
 
 
+@pytest.mark.parametrize("value", [{}, [], {"a": {}}, [torch.ones(1)], None, torch.ones(2), {"a": [1, torch.ones(1)]}])
+def test_an_object_may_be_anything_plain(tmp_path: Path, value: Any) -> None:
+    where = f"{tmp_path}#a@1"
+    save({"o": obj("o", data=value), "i": 1}, where)
+    assert load_common_state_dict(where) == {"i": 1}
+    assert load_plain_tensors(where) == {}
+    assert megatron.diff(load({"o": obj("o")}, where), {"i": 1, "o": value}) == ([], [], [])
+
+
 class Odd:
     """Not plain data."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,18 +175,39 @@ def test_a_save_in_the_background_through_the_wrapper_of_core(tmp_path: Path, ra
 def as_from_019_on(rank: int, size: int, path: Path) -> list[Any]:
     """The common part is an object, and nobody but the strategy writes common.pt."""
     core()
-    common = megatron.ShardedObject("common_state", {"iteration": 9}, (1,), (0,), replica_id=rank)
+    common = megatron.ShardedObject("common_state", COMMON, (1,), (0,), replica_id=rank)
     part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, size))
     megatron.CasSaveShardedStrategy(path / "store", run="a").save({"common_state": common, "w": part}, path / "iter_4")
     template = {"w": part.without_data()}
     loaded = megatron.CasLoadShardedStrategy().load(template, path / "iter_4", async_strategy="nvrx")
-    return [loaded["w"].tolist(), torch.load(path / "iter_4/common.pt"), megatron.load({}, f"{path}/store#a@4")]
+    return [loaded["w"].tolist(), (path / "iter_4/common.pt").exists(), megatron.load({}, f"{path}/store#a@4")]
+
+
+COMMON = {"iteration": 9, "args": Namespace(lr=0.1)}
 
 
 def test_the_common_part_as_an_object(tmp_path: Path, ranks: Pool) -> None:
     (tmp_path / "iter_4").mkdir()
-    common = {"iteration": 9}
-    assert ranks.run(2, as_from_019_on, tmp_path) == [[[0, 0], common, common], [[1, 1], common, common]]
+    assert ranks.run(2, as_from_019_on, tmp_path) == [[[0, 0], True, COMMON], [[1, 1], True, COMMON]]
+
+
+def saved_twice(rank: int, size: int, path: Path) -> list[Any]:
+    core()
+    state = {"w": megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+    again = {"w": megatron.ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+    megatron.CasSaveShardedStrategy(path / "store", run="a").save(state, path)
+    megatron.CasSaveShardedStrategy(path / "store", run="a").save(again, path)
+    careful = megatron.CasSaveShardedStrategy(path / "store", run="a", overwrite=False)
+    found = megatron.CasLoadShardedStrategy().load({"w": state["w"].without_data()}, path)
+    return [found["w"].tolist(), str(outcome_of(lambda: careful.save(state, path)))]
+
+
+def test_a_step_that_exists_is_replaced(tmp_path: Path, ranks: Pool) -> None:
+    (tmp_path / "iter_4").mkdir()
+    (tmp_path / "iter_4/common.pt").write_bytes(b"")
+    ((found, refusal),) = ranks.run(1, saved_twice, tmp_path / "iter_4")
+    assert found == [0, 0]
+    assert "a@4 exists already" in refusal
 
 
 def refused(rank: int, size: int, path: Path) -> list[str]:
