@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.prepare import check_attachment_name
+from casckpt.checkpoint.prepare import Frozen, check_attachment_name
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
@@ -46,6 +46,7 @@ class Checkpointer:
     ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
     ranks of a node upload at the same time. ``work_dir``: a folder of this node for the locks of that (default: in the
     folder for temporary files). ``pre_download``: fetch a checkpoint into the cache of this node before it is loaded.
+    ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
     ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
     """
 
@@ -68,13 +69,14 @@ class Checkpointer:
         ephemeral_save_interval: int | None = None,
         ephemeral_cooldown: int | None = None,
         gc: bool = False,
+        frozen: Frozen = None,
         allow_pickle: bool = False,
     ) -> None:
         self.config = CheckpointerConfig(
             run=run, keep=keep, overwrite=overwrite, save_threads=save_threads, load_threads=load_threads,
             pre_download=pre_download, throttle=throttle, work_dir=work_dir, save_interval=save_interval,
             fixed_steps=fixed_steps, max_checkpoints=max_checkpoints, ephemeral_save_interval=ephemeral_save_interval,
-            ephemeral_cooldown=ephemeral_cooldown, gc=gc, allow_pickle=allow_pickle,
+            ephemeral_cooldown=ephemeral_cooldown, gc=gc, frozen=frozen, allow_pickle=allow_pickle,
         )  # fmt: skip
         self.run = run
         self.store = _throttled(as_store(store), self.config)
@@ -306,6 +308,7 @@ class Checkpointer:
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
             "metadata": metadata,
             "attachments": self._files | dict(attachments or {}),
+            "frozen": self.config.frozen,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from casckpt.checkpoint.prepare import Frozen
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
@@ -41,6 +42,7 @@ class CheckpointerConfig:
     ephemeral_save_interval: int | None = None
     ephemeral_cooldown: int | None = None
     gc: bool = False
+    frozen: Frozen = None
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
