@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
+from io import BytesIO
 from itertools import chain
 from pathlib import PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from types import NoneType, SimpleNamespace
@@ -232,11 +233,27 @@ def _join_bytearray(children: list[Any]) -> bytearray:
     return bytearray(data)
 
 
+def _split_stream(stream: BytesIO) -> list[Any]:
+    if stream.closed:
+        raise Unfit("a closed BytesIO", "store its bytes, as bytes")
+    return [Buffer(memoryview(stream.getvalue())), stream.tell()]
+
+
+def _join_stream(children: list[Any]) -> BytesIO:
+    data, position = expect(children, bytes, int)
+    if not 0 <= position < 2**63:
+        raise ValueError("its position is none")
+    stream = BytesIO(data)
+    stream.seek(position)
+    return stream
+
+
 NUMBERS = (
     # int and str are split by the encoder itself, and only where msgpack cannot hold them
     Codec("int", (), lambda value: [int_bytes(value)], _join_int),
     Codec("str", (), lambda value: [value.encode("utf-8", "surrogatepass")], _join_text),
     Codec("bytearray", (bytearray,), lambda value: [Buffer(memoryview(value))], _join_bytearray),
+    Codec("BytesIO", (BytesIO,), _split_stream, _join_stream),
     Codec("complex", (complex,), lambda z: [z.real, z.imag], lambda c: complex(*expect(c, float, float))),
     Codec("range", (range,), lambda r: [r.start, r.stop, r.step], lambda c: range(*expect(c, int, int, int))),
 )

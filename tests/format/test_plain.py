@@ -14,6 +14,7 @@ import subprocess
 import sys
 import types
 import zoneinfo
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import msgspec
@@ -225,6 +226,19 @@ def test_long_buffers_go_to_parts(value: Any) -> None:
     assert len(parts.parts) == 1
     assert len(data) < 100
     assert same(plain.decode(data, load=parts.load), {"a": value, "b": b"short"})
+
+
+@pytest.mark.parametrize("size", [3, 200])
+def test_a_stream_in_memory_keeps_its_position(size: int) -> None:
+    parts, stream = Parts(), BytesIO(b"x" * size)
+    stream.seek(2)
+    data = plain.encode([stream], spill=parts.spill, spill_from=100)
+    (found,) = plain.decode(data, load=parts.load)
+    assert (type(found), found.getvalue(), found.tell()) == (BytesIO, b"x" * size, 2)
+    assert len(parts.parts) == (size > 100)
+    stream.close()
+    with pytest.raises(InvalidInput, match=r"value\[0\]: a closed BytesIO"):
+        plain.encode([stream])
 
 
 def test_only_buffers_of_the_limit_and_more_are_spilled() -> None:

@@ -92,7 +92,7 @@ def check_strategies(sharded: Any, common: Any) -> None:
     """Raise for strategies of somebody else."""
     if common is not None:
         raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
-    if sharded is not None and tuple(sharded) != (BACKEND, VERSION):
+    if sharded not in (None, (BACKEND, VERSION)):
         raise CheckpointingException(
             f"sharded_strategy={sharded!r} does not write into a store; give None, or call Megatron's own save with a "
             "CasSaveShardedStrategy"
