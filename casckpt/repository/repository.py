@@ -145,6 +145,12 @@ class Repository:
     @property
     def settings(self) -> Settings:
         """The highest generation of settings/, unset fields where there is none. Read anew each time."""
+    def note_creates(self, *, exclusive: bool) -> None:
+        """Let the settings say what a probe has found, for this process and all later ones. Raises `StorageError`."""
+        self._creates_checked = True
+        self.change_settings(exclusive_create=exclusive)
+        self._creates_checked = exclusive
+
         return self._newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:

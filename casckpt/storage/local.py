@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from casckpt.errors import NotFound, Refused, StorageError
-from casckpt.storage.base import AlreadyExists, Entry, Traits
+from casckpt.storage.base import AlreadyExists, Entry, Finding, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
@@ -168,6 +168,12 @@ class LocalStore:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
             self._folders.remove(folder)
         return freed
+
+    def examine(self) -> Iterator[Finding]:
+        """What the mount says of listings."""
+        stale = self.traits.stale
+        found = stale or "no attributes of files are cached that other hosts may have changed"
+        yield Finding("mount", not stale, found, "gc is refused here until then" if stale else "")
 
     def _open(self, key: str, *, shared: bool = False) -> LocalReader:
         folder, name = split_key(key)

@@ -1,0 +1,41 @@
+"""``casckpt doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Final
+
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import count, printable, say
+from casckpt.repository.doctor import examine
+
+FAILED: Final = 1
+_WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
+
+
+@store_command("doctor")
+def command(session: Session) -> int:
+    """See whether a storage is safe for a store.
+
+    And how fast it is. There need not be a store. Small objects, and a few of 8 MiB, are written under probes/, and
+    deleted again. Exit status 1 if anything is not ok.
+    """
+    checks = []
+    for finding in examine(session.repository):
+        checks.append(asdict(finding))
+        if not session.as_json:
+            _tell(checks[-1])
+    bad = [check["name"] for check in checks if check["ok"] is False]
+    session.give({"url": session.store.url, "ok": not bad, "checks": checks}, _summary)
+    return FAILED if bad else 0
+
+
+def _tell(check: dict[str, Any]) -> None:
+    say(f"{_WORDS[check['ok']]:6}  {check['name']:16}  {printable(check['found'])}")
+    if check["advice"] and check["ok"] is not True:
+        say(f"{'':6}  {'':16}  -> {printable(check['advice'])}")
+
+
+def _summary(result: dict[str, Any]) -> None:
+    bad = sum(check["ok"] is False for check in result["checks"])
+    say("all is well" if not bad else f"{count(bad, 'check')} not ok: see the arrows above")
