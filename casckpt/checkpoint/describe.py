@@ -77,18 +77,21 @@ def share_of(
 
 
 def joined(shares: Sequence[Share]) -> Share:
-    """Several shares of one rank as one; no stream is in two of them."""
+    """Several shares of one rank as one; a stream may be in several of them, with different elements."""
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
-    extents: dict[Name, tuple[str, ExtentTable]] = {}
+    held: dict[Name, list[tuple[str, ExtentTable]]] = {}
     for share in shares:
         blobs = np.array([numbers.setdefault(ref, len(numbers)) for ref in share.refs], dtype=np.int64)
         for name, (dtype, table) in share.extents.items():
-            if name in extents:
-                raise InvalidInput(f"two leaves of the state have one flat key {name[1]!r}; rename one", key=name[1])
-            extents[name] = (dtype, with_blobs(table, blobs) if len(table) else table)
-    return Share(extents, list(numbers))
+            held.setdefault(name, []).append((dtype, with_blobs(table, blobs) if len(table) else table))
+    return Share({name: _joined(found) for name, found in held.items()}, list(numbers))
+
+
+def _joined(found: Sequence[tuple[str, ExtentTable]]) -> tuple[str, ExtentTable]:
+    filled = [table for _, table in found if len(table)]
+    return found[0][0], join(filled) if len(filled) > 1 else (filled[0] if filled else found[0][1])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,102 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import NotFound
+from casckpt.frontends.dcp.exporting import casckpt_to_dcp
+from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
+from casckpt.frontends.dcp.importing import dcp_to_casckpt
+from casckpt.frontends.olmo_import import METADATA as OLMO_METADATA
+from casckpt.frontends.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
 from casckpt.frontends.safetensors_export import Exported, export_safetensors
 from casckpt.frontends.safetensors_import import Sources, find_sources, import_safetensors
+from casckpt.frontends.stores import AnyStore
+from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 
-__all__ = ["Exported", "Sources", "export_safetensors", "find_sources", "import_safetensors"]
+__all__ = [
+    "Exported",
+    "Found",
+    "Sources",
+    "casckpt_to_dcp",
+    "casckpt_to_torch_save",
+    "dcp_to_casckpt",
+    "export_safetensors",
+    "find_sources",
+    "import_any",
+    "import_olmo",
+    "import_olmo_trainer",
+    "import_safetensors",
+    "look_at",
+    "torch_save_to_casckpt",
+]
+
+_ZIP, _PICKLES = b"PK\x03\x04", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What stands at a path, as its contents tell. ``kind``: "safetensors", "torch", "dcp", "olmo", "olmo-trainer"."""
+
+    kind: str
+    path: Path
+    sources: Sources
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files with weights."""
+        return self.sources.nbytes
+
+
+def look_at(path: str | os.PathLike[str]) -> Found:
+    """What an import of ``path`` would read. Raises NotFound, InvalidInput or Unsupported, saying what it is."""
+    given = Path(path).expanduser()
+    kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
+    if kind == "safetensors":
+        return Found(kind, given, find_sources(given))
+    weights = (given,) if kind == "torch" else _weights(given, ".safetensors" if kind == "olmo" else ".distcp")
+    return Found(kind, given, Sources(weights, {}))
+
+
+def _weights(folder: Path, suffix: str) -> tuple[Path, ...]:
+    return tuple(sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()))
+
+
+def _kind_of_folder(folder: Path) -> str:
+    if (folder / DCP_METADATA).is_file():
+        return "dcp"
+    if (folder / MODEL_AND_OPTIM / DCP_METADATA).is_file():
+        return "olmo-trainer"
+    if any((folder / name / OLMO_METADATA).is_file() for name in PARTS):
+        return "olmo"
+    if (folder / OLMO_METADATA).is_file() and (folder / "rank_0.safetensors").is_file():
+        return "olmo"
+    return "safetensors"
+
+
+def _kind_of_file(path: Path) -> str:
+    if not path.exists():
+        raise NotFound(f"there is no file or folder {path}; give the path of a checkpoint to import")
+    with path.open("rb") as file:
+        head = file.read(4)
+    return "torch" if head == _ZIP or head[:2] in _PICKLES else "safetensors"
+
+
+_IMPORTS: dict[str, Callable[..., Checkpoint]] = {
+    "torch": torch_save_to_casckpt,
+    "dcp": dcp_to_casckpt,
+    "olmo": import_olmo,
+    "olmo-trainer": import_olmo_trainer,
+}
+
+
+def import_any(store: AnyStore, found: Found, *, allow_pickle: bool = False, **options: Any) -> Checkpoint:
+    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress."""
+    if found.kind == "safetensors":
+        return import_safetensors(store, found.path, **options)
+    return _IMPORTS[found.kind](found.path, store, allow_pickle=allow_pickle, **options)

@@ -125,17 +125,14 @@ def _nothing_in(folder: Path) -> Exception:
     if "casckpt.json" in names:
         return Unsupported(f"{folder} is a store of casckpt; give a safetensors file, or a folder with one")
     kinds = {
-        ".metadata": "a checkpoint of torch.distributed.checkpoint",
-        "metadata.json": "a checkpoint of another trainer",
-        "pytorch_model.bin": "weights that torch.save wrote",
-        "pytorch_model.bin.index.json": "weights that torch.save wrote",
+        ".metadata": "a checkpoint of torch.distributed.checkpoint; `casckpt import` takes it as it is",
+        "metadata.json": "a checkpoint of another trainer; save its state with store.save",
+        "pytorch_model.bin": "weights that torch.save wrote; import the file pytorch_model.bin itself",
+        "pytorch_model.bin.index.json": "weights of torch.save in several files; save the state with store.save",
     }
     for name, what in kinds.items():
         if name in names:
-            return Unsupported(
-                f"{folder} holds {what}, and no safetensors file; it cannot be imported yet. Load it in Python and "
-                "save the state with store.save"
-            )
+            return Unsupported(f"{folder} holds no safetensors file, but {what}")
     return NotFound(f"there is no safetensors file in {folder}; give the path of one, or of a folder with one")
 
 

@@ -188,10 +188,28 @@ def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: As
 
 
 def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
-    torch.save({"a": torch.zeros(2)}, tmp_path / "model.pt")
-    assert "torch.save writes" in run("import", store_path, tmp_path / "model.pt", "--step", 0, status=1).stderr
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
     assert not store_path.exists()
+
+
+def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Path, run: Run, as_json: AsJson) -> None:
+    torch.save({"a": torch.ones(2), "n": 3}, tmp_path / "in.pt")
+    made = as_json("import", store_path, tmp_path / "in.pt", "--step", 0)
+    assert (made["kind"], made["step"], made["files"]) == ("torch", 0, [str(tmp_path / "in.pt")])
+    found = as_json("export", store_path, "default@0", tmp_path / "out", "--format", "dcp")
+    assert (found["format"], found["tensors"], found["left_out"]) == ("dcp", 1, [])
+    assert sorted(Path(name).name for name in found["files"]) == [".metadata", "__0_0.distcp"]
+    assert as_json("import", store_path, tmp_path / "out", "--step", 1)["kind"] == "dcp"
+    found = as_json("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch")
+    assert found["files"] == [str(tmp_path / "out.pt")]
+    assert torch.load(tmp_path / "out.pt")["n"] == 3
+    run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
+    run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", "--keys", "a", status=1)
+    torch.save({"s": slice(0)}, tmp_path / "odd.pt")
+    assert "--allow-pickle" in run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
+    run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
 # --- keeping and removing ---

@@ -7,42 +7,76 @@ from typing import Any
 
 import click
 
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 from casckpt.cli.types import SIZE
+from casckpt.errors import InvalidInput
 
 
 @store_command("export")
 @click.argument("ref")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
-    "--format", type=click.Choice(["safetensors"]), default="safetensors", show_default=True, help="Of what is written."
-)
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Of the files in a folder.")
+    "--format", type=click.Choice(["safetensors", "dcp", "torch"]), default="safetensors", show_default=True,
+    help="Of what is written.",
+)  # fmt: skip
+@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Of safetensors files in a folder.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 @click.option("--force", is_flag=True, help="Write over what is there.")
-def command(session: Session, ref: str, out: Path, *, format: str, **options: Any) -> None:
-    """Write a checkpoint as safetensors.
+@click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
+def command(session: Session, ref: str, out: Path, *, format: str, allow_pickle: bool, **options: Any) -> None:
+    """Write a checkpoint for other programs.
 
-    To one file if OUT ends in .safetensors, else to a folder. A folder gets model.safetensors, or several files with an
-    index, and what travelled along. What is no tensor is left out, and named.
+    As safetensors: to one file if OUT ends in .safetensors, else to a folder, which gets model.safetensors, or several
+    files with an index, and what travelled along. What is no tensor is left out, and named. --keys is for this format.
+
+    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that torch.load loads. Both hold
+    all of the checkpoint.
     """
-    from casckpt.frontends.convert import export_safetensors
-
     checkpoint = session.store.get(ref)
     with progress("exporting", checkpoint.stats.bytes_total) as done:
-        found = export_safetensors(session.store, checkpoint, out, progress=done, **options)
-    result = brief(checkpoint) | {
-        "format": format,
+        if format == "safetensors":
+            result = _safetensors(session, checkpoint, out, progress=done, **options)
+        else:
+            result = _whole(session, checkpoint, out, format, allow_pickle=allow_pickle, progress=done, **options)
+    session.give(brief(checkpoint) | {"format": format} | result, _text)
+
+
+def _safetensors(session: Session, checkpoint: Checkpoint, out: Path, **options: Any) -> dict[str, Any]:
+    from casckpt.frontends.convert import export_safetensors
+
+    found = export_safetensors(session.store, checkpoint, out, **options)
+    return {
         "files": [str(path) for path in found.files],
         "tensors": found.tensors,
         "bytes": found.nbytes,
         "attachments": list(found.attachments),
         "left_out": list(found.left_out),
     }
-    session.give(result, _text)
+
+
+def _whole(
+    session: Session, checkpoint: Checkpoint, out: Path, format: str, *, keys: tuple[str, ...], max_shard_size: int,
+    **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
+
+    if keys:
+        raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
+    (casckpt_to_dcp if format == "dcp" else casckpt_to_torch_save)(session.store, checkpoint, out, **options)
+    attachments = session.store.attachments(checkpoint) if format == "dcp" else {}
+    files = sorted(path for path in out.rglob("*") if path.is_file()) if out.is_dir() else [out]
+    tensors = checkpoint.tensors
+    return {
+        "files": [str(path) for path in files],
+        "tensors": len(tensors),
+        "bytes": sum(info.bytes for info in tensors.values()),
+        "attachments": list(attachments),
+        "left_out": [],
+    }
 
 
 def _text(result: dict[str, Any]) -> None:

@@ -18,19 +18,23 @@ from casckpt.cli.text import name, printable, say, shortened, size
 @click.option("--run", default="default", show_default=True, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
-def command(session: Session, path: Path, run: str, step: int, overwrite: bool) -> None:
-    """Save safetensors files as a checkpoint.
+@click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
+def command(session: Session, path: Path, **options: Any) -> None:
+    """Save what other programs wrote as a checkpoint.
 
-    One file, or a Hugging Face folder. Of a folder, config, tokenizer and other small files travel along. The store is
-    made if there is none.
+    What it is shows in its contents: a safetensors file or a Hugging Face folder, a file of torch.save, a folder of
+    torch.distributed.checkpoint (also Megatron's torch_dist), a folder of OLMo-core. Small files beside the weights
+    travel along. The store is made if there is none.
     """
-    from casckpt.frontends.convert import find_sources, import_safetensors
+    from casckpt.frontends.convert import import_any, look_at
 
-    sources = find_sources(path)
-    with progress("importing", sources.nbytes) as done:
-        made = import_safetensors(session.store, path, run=run, step=step, overwrite=overwrite, progress=done)
+    found = look_at(path)
+    with progress("importing", found.nbytes) as done:
+        made = import_any(session.store, found, progress=done, **options)
+    sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
-    session.give(result | {"attachments": list(sources.attachments), "skipped": list(sources.skipped)}, _text)
+    result |= {"kind": found.kind, "attachments": list(session.store.attachments(made)), "skipped": [*sources.skipped]}
+    session.give(result, _text)
 
 
 def _text(result: dict[str, Any]) -> None:

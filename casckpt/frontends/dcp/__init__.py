@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from casckpt.frontends.dcp.exporting import casckpt_to_dcp
+from casckpt.frontends.dcp.importing import dcp_to_casckpt
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, PickleFreeSavePlanner
 from casckpt.frontends.dcp.reader import StorageReader
 from casckpt.frontends.dcp.writer import StorageWriter
+from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 
-__all__ = ["PickleFreeLoadPlanner", "PickleFreeSavePlanner", "StorageReader", "StorageWriter"]
+__all__ = [
+    "PickleFreeLoadPlanner",
+    "PickleFreeSavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "casckpt_to_dcp",
+    "casckpt_to_torch_save",
+    "dcp_to_casckpt",
+    "torch_save_to_casckpt",
+]

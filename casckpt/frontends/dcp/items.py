@@ -6,11 +6,11 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from casckpt.checkpoint.prepare import Prepared, prepare
 from casckpt.checkpoint.sources import Source
@@ -22,14 +22,22 @@ from casckpt.format.tree import Container, decode_tree, encode_tree
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream
 from casckpt.frontends.dcp.schema import is_one_value
+from casckpt.plan.lots import lots
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, read_archive
 from casckpt.tensors.shards import Piece, check_storable
 
-WINDOW_BYTES: Final = 1 << 30
+WINDOW_BYTES: Final = 256 << 20
 """Of tensors that a planner makes anew, so much is there at a time."""
 _INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError)
+
+
+class Resolver(Protocol):
+    """What gives the data of items: a planner, or a folder that is imported."""
+
+    def resolve_data(self, write_item: WriteItem, /) -> Any:
+        """A tensor, or bytes."""
 
 
 @dataclass
@@ -51,7 +59,7 @@ class Values:
         self.sources += prepared.sources
 
 
-def values_of(items: Iterable[WriteItem], planner: SavePlanner, *, allow_pickle: bool) -> Values:
+def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bool) -> Values:
     """What the planner gives for its items that are no tensors. Raises InvalidInput, naming the key."""
     values = Values()
     for item in items:
@@ -60,7 +68,7 @@ def values_of(items: Iterable[WriteItem], planner: SavePlanner, *, allow_pickle:
     return values
 
 
-def _add_value(values: Values, item: WriteItem, planner: SavePlanner, allow_pickle: bool) -> None:
+def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
     if isinstance(planner, DefaultSavePlanner) and _is_default(planner):  # what it would only pickle
         value = planner.lookup_object(item.index)
@@ -85,7 +93,7 @@ def _add_value(values: Values, item: WriteItem, planner: SavePlanner, allow_pick
     _add_opaque(values, key, data)
 
 
-def _is_default(planner: SavePlanner, *more: str) -> bool:
+def _is_default(planner: Resolver, *more: str) -> bool:
     """Does it hand over what DCP's default planner does? ``more``: methods that must be that one's, too."""
     names = ("resolve_data", "transform_object", *more)
     same = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
@@ -167,22 +175,12 @@ class Tensors:
     parts: list[_Part] = field(default_factory=list)
     chunks: dict[str, tuple[Shape, list[Chunk]]] = field(default_factory=dict)
 
-    def windows(self, planner: SavePlanner) -> Iterator[list[_Part]]:
-        """All parts; a planner that may make tensors anew is asked for some at a time. A key is never split."""
-        by_key: dict[str, list[_Part]] = {}
-        for part in self.parts:
-            by_key.setdefault(part.key, []).append(part)
-        window: list[_Part] = []
-        room, in_place = WINDOW_BYTES, _is_default(planner, "lookup_object")
-        for parts in by_key.values():
-            nbytes = sum(part.nbytes for part in parts)
-            if window and nbytes > room and not in_place:
-                yield window
-                window, room = [], WINDOW_BYTES
-            window += parts
-            room -= nbytes
-        if window:
-            yield window
+    def windows(self, planner: Resolver) -> Iterator[list[_Part]]:
+        """All parts; a planner that may make tensors anew is asked for some at a time."""
+        if _is_default(planner, "lookup_object"):
+            yield self.parts
+            return
+        yield from lots(self.parts, lambda part: part.nbytes, WINDOW_BYTES) if self.parts else iter([[]])
 
 
 def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
@@ -211,7 +209,7 @@ def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
     return found
 
 
-def sources_of(parts: Sequence[_Part], planner: SavePlanner, is_frozen: Any) -> list[Source]:
+def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[Source]:
     """What the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
@@ -231,7 +229,7 @@ def sources_of(parts: Sequence[_Part], planner: SavePlanner, is_frozen: Any) -> 
     ]
 
 
-def _resolved(part: _Part, planner: SavePlanner) -> torch.Tensor:
+def _resolved(part: _Part, planner: Resolver) -> torch.Tensor:
     key = part.item.index.fqn
     data = planner.resolve_data(part.item)
     if not isinstance(data, torch.Tensor):

@@ -75,10 +75,8 @@ class Opened:
         """For DCP. Every tensor is one chunk: what overlaps with what is found out when it is read."""
         schema = self.schema
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for key in schema.tensors:
-            found[key] = self._tensor_metadata(key)
-        for key in schema.values:
-            found[key] = BytesStorageMetadata()
+        for key in schema.paths if self.note.keys is None else self.note.keys:
+            found[key] = BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
         return Metadata(found, planner_data=planner_data)
 

@@ -27,12 +27,13 @@ from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.lots import lots
 from casckpt.plan.reads import covers
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
 
-WINDOW_BYTES: Final = 1 << 30
+WINDOW_BYTES: Final = 256 << 20
 """Of tensors that a planner makes anew, so much is there at a time."""
 
 log = logging.getLogger(__name__)
@@ -231,19 +232,8 @@ def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[R
     """Items of tensors: all at once, of a planner that may make tensors anew some at a time."""
     tensors = [item for item in items if item.type == LoadItemType.TENSOR]
     if _is_in_place(planner):
-        yield tensors
-        return
-    window: list[ReadItem] = []
-    room = WINDOW_BYTES
-    for item in tensors:
-        nbytes = item.lengths.numel() * 8  # at most, of what is usual
-        if window and nbytes > room:
-            yield window
-            window, room = [], WINDOW_BYTES
-        window.append(item)
-        room -= nbytes
-    if window:
-        yield window
+        return iter([tensors])
+    return lots(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual
 
 
 def _is_in_place(planner: LoadPlanner) -> bool:

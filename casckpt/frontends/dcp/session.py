@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from threading import local
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from casckpt.checkpoint.describe import Share, Streams, joined
@@ -27,14 +27,15 @@ from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.manifest import TENSOR, Name
 from casckpt.format.names import TxId
-from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree
-from casckpt.frontends.dcp.items import Tensors, sources_of, tensors_of, values_of
+from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree, merge
+from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ class Written:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user of a writer asked for, beside `SaveOptions`."""
+    """What the user of a writer asked for, beside `SaveOptions`. ``more``: a state to save beside that of the plan."""
 
-    attachments: Mapping[str, bytes] | None
-    frozen: Any
-    allow_pickle: bool
+    attachments: Mapping[str, bytes] | None = None
+    frozen: Any = None
+    allow_pickle: bool = False
+    more: Mapping[Any, Any] = field(default_factory=dict)
 
 
 class _Latest(local):
@@ -116,7 +118,8 @@ class Session:
 
     def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """Begin the transaction; then the plans, with what each rank needs to know."""
-        self._extra = prepare({}, self.wish.attachments, rank=0, allow_pickle=False)
+        wish = self.wish
+        self._extra = prepare(wish.more, wish.attachments, rank=0, allow_pickle=wish.allow_pickle)
         leader = self._leader = Leader(self.repo, len(plans), SaveMemory(), self.options, reuse=True)
         # where another rank fails, DCP does not tell us
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
@@ -157,6 +160,8 @@ class Session:
         streams = _all_streams(metadata, written)
         nodes = _nodes(metadata, written)
         tree = tree_of({key: (path_of(key, metadata.planner_data), node) for key, node in nodes.items()})
+        if self.wish.more:
+            tree = merge([tree, decode_tree(self._extra.tree)], TORCH_EXTENSIONS)
         check_keys(tree)
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.wish.allow_pickle)
@@ -165,7 +170,7 @@ class Session:
 
     # every rank
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: Resolver) -> list[WriteResult]:
         """Store the items of a plan; durable when it returns."""
         try:
             self._written = self._write(plan, planner)
@@ -176,7 +181,7 @@ class Session:
         results = [WriteResult(item.index, sizes[item.index], None) for item in plan.items]
         return [replace(one, storage_data=self._written) if not i else one for i, one in enumerate(results)]
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
+    def _write(self, plan: SavePlan, planner: Resolver) -> Written:
         values = values_of(plan.items, planner, allow_pickle=self.wish.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, known = self._knowledge(plan)
@@ -185,9 +190,8 @@ class Session:
         for window in tensors.windows(planner):
             sources, others = [*others, *sources_of(window, planner, is_frozen)], []
             shares.append(self._store(txid, sources, known))
-        if others:
-            shares.append(self._store(txid, others, known))
-        stored = Stored(joined(shares), values.objects, self._extra.attachments, None, None)
+        objects = [*values.objects, *self._extra.objects]
+        stored = Stored(joined(shares), objects, self._extra.attachments, None, None)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
         )

@@ -1,0 +1,180 @@
+"""A checkpoint of a store into a folder that torch.distributed.checkpoint loads: window by window, in few files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from casckpt.checkpoint.download import Download, Want
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.job import usable_threads
+from casckpt.checkpoint.store import Progress
+from casckpt.errors import InvalidInput
+from casckpt.format.manifest import Entry
+from casckpt.format.regions import Box, Region, Shape
+from casckpt.frontends.dcp.folder import METADATA
+from casckpt.frontends.dcp.opened import Opened
+from casckpt.frontends.new_files import new_folder
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.lots import lots
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import Destination
+
+WINDOW_BYTES: Final = 128 << 20
+FILE_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of a tensor that becomes a chunk of DCP's."""
+
+    key: str
+    number: int
+    entry: Entry
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * torch_dtype(self.entry.dtype).itemsize
+
+
+def casckpt_to_dcp(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Write a checkpoint, whoever saved it, as a folder for `torch.distributed.checkpoint.load` with its own reader.
+
+    Attachments become files beside. Every byte that is read is verified. Memory holds 128 MiB of tensors at a time.
+    ``force``: write into a folder that is not empty. ``allow_pickle``: export values that only a pickle could hold.
+
+    Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
+    under the final name.
+    """
+    opened_store = as_store(store)
+    checkpoint = opened_store.get(ref)
+    opened = Opened(
+        opened_store, checkpoint, rank=0, verify=True, allow_pickle=allow_pickle, threads=usable_threads(None)
+    )
+    if opened.note.chunks:
+        raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
+    download = Download(
+        opened_store.repository, opened.manifest, True, usable_threads(None), progress or (lambda nbytes: None)
+    )
+    attachments = opened_store.attachments(checkpoint)
+    with new_folder(Path(path).expanduser(), force=force, stale=_is_ours, last=(METADATA,)) as folder:
+        for name in attachments:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _write_synced(target, opened_store.read_attachment(checkpoint, name))
+        metadata = _Writer(folder, opened, download).write()
+        _write_synced(folder / METADATA, pickle.dumps(metadata))
+    return checkpoint
+
+
+class _Writer:
+    """The data files of one folder."""
+
+    def __init__(self, folder: Path, opened: Opened, download: Download) -> None:
+        self._folder, self._opened, self._download = folder, opened, download
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._number = 0
+
+    def write(self) -> Metadata:
+        """All of them; the metadata that say where everything lies."""
+        metadata = self._opened.metadata()
+        chunks = [chunk for key in self._opened.schema.tensors for chunk in self._chunks(key)]
+        values = self._opened.archives(list(self._opened.schema.values))
+        windows = list(lots(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
+        files = list(lots(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
+        for number, content in enumerate(files):
+            name = f"__0_{number}.distcp"
+            with (self._folder / name).open("xb") as file:
+                for window in content:
+                    self._write_window(file, name, window)
+                for key, data in values.items() if number == len(files) - 1 else ():
+                    self._note(MetadataIndex(key), file, name, file.write(data))
+                file.flush()
+                os.fsync(file.fileno())
+        self._describe(metadata, chunks)
+        return metadata
+
+    def _chunks(self, key: str) -> Iterator[_Chunk]:
+        number, entry, _ = self._opened.tensor(MetadataIndex(key))
+        for box in split(entry.shape, torch_dtype(entry.dtype).itemsize, WINDOW_BYTES):
+            yield _Chunk(key, number, entry, box)
+
+    def _write_window(self, file: BinaryIO, name: str, window: Sequence[_Chunk]) -> None:
+        made = [(chunk, torch.empty(chunk.box.shape, dtype=torch_dtype(chunk.entry.dtype))) for chunk in window]
+        self._download.run(
+            [
+                Want(chunk.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
+                for chunk, data in made
+                if chunk.box.numel
+            ]
+        )
+        for chunk, data in made:
+            start = file.tell()
+            torch.save(data, file)
+            self._note(MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)
+
+    def _note(self, index: MetadataIndex, file: BinaryIO, name: str, nbytes: int) -> None:
+        self._places[index] = _StorageInfo(name, file.tell() - nbytes, nbytes)
+
+    def _describe(self, metadata: Metadata, chunks: Sequence[_Chunk]) -> None:
+        parts: dict[str, list[ChunkStorageMetadata]] = {}
+        for chunk in chunks:
+            part = ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
+            parts.setdefault(chunk.key, []).append(part)
+        for key, found in parts.items():
+            told = metadata.state_dict_metadata[key]
+            if isinstance(told, TensorStorageMetadata):
+                properties = TensorProperties(dtype=told.properties.dtype)
+                metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, told.size, found)
+        metadata.storage_data = self._places
+        if hasattr(metadata, "version"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+
+
+def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
+    """Boxes of whole rows that make up a tensor, of at most ``most`` bytes each where a row has not more."""
+    row = prod(shape[1:]) * itemsize
+    if not shape or not prod(shape) or row * shape[0] <= most:
+        yield Box((0,) * len(shape), shape)
+        return
+    step = max(1, most // row)
+    for start in range(0, shape[0], step):
+        rest = (0,) * (len(shape) - 1)
+        yield Box((start, *rest), (min(step, shape[0] - start), *shape[1:]))
+
+
+def _is_ours(name: str) -> bool:
+    """Is it a file of a DCP folder that was there before?"""
+    return name == METADATA or name.endswith(".distcp")
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

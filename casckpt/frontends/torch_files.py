@@ -1,0 +1,252 @@
+"""Files of torch.save into a store, and out of it, without a whole state in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+
+from casckpt.checkpoint.download import Download, Want
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.job import usable_threads
+from casckpt.checkpoint.load import Contents, LoadOptions, values_at
+from casckpt.checkpoint.store import Progress, Store
+from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused
+from casckpt.format.manifest import Entry
+from casckpt.format.regions import Region, full_box
+from casckpt.format.tree import TENSOR, Leaf
+from casckpt.frontends.new_files import new_file
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.repository import manifests
+from casckpt.tensors.dtypes import torch_dtype
+from casckpt.tensors.memory import Destination
+from casckpt.tensors.state import inflate
+
+RESIDENT_BYTES: Final = 256 << 20
+WINDOW_BYTES: Final = 64 << 20
+_CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
+_UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError, AttributeError, OSError)
+
+
+def torch_save_to_casckpt(
+    path: str | os.PathLike[str],
+    store: AnyStore,
+    *,
+    run: str = "default",
+    step: int,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Save what a file of torch.save holds, a mapping of names to tensors and plain data. The file stays mapped.
+
+    It is read by torch's restricted unpickler; ``allow_pickle``: by the other one, which runs what is in the file.
+    Raises NotFound, InvalidInput, Refused for a file of no use, and what `Store.save` raises.
+    """
+    given = Path(path).expanduser()
+    state = _read(given, allow_pickle)
+    if not isinstance(state, Mapping):
+        raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
+    resident = _Resident(state, progress or (lambda nbytes: None))
+    return as_store(store).save(
+        state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
+        progress=resident.done, no_dist=True,
+    )  # fmt: skip
+
+
+def _read(path: Path, allow_pickle: bool) -> Any:
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}; give the path of a file that torch.save wrote")
+    try:
+        # the form before torch 1.6 cannot be mapped
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
+    except pickle.UnpicklingError as error:
+        if allow_pickle:
+            raise Refused(f"{path} cannot be read: {error!r}") from error
+        raise InvalidInput(
+            f"{path} holds more than tensors and plain data, and reading it runs code from it; pass allow_pickle=True "
+            f"(--allow-pickle) if you trust whoever wrote it ({str(error).splitlines()[0]})"
+        ) from error
+    except _UNREADABLE as error:
+        raise Refused(f"{path} is no file that torch.save wrote, or it is damaged: {error}") from error
+
+
+class _Resident:
+    """Lets pages of mapped tensors go every `RESIDENT_BYTES`, so that memory is bounded for those too who count them.
+
+    Nothing was written to them, so nothing is lost: whoever needs one again has it from the page cache.
+    """
+
+    def __init__(self, state: Any, progress: Progress) -> None:
+        self._progress = progress
+        self._spans = list(_spans(state))
+        self._since = 0
+        self._advise = ctypes.CDLL(None, use_errno=True).madvise
+
+    def done(self, nbytes: int) -> None:
+        """Called with the bytes just saved, by any thread."""
+        self._progress(nbytes)
+        self._since += nbytes
+        if self._since >= RESIDENT_BYTES:
+            self._since = 0
+            for start, length in self._spans:
+                self._advise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
+def _spans(state: Any) -> Iterator[tuple[int, int]]:
+    """(address, length) of the pages that lie wholly in tensors which are mapped from a file."""
+    waiting = [state]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            if storage.filename is not None:
+                start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+                end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+                if end > start:
+                    yield start, end - start
+        elif isinstance(value, Mapping):
+            waiting.extend(value.values())
+        elif isinstance(value, list | tuple):
+            waiting.extend(value)
+
+
+# --- out of a store ---
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the file: its number in the checkpoint, and the record that torch gave its storage."""
+
+    number: int
+    entry: Entry
+    record: str
+
+
+def casckpt_to_torch_save(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Write a checkpoint, nested as it was saved, as one file for `torch.load`. Memory holds 64 MiB at a time.
+
+    Every byte that is read is verified. ``force``: over what is there. ``allow_pickle``: unpickle, and pickle again,
+    values that only a pickle could hold.
+
+    Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
+    under the final name.
+    """
+    opened = as_store(store)
+    checkpoint = opened.get(ref)
+    job = _Export(opened, checkpoint, allow_pickle, progress or (lambda nbytes: None))
+    with new_file(Path(path).expanduser(), force=force) as target:
+        job.write(target)
+    return checkpoint
+
+
+class _Export:
+    """One file: torch writes it with holes for the data of tensors, which are filled afterwards."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool, progress: Progress) -> None:
+        self._manifest = manifests.get(store.repository, checkpoint.commit)
+        self._contents = Contents(self._manifest, 0)
+        threads = usable_threads(None)
+        self._options = LoadOptions(allow_pickle=allow_pickle, threads=threads)
+        self._download = Download(store.repository, self._manifest, True, threads, progress)
+        self._repo = store.repository
+
+    def write(self, path: Path) -> None:
+        """All of it, durable."""
+        tensors = self._write_form(path)
+        sums = self._fill(path, tensors)
+        _write_sums(path, sums)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def _write_form(self, path: Path) -> list[_Tensor]:
+        tree = self._contents.tree
+        objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
+        tensors: list[_Tensor] = []
+
+        def leaf(key: str, node: Leaf) -> Any:
+            if node.kind != TENSOR:
+                return objects[key]
+            number, entry = self._entry(key)
+            tensors.append(_Tensor(number, entry, f"data/{len(tensors)}"))  # in this order torch numbers storages
+            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+
+        with FakeTensorMode():
+            state = inflate(tree, leaf, lambda key: True)
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(state, path)
+        return tensors
+
+    def _entry(self, key: str) -> tuple[int, Entry]:
+        found = self._contents.tensor(key)
+        if found is None:
+            raise MissingKey(f"the checkpoint names {key!r} in its tree but holds nothing for it", keys=(key,))
+        return found
+
+    def _fill(self, path: Path, tensors: Sequence[_Tensor]) -> dict[str, int]:
+        """Write the data of all tensors into their holes; the crc of each record."""
+        reader: Any = torch._C.PyTorchFileReader(str(path))
+        sums: dict[str, int] = {}
+        with path.open("r+b", buffering=0) as file:
+            for tensor in tensors:
+                place = reader.get_record_offset(tensor.record)
+                self._check(reader, tensor)
+                crc = 0
+                for data in self._pieces(tensor):
+                    os.pwrite(file.fileno(), data, place)
+                    crc, place = zlib.crc32(data, crc), place + len(data)
+                sums[tensor.record] = crc
+        return sums
+
+    @staticmethod
+    def _check(reader: Any, tensor: _Tensor) -> None:
+        if reader.get_record_size(tensor.record) != tensor.entry.nbytes:
+            raise InvalidInput(f"torch {torch.__version__} numbers the storages of a file otherwise than is known here")
+
+    def _pieces(self, tensor: _Tensor) -> Iterator[memoryview]:
+        entry = tensor.entry
+        dtype, total = torch_dtype(entry.dtype), prod(entry.shape)
+        cell = self._manifest.body.cell_bytes // dtype.itemsize
+        step = max(WINDOW_BYTES // dtype.itemsize // cell, 1) * cell
+        for lo in range(0, total, step):
+            hi = min(lo + step, total)
+            buffer = torch.empty((hi - lo) * dtype.itemsize, dtype=torch.uint8)
+            target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
+            self._download.run([Want(tensor.number, target)])
+            yield memoryview(buffer.numpy().data)
+
+
+def _write_sums(path: Path, sums: Mapping[str, int]) -> None:
+    """Put checksums into the directory of a zip: torch does not look at them, other programs do."""
+    with zipfile.ZipFile(path) as archive:
+        position, names = archive.start_dir, [info.filename for info in archive.infolist()]
+    with path.open("r+b", buffering=0) as file:
+        for name in names:
+            _, _, *lengths = _CENTRAL.unpack(os.pread(file.fileno(), _CENTRAL.size, position))
+            crc = sums.get(name.partition("/")[2])
+            if crc is not None:
+                os.pwrite(file.fileno(), crc.to_bytes(4, "little"), position + 16)
+            position += _CENTRAL.size + sum(lengths)

@@ -1,0 +1,22 @@
+"""Work in lots: consecutive items that are worth doing, or that fit into memory, together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def lots(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """The items, in order, in lists of at most ``most`` together; a larger one is alone. No list is empty."""
+    lot: list[T] = []
+    room = most
+    for item in items:
+        if lot and size(item) > room:
+            yield lot
+            lot, room = [], most
+        lot.append(item)
+        room -= size(item)
+    if lot:
+        yield lot
