@@ -6,20 +6,19 @@ into a buffer and copied from there. Units that several destinations want are re
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from threading import Event, Lock
+from threading import Event
 from typing import NamedTuple, Protocol
 
 from casckpt.checkpoint.garbage import collecting_later
+from casckpt.checkpoint.opened import Slot, Slots
 from casckpt.checkpoint.workers import run_all, useful_threads
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
-from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.regions import Region, normalise
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
@@ -103,15 +102,19 @@ class Download:
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
-        readers = _Readers(self.repo, self.manifest, Counter(batch.blob for batch in batches), shared=shared)
+        slots = Slots(self.repo, self.manifest, batches, shared=shared)
         scratches = BufferPool(threads, most)
         stop = Event()
         try:
             with collecting_later() if threads == 1 else nullcontext():
-                run_all(lambda batch: self._read(readers, scratches, batch, stop), batches, threads)
+                run_all(lambda batch: self._read(slots, scratches, batch, stop), batches, threads)
         finally:
-            readers.close()
+            slots.close()
             scratches.close()
+
+    def blobs(self, wants: Sequence[Want]) -> list[BlobRef]:
+        """The blobs that `run` would read."""
+        return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._batches(wants)[0]})]
 
     @collecting_later()
     def _batches(self, wants: Sequence[Want]) -> tuple[list[Batch[_Item]], int]:
@@ -140,42 +143,55 @@ class Download:
                 item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
 
-    def _read(self, readers: _Readers, scratches: BufferPool, batch: Batch[_Item], stop: Event) -> None:
+    def _read(self, slots: Slots, scratches: BufferPool, batch: Batch[_Item], stop: Event) -> None:
         if stop.is_set():  # something failed: what was loaded is of no use any more
-            readers.skip(batch.blob)
+            slots.skip(batch.blob)
             return
         try:
             with AlignedBuffer(batch.nbytes) if batch.nbytes > scratches.nbytes else scratches.borrow() as scratch:
-                self._read_now(readers, batch, scratch.view)
+                self._read_now(slots, batch, scratch.view)
         except BaseException:
             stop.set()
             raise
 
-    def _read_now(self, readers: _Readers, batch: Batch[_Item], scratch: memoryview) -> None:
-        key = batch.items[0][2].key
+    def _read_now(self, slots: Slots, batch: Batch[_Item], scratch: memoryview) -> None:
         targets = _targets(batch, scratch)
-        with readers.use(batch.blob) as (reader, ref):
-            try:
-                reader().read_into(batch.offset, [target.view for target in targets])
-            except NotFound as error:
-                raise damaged_error(self.repo, self.manifest, ref, key, "it is gone") from error
-            except ShortObject as error:
-                raise damaged_error(self.repo, self.manifest, ref, key, f"it ends after {error.size} bytes") from error
+        with slots.use(batch.blob) as slot:
+            while not self._has_read(slot, batch, targets):
+                pass
+        self.progress(sum(item.unit.nbytes for _, _, item in batch.items))
+
+    def _has_read(self, slot: Slot, batch: Batch[_Item], targets: Sequence[_Target]) -> bool:
+        """Read and deliver. False if what this host has cached is spoilt, and the store is to be asked."""
+        reader: Reader | None = None
+        try:
+            reader = slot.reader()
+            reader.read_into(batch.offset, [target.view for target in targets])
+            self._deliver_all(targets)
+        except (_WrongCell, NotFound, ShortObject, StorageError) as error:
+            if slot.distrust(reader):
+                return False
+            if isinstance(error, StorageError):
+                raise
+            key = error.args[1] if isinstance(error, _WrongCell) else batch.items[0][2].key
+            raise damaged_error(self.repo, self.manifest, slot.ref, key, _why(error)) from error
+        return True
+
+    def _deliver_all(self, targets: Sequence[_Target]) -> None:
         for target in targets:
             for start, item in target.items:
-                self._deliver(ref, item, target.view[start : start + item.unit.nbytes], target.direct)
+                self._deliver(item, target.view[start : start + item.unit.nbytes], target.direct)
 
-    def _deliver(self, ref: BlobRef, item: _Item, data: memoryview, direct: bool) -> None:
+    def _deliver(self, item: _Item, data: memoryview, direct: bool) -> None:
         unit = item.unit
         if unit.digest is not None and cell_digest(data) != unit.digest:
             why = f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written"
-            raise damaged_error(self.repo, self.manifest, ref, item.key, why)
+            raise _WrongCell(why, item.key)
         for taker in item.takers[1 if direct else 0 :]:
             if taker.place is None:
                 taker.sink.copy_in(taker.unit.region, data)
             else:
                 copy_bytes(taker.place, data)
-        self.progress(unit.nbytes)
 
 
 def _gap(traits: Traits, items: Sequence[_Item]) -> int:
@@ -194,43 +210,14 @@ def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)
 
 
-class _Readers:
-    """Opened blobs: each is opened once, by the first thread that reads it, and closed after its last batch."""
+class _WrongCell(Exception):
+    """A cell does not have its digest. Arguments: why, and the key that it is of."""
 
-    def __init__(self, repo: Repository, manifest: Manifest, batches: Mapping[int, int], *, shared: bool) -> None:
-        self._repo, self._manifest, self._shared = repo, manifest, shared
-        self._left = dict(batches)
-        self._open: dict[int, tuple[Reader, AbstractContextManager[Reader]]] = {}
-        self._lock = Lock()
 
-    @contextmanager
-    def use(self, blob: int) -> Iterator[tuple[Callable[[], Reader], BlobRef]]:
-        """How to get the reader of a blob, and which blob it is."""
-        ref = self._manifest.blob(blob)
-        try:
-            yield lambda: self._reader(blob, ref), ref
-        finally:
-            self.skip(blob)
-
-    def _reader(self, blob: int, ref: BlobRef) -> Reader:
-        with self._lock:
-            if blob not in self._open:
-                context = self._repo.storage.open(blob_key(ref.uploader, ref.hash), shared=self._shared)
-                self._open[blob] = (context.__enter__(), context)
-            return self._open[blob][0]
-
-    def close(self) -> None:
-        """Close what a failure left open."""
-        while self._open:
-            self._open.popitem()[1][1].__exit__(None, None, None)
-
-    def skip(self, blob: int) -> None:
-        """One batch of a blob is done with; the last one closes it."""
-        with self._lock:
-            self._left[blob] -= 1
-            opened = None if self._left[blob] else self._open.pop(blob, None)
-        if opened is not None:
-            opened[1].__exit__(None, None, None)
+def _why(error: Exception) -> str:
+    if isinstance(error, ShortObject):
+        return f"it ends after {error.size} bytes"
+    return "it is gone" if isinstance(error, NotFound) else str(error.args[0])
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:

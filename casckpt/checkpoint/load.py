@@ -20,7 +20,7 @@ from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Entry, Manifest, ObjectEntry
+from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, BlobRef, Entry, Manifest, ObjectEntry
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.regions import whole
 from casckpt.format.tree import LIST, TUPLE, Container, Leaf, Node, Path, decode_tree, find, join, leaves
@@ -118,6 +118,13 @@ def load_together(
     return commit, loading.missing, loading.unread
 
 
+def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
+    """The blobs that a load into ``state`` reads. Raises MissingKey, Mismatch or InvalidInput, as the load would."""
+    loading = _Loading(manifest, options)
+    loading.plan(state)
+    return loading.blobs(repo)
+
+
 class _Loading:
     """One rank's part of a load into a template."""
 
@@ -138,6 +145,10 @@ class _Loading:
             raise _missing_error(contents.manifest, self.missing, names, contents.keys())
         check_replaceable(state, self._plan.replaced)
         self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
+
+    def blobs(self, repo: Repository) -> list[BlobRef]:
+        """What is to be read."""
+        return self._plan.download(repo).blobs(self._plan.wants())
 
     def run(self, repo: Repository, state: Any) -> None:
         """Read, and put the new leaves in. Raises Damaged, StorageError."""
@@ -254,14 +265,17 @@ class _Plan:
 
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
-        options = self.options
-        for _, _, below in self._below.values():
-            self._wants += below._wants
-        download = Download(
-            repo, self.contents.manifest, options.verify, options.threads, options.progress, options.ranks
-        )
-        download.run(self._wants)
+        self.download(repo).run(self.wants())
         return self._built()
+
+    def wants(self) -> list[Want]:
+        """All that is to be read."""
+        return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
+
+    def download(self, repo: Repository) -> Download:
+        """What reads it."""
+        options, manifest = self.options, self.contents.manifest
+        return Download(repo, manifest, options.verify, options.threads, options.progress, options.ranks)
 
     def _built(self) -> dict[str, Any]:
         values = dict(self._values)

@@ -20,14 +20,17 @@ from casckpt.format.keys import check_run, check_step
 from casckpt.format.manifest import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.retention import Policy, parse_duration
+from casckpt.plan.sizes import parse_size
 from casckpt.repository import commits as commit_log
 from casckpt.repository import copying, manifests, refs, tags
+from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
 from casckpt.repository.copying import CopyResult
 from casckpt.repository.forgetting import forget, plan_forget
 from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
 from casckpt.repository.measure import StoreStats, measure
 from casckpt.repository.mirror import Mirror
 from casckpt.repository.mirrored import MirrorLag
+from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repair import RepairResult, repair
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import Mode, VerifyResult, verify
@@ -55,6 +58,7 @@ def open(
     *,
     storage_options: Mapping[str, Any] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
 ) -> Store:
@@ -63,14 +67,17 @@ def open(
     Creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
 
     ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
-    is kept on this host (default: the user's cache folder). ``single_writer``: your word that nobody else writes to the
-    store at the same time, which makes storages usable that cannot create exclusively. ``mirror``: another store, to
-    which what is committed here is copied in the background; see `Store.wait_for_mirror`. Raises InvalidInput or
-    Unsupported for a URL that cannot be used.
+    is kept on this host (default: the user's cache folder). If it is given, and the store is far away, loads also keep
+    there the files that they read for the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half of
+    what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which what is
+    committed here is copied in the background; see `Store.wait_for_mirror`. ``single_writer``: your word that nobody
+    else writes to the store at the same time, which makes storages usable that cannot create exclusively. Raises
+    InvalidInput or Unsupported for a URL that cannot be used.
     """
     cache = None if cache_dir is None else Path(cache_dir)
     storage = open_storage(url, storage_options, single_writer=single_writer)
-    repository = Repository(storage, cache, single_writer=single_writer)
+    most = parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes
+    repository = Repository(storage, cache, single_writer=single_writer, cache_bytes=most)
     if mirror is None:
         return Store(repository)
     other = mirror if isinstance(mirror, Store) else open(mirror, cache_dir=cache_dir)
@@ -358,6 +365,39 @@ class Store:
         manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         options = self._load_options(verify=verify, allow_pickle=allow_pickle, threads=threads, progress=progress)
         return read(self.repository, manifest, keys=keys, device=on, options=options)
+
+    def pre_download(
+        self,
+        ref: str | Checkpoint,
+        state: Any = None,
+        *,
+        rename: Rename = None,
+        strict: bool = True,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Fetch what a checkpoint needs into the cache of this host, where loads find it; the bytes that were fetched.
+
+        With ``state``: only what a load into it needs, as this rank's part; it is not changed. ``rename``, ``strict``:
+        as for `load`. Each rank calls it by itself; of those of one host one fetches what several want. What is
+        fetched is compared with its hash. ``progress`` is called with bytes that are here.
+
+        Raises NotFound, Damaged (naming the blob), InvalidInput if the cache may not hold so much (``cache_bytes`` of
+        `open`), StorageError.
+        """
+        commit = self._resolve_to_load(ref)
+        manifest = manifests.get(self.repository, commit)
+        refs = list(manifest.blobs)
+        if state is not None:
+            from casckpt.checkpoint.load import wanted_blobs
+
+            options = self._load_options(
+                strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads, progress=None
+            )
+            refs = wanted_blobs(self.repository, manifest, state, options)
+        return pre_download(
+            self.repository, commit, refs, threads=threads or PREFETCHING, progress=progress or (lambda nbytes: None)
+        )
 
     def _load_options(self, *, threads: int | None, progress: Progress | None, **rest: Any) -> LoadOptions:
         from casckpt.checkpoint.job import usable_threads

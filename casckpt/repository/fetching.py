@@ -13,7 +13,14 @@ _ATTEMPTS = 2  # the network may have spoilt the first
 
 
 class Spoilt(Exception):
-    """A blob is not there as it was written; the text says why. Caught by the layer above, which knows who needs it."""
+    """A blob, ``ref``, is not there as it was written; the text says why.
+
+    Caught by the layer above, which knows who needs it.
+    """
+
+    def __init__(self, ref: BlobRef, why: str) -> None:
+        super().__init__(why)
+        self.ref = ref
 
 
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
@@ -22,9 +29,9 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     for _ in range(_ATTEMPTS):
         _read(storage, ref, view)
         if hex_digest(view) == ref.hash:
-            _check_header(view)
+            _check_header(ref, view)
             return view
-    raise Spoilt("its bytes do not have the hash in its name")
+    raise Spoilt(ref, "its bytes do not have the hash in its name")
 
 
 def _read(storage: ObjectStore, ref: BlobRef, view: memoryview) -> None:
@@ -32,13 +39,13 @@ def _read(storage: ObjectStore, ref: BlobRef, view: memoryview) -> None:
         with storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             reader.read_into(0, [view])
     except NotFound as error:
-        raise Spoilt("it is gone") from error
+        raise Spoilt(ref, "it is gone") from error
     except ShortObject as error:
-        raise Spoilt(f"it ends after {error.size} of {ref.size} bytes") from error
+        raise Spoilt(ref, f"it ends after {error.size} of {ref.size} bytes") from error
 
 
-def _check_header(view: memoryview) -> None:
+def _check_header(ref: BlobRef, view: memoryview) -> None:
     try:
         decode_header(bytes(view[:DATA_OFFSET]), view.nbytes)
     except Refused as error:
-        raise Spoilt(str(error)) from error
+        raise Spoilt(ref, str(error)) from error

@@ -19,6 +19,7 @@ from casckpt.format import keys, records
 from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Marker, Record, Settings
+from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
 from casckpt.repository.manifest_cache import ManifestCache
@@ -43,11 +44,11 @@ def microseconds() -> int:
 class Repository:
     """An open store without tensors. Opening never creates: the marker is read at first use.
 
-    ``cache_dir``: None for the user's cache folder. ``single_writer``: the caller's word that nobody else writes,
-    for storages that do not refuse a second create. ``mirror``: URL of the store that this one is copied to, which its
-    settings say before anything is saved. ``listeners``: called after each commit of this process.
+    ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
+    ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
+    ``mirror``: URL of the store that this one is copied to, which its settings say before anything is saved.
+    ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
     Thread-safe, usable in forked children; pickles.
-    ``seen_blobs``: those that this process knows to be there.
     """
 
     storage: ObjectStore
@@ -56,6 +57,7 @@ class Repository:
     entropy: Entropy = os.urandom
     single_writer: bool = False
     mirror: str | None = None
+    cache_bytes: int | None = None
     listeners: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False, compare=False)
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
@@ -63,11 +65,12 @@ class Repository:
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
+    _blob_cache: BlobCache | None = field(default=None, init=False, repr=False, compare=False)
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"seen_blobs": set(), "listeners": []}
-        return self.__dict__ | mine | {"manifests": None, "records": None, "_catalogue": None}
+        return self.__dict__ | mine | {"manifests": None, "records": None, "_catalogue": None, "_blob_cache": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
@@ -142,15 +145,15 @@ class Repository:
                 self.change_settings(mirror=self.mirror)
             self._declared = True
 
-    @property
-    def settings(self) -> Settings:
-        """The highest generation of settings/, unset fields where there is none. Read anew each time."""
     def note_creates(self, *, exclusive: bool) -> None:
         """Let the settings say what a probe has found, for this process and all later ones. Raises `StorageError`."""
         self._creates_checked = True
         self.change_settings(exclusive_create=exclusive)
         self._creates_checked = exclusive
 
+    @property
+    def settings(self) -> Settings:
+        """The highest generation of settings/, unset fields where there is none. Read anew each time."""
         return self._newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:
@@ -186,9 +189,24 @@ class Repository:
     def catalogue(self) -> Catalogue:
         """The local database of what this store's immutable objects say."""
         if self._catalogue is None:
-            folder = self.cache_dir or platformdirs.user_cache_path("casckpt")
-            self._catalogue = Catalogue(folder / self._cache_name() / "catalogue.sqlite")
+            self._catalogue = Catalogue(self._cache_folder / self._cache_name() / "catalogue.sqlite")
         return self._catalogue
+
+    @property
+    def blob_cache(self) -> BlobCache:
+        """Whole blobs on this host. Raises `InvalidInput` for a size that makes no sense."""
+        if self._blob_cache is None:
+            self._blob_cache = BlobCache(self._cache_folder, self.cache_bytes)
+        return self._blob_cache
+
+    @property
+    def fills_cache(self) -> bool:
+        """Shall loads put blobs into the cache? Where its folder was given on purpose, and the store is far away."""
+        return self.cache_dir is not None and self.storage.traits.remote
+
+    @property
+    def _cache_folder(self) -> Path:
+        return self.cache_dir or platformdirs.user_cache_path("casckpt")
 
     def _cache_name(self) -> str:
         """By id and by place: a copy of a store has the same id, but goes its own way."""

@@ -1,0 +1,215 @@
+"""A cache of blobs on this host, by their hash: for all stores, all users of the folder, and any number of processes.
+
+Only whole blobs lie in it, each compared with its hash when it came; a file has its name once it is whole and durable.
+Ranged reads of blobs that are not in it go to the store, which keeps no part of them here. What a load finds here is
+compared cell by cell as always, and one that is not as it was is dropped and read from the store. The least recently
+used go first when room is needed; one that somebody has open stays readable for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from casckpt.errors import CasckptError, InvalidInput, StorageError
+from casckpt.format.manifest import BlobRef
+from casckpt.repository.fetching import fetch
+from casckpt.repository.parallel import in_parallel
+from casckpt.storage.base import AlreadyExists, ObjectStore
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.forking import PerProcess
+from casckpt.storage.local import LocalStore
+from casckpt.storage.localreader import LocalReader
+
+FOLDER, LOCKS = "blobs", "locks"
+AT_ONCE = 8  # blobs on their way here, each with a buffer of its size
+
+Progress = Callable[[int], None]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A file of the cache. ``used``: when it was last opened, in nanoseconds of the file system's clock."""
+
+    used: int
+    path: str
+    nbytes: int
+
+
+class BlobCache:
+    """The blobs in the folder ``root``. ``limit``: bytes that they may have; None: half of what is free on the disk."""
+
+    def __init__(self, root: Path, limit: int | None = None) -> None:
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise InvalidInput(f"a cache of {limit!r} bytes cannot be kept: give a number, 0 for none")
+        self.root = root
+        self._limit = limit
+        self._files = LocalStore(root)
+        self._turns = PerProcess(lambda: threading.BoundedSemaphore(AT_ONCE))
+        self._off = limit == 0
+
+    def open(self, ref: BlobRef) -> LocalReader | None:
+        """The blob for ranged reads, None if it is not here."""
+        try:
+            reader = self._files.open(_key(ref))
+        except CasckptError:  # it is not here, or the folder cannot be used: the store has it
+            return None
+        if reader.size == ref.size:
+            self._touch(ref)
+            return reader
+        reader.close()
+        self.drop(ref)
+        return None
+
+    def drop(self, ref: BlobRef) -> None:
+        """Remove a blob: it is not what it was."""
+        logger.warning("%s is not as it was written to this cache; it is read from the store", self.root / _key(ref))
+        with suppress(CasckptError):
+            self._files.delete(_key(ref))
+
+    def keep(self, storage: ObjectStore, ref: BlobRef) -> bool:
+        """Have the blob here, for a reader that goes to the store if that is not possible; is it here?
+
+        Raises `casckpt.repository.fetching.Spoilt`, or `StorageError` of the store.
+        """
+        if self._touch(ref):
+            return True
+        if self._off:
+            return False
+        try:
+            if not self._has_room_for(ref.size):
+                return False
+            self._fetch(storage, ref)
+        except _Unusable as error:
+            self._off = True
+            logger.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
+            return False
+        return True
+
+    def fill(self, storage: ObjectStore, refs: Sequence[BlobRef], threads: int, progress: Progress) -> int:
+        """Have all of ``refs`` here; the bytes that had to be fetched. ``progress``: called with those of each blob.
+
+        Raises `InvalidInput` if they need more than the limit, `StorageError` if the cache cannot be written,
+        `casckpt.repository.fetching.Spoilt`.
+        """
+        wanted = list({ref.hash: ref for ref in refs}.values())
+        need = sum(ref.size for ref in wanted)
+
+        def fetch_one(ref: BlobRef) -> int:
+            done = self._fetch(storage, ref)
+            progress(ref.size)
+            return done
+
+        try:
+            if self._has_room_for(need):
+                return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
+        except _Unusable as error:
+            raise StorageError(f"{error}; or give another cache_dir") from error
+        raise InvalidInput(
+            f"{need} bytes are wanted in the cache {self.root}, which may hold less: give it more (cache_bytes), or "
+            "use a larger disk (cache_dir)"
+        )
+
+    def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
+        """The bytes that came from the store: 0 if the blob was here, or another process has just fetched it."""
+        if self._touch(ref):
+            return 0
+        with self._turns.get(), self._lock(ref):
+            if self._touch(ref):
+                return 0
+            with AlignedBuffer(ref.size) as buffer:
+                self._put(ref, fetch(storage, ref, buffer.view))
+        return ref.size
+
+    def _put(self, ref: BlobRef, data: memoryview) -> None:
+        try:
+            self._make_room(ref.size)
+            self._files.put(_key(ref), data, settle=False)
+        except AlreadyExists:
+            return  # on a file system without locks somebody else was first
+        except CasckptError as error:
+            raise _Unusable(str(error)) from error
+
+    def _touch(self, ref: BlobRef) -> bool:
+        """Is it here? Then it was used just now."""
+        path = self.root / _key(ref)
+        try:
+            if path.stat().st_size != ref.size:
+                return False
+            with suppress(PermissionError):  # it is another user's: who made it decides when it goes
+                os.utime(path)
+        except OSError:
+            return False
+        return True
+
+    @contextmanager
+    def _lock(self, ref: BlobRef) -> Iterator[None]:
+        """One process of this host fetches a blob, the others wait. Only saves work: nothing depends on it."""
+        path = self.root / LOCKS / ref.hash[:3]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.open("w")
+        except OSError:
+            yield
+            return
+        with lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    # room
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was not used for longest, until ``size`` bytes more fit. All processes choose the same."""
+        held = sorted(self._scan(), key=lambda one: (one.used, one.path))
+        total = sum(one.nbytes for one in held)
+        most = self._most(total)
+        for one in held:
+            if total + size <= most:
+                break
+            with _usable(self.root), suppress(FileNotFoundError):  # another process was faster
+                os.unlink(one.path)
+            total -= one.nbytes
+
+    def _has_room_for(self, size: int) -> bool:
+        return size <= self._most(sum(one.nbytes for one in self._scan()))
+
+    def _most(self, held: int) -> int:
+        """Bytes that all blobs may have."""
+        if self._limit is not None:
+            return self._limit
+        place = next(path for path in (self.root, *self.root.parents) if path.exists())
+        free = os.statvfs(place)
+        return (held + free.f_bavail * free.f_frsize) // 2
+
+    def _scan(self) -> list[_Held]:
+        found = []
+        with _usable(self.root), suppress(FileNotFoundError), os.scandir(self.root / FOLDER) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(_Held(status.st_mtime_ns, entry.path, status.st_size))
+        return found
+
+
+class _Unusable(Exception):
+    """The cache cannot be written: its disk is full, it is read-only, it is somebody else's."""
+
+
+@contextmanager
+def _usable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _Unusable(f"{root}: {error.strerror or error}") from error
+
+
+def _key(ref: BlobRef) -> str:
+    return f"{FOLDER}/{ref.hash}"

@@ -1,0 +1,33 @@
+"""Bringing what a checkpoint needs into the cache of this host, before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from casckpt.errors import Conflict, Damaged
+from casckpt.format.manifest import BlobRef
+from casckpt.repository.commits import Commit, refresh
+from casckpt.repository.fetching import Spoilt
+from casckpt.repository.repository import Repository
+
+
+def pre_download(
+    repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Callable[[int], None]
+) -> int:
+    """Have all of ``refs``, which ``commit`` needs, in the cache of this host; the bytes that had to be fetched.
+
+    ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Conflict` if the checkpoint was
+    purged meanwhile; `InvalidInput` if the cache may not hold so much, `StorageError`.
+    """
+    try:
+        return repo.blob_cache.fill(repo.storage, refs, threads, progress)
+    except Spoilt as error:
+        if not refresh(repo, commit).live:
+            message = f"{commit} was purged while it was fetched; choose another one (`casckpt list`)"
+            raise Conflict(message, checkpoints=(commit.id,)) from error
+        raise Damaged(
+            f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "
+            "`casckpt repair`, on the store",
+            blob=error.ref.hash,
+            checkpoints=(commit.id,),
+        ) from error

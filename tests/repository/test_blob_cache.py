@@ -1,0 +1,223 @@
+"""The cache of blobs: bounded, right or not used, by many at once, and never in the way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import InvalidInput, StorageError
+from casckpt.format.blob import DATA_OFFSET, encode_header
+from casckpt.format.digest import hex_digest
+from casckpt.format.manifest import BlobRef
+from casckpt.format.names import BlobHash, TxId
+from casckpt.repository import blobs
+from casckpt.repository.blob_cache import FOLDER, BlobCache
+from casckpt.repository.fetching import Spoilt
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.checkpoints import flip
+from tests.support.far import FarStore, far
+from tests.support.repositories import repository
+
+SIZE = 3 * 4096
+UPLOADER = TxId(f"20240101T000000000000Z-{'1' * 16}-{'2' * 16}-3")
+
+
+@pytest.fixture
+def storage() -> FarStore:
+    return far()
+
+
+@pytest.fixture
+def repo(tmp_path: Path, storage: FarStore) -> Repository:
+    return repository(tmp_path, storage)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "blobs of this host"
+
+
+def put(repo: Repository, seed: int) -> BlobRef:
+    """A real blob."""
+    data = encode_header([("uint8", SIZE - DATA_OFFSET)]) + bytes([seed]) * (SIZE - DATA_OFFSET)
+    ref = BlobRef(BlobHash(hex_digest(data)), SIZE, UPLOADER)
+    blobs.put(repo, ref.uploader, ref.hash, data)
+    return ref
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in (root / FOLDER).iterdir()}
+
+
+def use_at(root: Path, ref: BlobRef, second: int) -> None:
+    os.utime(root / FOLDER / ref.hash, (second, second))
+
+
+def silent(nbytes: int) -> None:
+    pass
+
+
+def test_a_blob_is_fetched_once_and_then_read_here(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache, ref = BlobCache(root), put(repo, 1)
+    assert cache.open(ref) is None
+    assert cache.keep(storage, ref)
+    assert cache.keep(storage, ref)
+    assert storage.count("open") == 1
+    with cache.open(ref) or pytest.fail("it is not there") as reader:
+        part = bytearray(10)
+        reader.read_into(DATA_OFFSET, [memoryview(part)])
+    assert part == bytes([1]) * 10
+
+
+def test_the_least_recently_used_go_first(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache = BlobCache(root, limit=3 * SIZE)
+    refs = [put(repo, seed) for seed in range(4)]
+    for second, ref in enumerate(refs[:3]):
+        cache.keep(storage, ref)
+        use_at(root, ref, 1000 + second)
+    reader = cache.open(refs[0])  # used just now
+    assert cache.keep(storage, refs[3])
+    assert names(root) == {ref.hash for ref in (refs[0], refs[2], refs[3])}
+    cache.fill(storage, [refs[1], refs[2]], 2, silent)
+    assert reader is not None
+    with reader:  # what is open stays readable, though its file may be gone
+        reader.read_into(0, [memoryview(bytearray(SIZE))])
+
+
+def test_it_never_holds_more_than_it_may(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache = BlobCache(root, limit=5 * SIZE + 10)
+    refs = [put(repo, seed) for seed in range(20)]
+    for ref in refs:
+        cache.keep(storage, ref)
+        assert sum(path.stat().st_size for path in (root / FOLDER).iterdir()) <= 5 * SIZE + 10
+    with pytest.raises(InvalidInput, match="may hold less"):
+        cache.fill(storage, refs, 2, silent)
+    assert not BlobCache(root, limit=SIZE - 1).keep(storage, put(repo, 30))
+    assert not BlobCache(root, limit=0).keep(storage, put(repo, 31))
+    for limit in (-1, 1.5):
+        with pytest.raises(InvalidInput, match="cannot be kept"):
+            BlobCache(root, limit=limit)  # type: ignore[arg-type]
+
+
+def test_without_a_limit_half_of_the_disk_is_left(
+    repo: Repository, storage: FarStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, refs = BlobCache(root), [put(repo, seed) for seed in range(4)]
+    room = [6 * SIZE]
+
+    def statvfs(path: object) -> os.statvfs_result:
+        held = len(names(root)) if (root / FOLDER).exists() else 0
+        return os.statvfs_result((1, 1, 0, 0, room[0] - held * SIZE, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    for ref in refs:
+        assert cache.keep(storage, ref)
+    assert len(names(root)) == 3
+
+
+@pytest.mark.parametrize("how", ["flipped", "short", "gone"])
+def test_what_the_store_has_damaged_does_not_come_in(repo: Repository, storage: FarStore, root: Path, how: str) -> None:
+    cache, ref = BlobCache(root), put(repo, 1)
+    key = f"objects/{UPLOADER}/{ref.hash}.safetensors"
+    if how == "flipped":
+        flip(repo, key, 5000)
+    elif how == "short":
+        storage.replace(key, storage.get(key, limit=SIZE)[:-1])
+    else:
+        storage.delete(key)
+    with pytest.raises(Spoilt) as raised:
+        cache.fill(storage, [ref], 2, silent)
+    assert raised.value.ref == ref
+    assert cache.open(ref) is None
+
+
+def test_an_entry_of_another_size_is_dropped(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache, ref = BlobCache(root), put(repo, 1)
+    cache.keep(storage, ref)
+    path = root / FOLDER / ref.hash
+    path.chmod(0o644)
+    path.write_bytes(b"torn")
+    assert cache.open(ref) is None
+    assert not path.exists()
+    assert cache.keep(storage, ref)
+    assert path.stat().st_size == SIZE
+
+
+def test_a_symlink_in_its_place_is_not_followed(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache, ref = BlobCache(root), put(repo, 1)
+    (root / FOLDER).mkdir(parents=True)
+    (root / "elsewhere").write_bytes(bytes(SIZE))
+    (root / FOLDER / ref.hash).symlink_to(root / "elsewhere")
+    assert cache.open(ref) is None
+
+
+@pytest.fixture(params=["a file in its place", "a full disk", "no rights"])
+def unusable(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> BlobCache:
+    """A cache that cannot be written."""
+    cache = BlobCache(root)
+    if request.param == "a file in its place":
+        root.write_text("no folder")
+    else:
+        root.mkdir()
+
+        def fail(*_: object, **__: object) -> None:
+            raise StorageError("the disk is full" if request.param == "a full disk" else "permission denied")
+
+        monkeypatch.setattr(LocalStore, "put", fail)
+    return cache
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    repo: Repository, storage: FarStore, unusable: BlobCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    refs = [put(repo, seed) for seed in range(3)]
+    assert [unusable.keep(storage, ref) for ref in refs] == [False] * 3
+    assert storage.count("open") <= 1  # it tries once
+    assert len([record for record in caplog.records if "nothing more is put" in record.message]) == 1
+    with pytest.raises(StorageError, match="another cache_dir"):
+        unusable.fill(storage, refs, 2, silent)
+
+
+def _work(root: Path, folder: Path, seed: int) -> None:
+    storage = LocalStore(folder)
+    refs = [
+        BlobRef(BlobHash(entry.key.split("/")[2].split(".")[0]), entry.size, UPLOADER)
+        for entry in storage.list("objects/")
+    ]
+    cache = BlobCache(root, limit=4 * SIZE)
+    for turn in range(40):
+        ref = refs[(turn * seed) % len(refs)]
+        cache.keep(storage, ref)
+        reader = cache.open(ref)
+        if reader is not None:
+            with reader:
+                data = bytearray(SIZE)
+                reader.read_into(0, [memoryview(data)])
+                assert hex_digest(data) == ref.hash
+
+
+def test_processes_that_fill_and_evict_at_once(tmp_path: Path, root: Path) -> None:
+    folder = tmp_path / "store"
+    repo = repository(tmp_path, LocalStore(folder))
+    for seed in range(9):
+        put(repo, seed)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_work, args=(root, folder, seed)) for seed in (1, 2, 4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert sum(path.stat().st_size for path in (root / FOLDER).iterdir()) <= (4 + 2) * SIZE
+    BlobCache(root, limit=4 * SIZE).keep(LocalStore(folder), put(repo, 10))
+    assert len(names(root)) <= 4
+
+
+def test_threads_that_want_the_same_fetch_it_once(repo: Repository, storage: FarStore, root: Path) -> None:
+    cache, ref = BlobCache(root), put(repo, 1)
+    assert cache.fill(storage, [ref] * 20, 8, silent) == SIZE
+    assert storage.count("open") == 1
