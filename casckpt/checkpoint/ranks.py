@@ -300,11 +300,12 @@ class GroupRanks:
     def _follow(self, mine: Message) -> Message:
         deadline = monotonic() + self._patience.total_seconds()
         try:
-            for sending in [self._isend(frame, 0) for frame in to_frames(pack(mine))]:
-                sending.wait(self._patience)
+            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
             frame = torch.empty(FRAME, dtype=torch.uint8)
             self._wait_for_message(self._irecv(frame, 0), frame, 0, deadline, self._patience.total_seconds())
             answer = self._message(frame, 0, max(deadline, monotonic() + 60))
+            for sending in sent:
+                sending.wait(self._patience)
         except RuntimeError as error:
             failure = self._why_lost(0, error)
             self._give_up(failure)
