@@ -1,0 +1,89 @@
+"""Saves in the background on several ranks: what one rank has not heard of, and who may begin another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import casckpt
+from casckpt.errors import CasckptError, Conflict, StorageError
+from tests.support.faulty import Call, call_first, fail_before
+from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.saves import small_folder
+from tests.support.together import line, numbers, spread, watched
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with small cells and blobs."""
+    small_folder(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def unheard(rank: int, size: int, path: Path) -> Any:
+    """Rank 0 hears of the failure, rank 1 does not."""
+    store, faults = watched(path)
+    state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
+    store.warm_up(state)
+    if rank == 1:
+        faults.inject(fail_before("put", key="objects/*.safetensors"))
+    first = store.save_async(state, step=0)
+    heard = [outcome_of(first.result)] if rank == 0 else []
+    second = outcome_of(lambda: store.save_async(state, step=1))
+    heard.append(outcome_of(second.result) if rank == 0 else second)
+    third = store.save_async(state, step=2).result()
+    return [type(error) for error in heard], third.step, [one.step for one in store.checkpoints()]
+
+
+def test_a_failure_that_one_rank_has_not_heard_of_stops_the_next_save_on_all(ranks: Pool, path: Path) -> None:
+    first, second = ranks.run(2, unheard, path)
+    assert all(issubclass(kind, CasckptError) for kind in first[0])
+    assert second[0] == [StorageError]
+    assert first[1:] == second[1:] == (2, [2])
+
+
+def refusing(rank: int, size: int, path: Path) -> Any:
+    """The save of rank 1 still runs; that of rank 0 waits for it."""
+    store, faults = watched(path)
+    state = spread({"w": numbers("w", 64, 100)}, line(size), [Shard(0)])
+
+    def hold(_: Call) -> None:
+        wait_for("refused")
+
+    if rank == 1:
+        faults.inject(call_first("put", hold, key="objects/*.safetensors"))
+    first = store.save_async(state, step=0)
+    error = outcome_of(lambda: store.save_async(state, step=1, when_busy="refuse"))
+    if rank == 0:
+        tell("refused")
+    first.result()
+    again = store.save_async(state, step=1, when_busy="refuse").result()
+    return type(error), again.step
+
+
+def test_a_save_is_refused_on_all_ranks_while_one_runs_on_any(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, refusing, path) == [(Conflict, 1)] * 2
+
+
+def copied(rank: int, size: int, path: Path) -> Any:
+    store = casckpt.open(path)
+    state = spread({"w": numbers("w", 64, 100, dtype=torch.int32)}, line(size), [Shard(0)])
+    futures = []
+    for step in range(4):
+        futures.append(store.save_async(state, step=step))
+        state["w"].to_local().add_(1)
+    return [future.result().step for future in futures]
+
+
+def test_each_save_has_the_state_as_it_was(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, copied, path) == [[0, 1, 2, 3]] * 2
+    store = casckpt.open(path)
+    for step in range(4):
+        assert torch.equal(store.read(f"default@{step}")["w"], numbers("w", 64, 100, dtype=torch.int32) + step)
