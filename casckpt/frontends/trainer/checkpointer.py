@@ -236,7 +236,7 @@ class Checkpointer:
         None is returned; False: it is not read. A checkpoint of weights alone loads. Raises as `Store.load` does.
         """
         self._settle()
-        wanted = Wanted(optim=load_optim_state, train=load_trainer_state)
+        wanted = Wanted(optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download)
         options = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
@@ -250,16 +250,20 @@ class Checkpointer:
         self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: TrainState | None = None
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too."""
-        ranks = open_ranks(self.process_group)
-        newest = ranks.exchange(lambda: None, lambda _: everyone(self._newest(), ranks.size))
-        if newest is None:
+        found = self.newest_of_all_ranks()
+        if found is None:
             return None
-        found = Checkpoint(self.store.repository, newest)
         wanted = None if train_state is not None else False
         state = self.load(found, model, optim, load_trainer_state=wanted)
         if train_state is not None and state is not None:
             train_state.load_state_dict(state)
         return found
+
+    def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
+        """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
+        ranks = open_ranks(self.process_group)
+        newest = ranks.exchange(lambda: None, lambda _: everyone(self._newest(step), ranks.size))
+        return None if newest is None else Checkpoint(self.store.repository, newest)
 
     # looking
 
@@ -287,9 +291,9 @@ class Checkpointer:
 
     # inside
 
-    def _newest(self) -> Commit | None:
+    def _newest(self, step: int | None = None) -> Commit | None:
         try:
-            return self.latest_checkpoint().commit
+            return self.store.get(f"{self.run}@{'latest' if step is None else step}").commit
         except NotFound:
             return None
 
@@ -360,4 +364,6 @@ def _throttled(store: Store, config: CheckpointerConfig) -> Store:
         return store
     turn = Turn(config.throttle, None if config.work_dir is None else Path(config.work_dir))
     storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
-    return Store(replace(store.repository, storage=storage))
+    repository = replace(store.repository, storage=storage)
+    repository.listeners = store.repository.listeners  # a mirror hears of these saves, too
+    return Store(repository)

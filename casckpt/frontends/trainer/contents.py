@@ -90,10 +90,14 @@ def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, A
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a load is asked for. None: if it is there. True: it must be. False: not."""
+    """What a load is asked for. None: if it is there. True: it must be. False: not.
+
+    ``pre_download``: into the cache of this host first.
+    """
 
     optim: bool | None
     train: bool | None
+    pre_download: bool
 
 
 class Restoring:
@@ -167,6 +171,8 @@ class Restoring:
         return state
 
     def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
+        if self._wanted.pre_download:
+            self._ranks.exchange(lambda: self._store.pre_download(stored.checkpoint, state), lambda done: done)
         return self._store.load(state, stored.checkpoint, **self._options)
 
 

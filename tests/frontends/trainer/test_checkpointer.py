@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
+from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
@@ -200,6 +202,20 @@ def test_an_object_that_says_by_itself_what_is_saved() -> None:
     assert identical(contents(module.model, module.optimizer), want)
     with pytest.raises(InvalidInput, match="give no optimizer beside it"):
         checkpointer.save(2, module, module.optimizer)
+
+
+def test_what_is_downloaded_before_is_not_read_from_the_store_again(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    store = Store(Repository(storage, cache_dir=tmp_path))
+    model, optimizer = trained()
+    checkpointer = Checkpointer(store, run="sft", pre_download=True)
+    checkpointer.save(1, model, optimizer, {"seen": torch.arange(5000)})
+    for wanted in (True, False):  # the second time it is there
+        storage.calls.clear()
+        other, fresh = made(1)
+        checkpointer.load("sft@1", other, fresh)
+        assert (storage.count("read_into", "objects/*.safetensors") > 0) is wanted
+        assert identical(contents(other, fresh), contents(model, optimizer))
 
 
 # --- looking, files ---

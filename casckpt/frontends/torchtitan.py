@@ -1,0 +1,180 @@
+"""torchtitan: a checkpoint manager that saves into a store.
+
+::
+
+    config.checkpoint = CasCheckpointManager.Config(enable=True, store="s3://bucket/ckpts", run="sft", interval=500)
+
+Fields of torchtitan's own Config mean what they mean there: `interval`, `keep_latest_k` (of the checkpoints of the
+run), `enable_first_step_checkpoint`, `last_save_model_only`, `export_dtype`, `exclude_from_loading`, `load_step`,
+`load_only`. Model and optimizers are stored by the names of parameters, so any front end loads them; the data loader,
+scheduler, trainer and random generators of each rank are its train state.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+try:
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
+except ImportError as error:
+    raise ImportError("casckpt.frontends.torchtitan needs torchtitan 0.3: pip install 'casckpt[torchtitan]'") from error
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.training_state.model import model_state
+from casckpt.frontends.training_state.parts import as_model
+
+OPTIMIZER = "optimizer"  # what torchtitan calls them
+PARTS = ("lr_scheduler", "dataloader")
+
+
+class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan has no types
+    """Built by ``config.checkpoint.build``; every rank makes the same calls."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # see above
+        """torchtitan's settings, and those of the store.
+
+        ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a checkpoint
+        of the store to begin from, while the run has none (instead of ``initial_load_path``). ``async_save``: in the
+        background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``: see `Checkpointer`.
+        """
+
+        store: str = ""
+        run: str = "default"
+        initial_load_ref: str | None = None
+        async_save: bool = True
+        fixed_steps: tuple[int, ...] = ()
+        throttle: int | None = None
+        pre_download: bool = False
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future: Future[Checkpoint] | None = None
+        if not self.enable:
+            return
+        _refuse(config)
+        self.config, self.model_parts, self.optimizers = config, model_parts, list(optimizers)
+        given = states | dict(zip(PARTS, (lr_schedulers, dataloader), strict=True))
+        self.states = {name: part for name, part in given.items() if part is not None}
+        unknown = [name for name in config.exclude_from_loading if name not in (OPTIMIZER, *given)]
+        if unknown:
+            raise InvalidInput(f"exclude_from_loading names {unknown[0]!r}; there are {[OPTIMIZER, *given]}")
+        self.checkpointer = Checkpointer(
+            config.store or os.path.join(base_folder, config.folder),
+            run=config.run,
+            max_checkpoints=config.keep_latest_k or None,
+            save_interval=config.interval,
+            fixed_steps=config.fixed_steps,
+            throttle=config.throttle,
+            pre_download=config.pre_download,
+        )
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        first = curr_step == 1 and self.config.enable_first_step_checkpoint
+        if self.config.load_only or not (first or last_step or self.checkpointer.due(curr_step)):
+            return False
+        if last_step and self.config.last_save_model_only:
+            self.checkpointer.save(curr_step, _Weights(self.model_parts, self.config.export_dtype), overwrite=True)
+            return True
+        state = TrainState(**self.states)
+        self.save_future = self.checkpointer.save_async(
+            curr_step, self.model_parts, self.optimizers, state, overwrite=True
+        )
+        if last_step or not self.config.async_save:
+            self._wait_for_saving()
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        ref = self._ref(step)
+        if ref is None:
+            return False
+        own = isinstance(ref, Checkpoint)  # of this run: all of it must be there
+        model_only = ref.step == 0 if isinstance(ref, Checkpoint) else self.config.initial_load_model_only
+        excluded = set(self.config.exclude_from_loading)
+        optims = None if model_only or OPTIMIZER in excluded else self.optimizers
+        needed = True if own and not model_only else None
+        loaded = self.checkpointer.load(
+            ref,
+            self.model_parts,
+            optims,
+            load_optim_state=needed if optims else None,
+            load_trainer_state=False if model_only else needed,
+        )
+        if loaded is not None:
+            wanted = {name: part for name, part in self.states.items() if name not in excluded}
+            TrainState(**wanted).load_state_dict(loaded)
+        return True
+
+    def _ref(self, step: int) -> Checkpoint | str | None:
+        """What to load. A run that has checkpoints goes on from its own."""
+        found = self.checkpointer.newest_of_all_ranks(None if step == -1 else step)
+        if found is None and step != -1:
+            raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows what there is")
+        return found or self.config.initial_load_ref
+
+    def _maybe_wait_for_staging(self) -> None:
+        """The state was copied when `save` returned."""
+
+    def _wait_for_saving(self) -> None:
+        self.save_future = None
+        self.checkpointer.wait()
+
+    def _close(self) -> None:
+        if hasattr(self, "checkpointer"):  # not if it could not be made
+            self.checkpointer.close()
+
+
+class _Weights:
+    """A model alone, in another dtype, as a `Checkpointer` saves it."""
+
+    def __init__(self, parts: list[nn.Module], dtype: str) -> None:
+        self._parts, self._dtype = parts, getattr(torch, dtype)
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        """Shards stay shards."""
+        state = model_state(as_model(self._parts))
+        return {"model": {name: self._converted(value) for name, value in state.items()}}
+
+    def _converted(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.detach().to(self._dtype) if floating and value.dtype != self._dtype else value
+
+    def state_dict_to_load(self, metadata: Any) -> dict[str, Any]:
+        """They are loaded by way of the model."""
+        raise Unsupported("weights that were exported are loaded into a model")
+
+    def load_state_dict(self, state: Any) -> None:
+        """See `state_dict_to_load`."""
+        raise Unsupported("weights that were exported are loaded into a model")
+
+
+def _refuse(config: CasCheckpointManager.Config) -> None:
+    """What this manager has no part in."""
+    instead = {
+        "initial_load_path": "initial_load_ref, a checkpoint of the store",
+        "initial_load_in_hf": "casckpt import, and initial_load_ref",
+        "last_save_in_hf": "casckpt export --format safetensors",
+        "create_seed_checkpoint": "a save of step 0 on one process",
+    }
+    for name, advice in instead.items():
+        if getattr(config, name):
+            raise Unsupported(f"checkpoint.{name} is not for a store; use {advice}")

@@ -1,0 +1,193 @@
+"""torchtitan: its own containers of optimizers and schedulers train over ranks, and its manager saves into a store."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
+
+import casckpt
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from tests.support.training import identical
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan: about what it finds no GPU for
+
+
+class Block(nn.Module):
+    """A part of a model; its layers have the names that they have in the whole."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(12, 12) for name in names})
+        self.norm = nn.LayerNorm(12) if "1" in names else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(nn.functional.dropout(layer(x), 0.1))
+        return x if self.norm is None else self.norm(x)
+
+
+class Loop:
+    """What torchtitan's trainer does with a manager, and its state."""
+
+    def __init__(self, rank: int, size: int, path: Path, **settings: Any) -> None:
+        from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+
+        from casckpt.frontends.torchtitan import CasCheckpointManager
+
+        torch.manual_seed(0)
+        self.parts = [Block("0", "1"), Block("2")]
+        mesh = init_device_mesh("cpu", (size,))
+        for part in self.parts:
+            fully_shard(part, mesh=mesh)
+        groups = [
+            ParamGroupConfig(pattern=r"bias|norm", optimizer_name="Adam", optimizer_kwargs={"lr": 0.01}),
+            ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.02}),
+        ]
+        self.optimizers = OptimizersContainer.Config(param_groups=groups, implementation="for-loop").build(
+            model_parts=self.parts
+        )
+        self.schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
+            optimizers=self.optimizers, training_steps=50
+        )
+        self.step, self.at = 0, rank
+        torch.manual_seed(10 + rank)
+        config = CasCheckpointManager.Config(
+            enable=True, store=str(path), run=settings.pop("run", "titan"), interval=2, **settings
+        )
+        self.manager = config.build(
+            dataloader=self, model_parts=self.parts, optimizers=self.optimizers, lr_schedulers=self.schedulers,
+            states={"train_state": self}, sd_adapter=None, base_folder=str(path),
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.at = state["step"], state["at"]
+
+    def train(self, until: int, last: int | None = None) -> dict[int, str]:
+        """Train; the losses of this rank, to the bit."""
+        losses = {}
+        while self.step < until:
+            self.step += 1
+            self.at += 2
+            x = torch.full((3, 12), self.at / 100)
+            loss = self.parts[1](self.parts[0](x)).square().mean()
+            self.optimizers.zero_grad()
+            loss.backward()
+            self.manager.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.schedulers.step()
+            losses[self.step] = float(loss.detach()).hex()
+            self.manager.save(self.step, last_step=self.step == last)
+        return losses
+
+    def load(self, step: int = -1) -> bool:
+        with warnings.catch_warnings():  # torchtitan's scheduler asks for what it should not, says torch
+            warnings.simplefilter("ignore")
+            found: bool = self.manager.load(step)
+        return found
+
+    def weights(self) -> dict[str, Any]:
+        found = {name: value for part in self.parts for name, value in part.state_dict().items()}
+        return {name: value.full_tensor() for name, value in found.items()}
+
+
+def whole(rank: int, size: int, path: Path) -> Any:
+    loop = Loop(rank, size, path, run="whole")
+    assert not loop.load()
+    return loop.train(8), loop.weights()
+
+
+def broken_off(rank: int, size: int, path: Path) -> Any:
+    loop = Loop(rank, size, path, keep_latest_k=2, enable_first_step_checkpoint=True)
+    loop.load()
+    losses = loop.train(5)
+    loop.manager.maybe_wait_for_saving()
+    return losses  # and never closed
+
+
+def resumed(rank: int, size: int, path: Path) -> Any:
+    loop = Loop(rank, size, path, keep_latest_k=2)
+    assert loop.load()
+    found = loop.step
+    losses = loop.train(8, last=8)
+    loop.manager.close()
+    return found, losses, loop.weights()
+
+
+def test_a_training_that_is_broken_off_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+    expected = ranks.run(2, whole, store_path)
+    first = ranks.run(2, broken_off, store_path)
+    store = casckpt.open(store_path)
+    assert [one.step for one in store.checkpoints("titan")] == [2, 4]
+    second = ranks.run(2, resumed, store_path)
+    for rank in range(2):
+        losses, weights = expected[rank]
+        step, more, found = second[rank]
+        assert step == 4
+        assert {**first[rank], **more} == losses
+        assert identical(found, weights)
+    assert [one.step for one in store.checkpoints("titan")] == [6, 8]
+    assert set(store.read("titan@8")) == {"model"}  # the last one is of the model alone
+    assert identical(dict(store.read("titan@8")["model"]), expected[0][1])
+    assert set(store.read("titan@6")) == {"model", "optim", "train"}
+
+
+def loads(rank: int, size: int, path: Path) -> Any:
+    found = []
+    for settings in (
+        {"run": "new", "initial_load_ref": "whole@8"},
+        {"run": "new", "initial_load_ref": "whole@8", "initial_load_model_only": False},
+        {"run": "whole", "exclude_from_loading": ["train_state", "dataloader", "optimizer"]},
+    ):
+        loop = Loop(rank, size, path, **settings)
+        assert loop.load()
+        states = sum(len(one.state) for one in loop.optimizers)
+        found.append((loop.step, states > 0, next(iter(loop.schedulers)).last_epoch))
+    loop = Loop(rank, size, path, run="whole", load_only=True)
+    with pytest.raises(NotFound, match="whole has no step 7"):
+        loop.load(7)
+    assert loop.load(6)
+    loop.train(8, last=8)
+    return found, loop.step
+
+
+def test_what_a_run_begins_with(store_path: Path, ranks: Pool) -> None:
+    ranks.run(2, whole, store_path)
+    found = ranks.run(3, loads, store_path)  # on more ranks
+    assert found == [([(0, False, 0), (8, True, 8), (0, False, 8)], 8)] * 3
+    assert [one.step for one in casckpt.open(store_path).checkpoints("whole")] == [2, 4, 6, 8]
+
+
+def refuses(rank: int, size: int, path: Path) -> None:
+    for settings, kind in (
+        ({"initial_load_path": "/somewhere"}, Unsupported),
+        ({"exclude_from_loading": ["dataloder"]}, InvalidInput),
+        ({"create_seed_checkpoint": True}, Unsupported),
+    ):
+        with pytest.raises(kind):
+            Loop(rank, size, path, **settings)
+    loop = Loop(rank, size, path, last_save_model_only=True, export_dtype="bfloat16")
+    loop.train(1, last=1)
+    with pytest.raises(NotFound, match="saved without"):  # weights of the end of a run are no training to go on with
+        loop.load()
+
+
+def test_what_is_not_for_a_store_is_refused(store_path: Path, ranks: Pool) -> None:
+    ranks.run(1, refuses, store_path)
+    tensors = casckpt.open(store_path).get("titan@1").tensors.values()
+    assert {one.dtype for one in tensors} == {"bfloat16"}
