@@ -22,7 +22,7 @@ from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar
 from weakref import ref
 
 import torch
@@ -49,11 +49,14 @@ if TYPE_CHECKING:
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")
+Transfer: TypeAlias = "tuple[torch.Tensor, int]"
+"""Bytes, and the other rank."""
 
 _WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
 _MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _LOST = "lost"
+_SWAP = 1  # the tag of what is not a message
 _SIGNS = 4  # signs of life within a timeout
 
 
@@ -89,6 +92,12 @@ class Ranks(Protocol):
         rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
         """
 
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """Inside an exchange: hand bytes to other ranks, and take theirs, in the order that each pair of ranks has.
+
+        On the CPU, of one dimension. Raises RankFailed.
+        """
+
 
 def everyone(value: Down, size: int) -> list[Down]:
     """The same answer for all ranks."""
@@ -121,6 +130,9 @@ class Solo:
 
     def alive(self) -> None:
         """Nobody waits."""
+
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """There is nobody to swap with."""
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """Call both."""
@@ -204,6 +216,17 @@ class GroupRanks:
             self._told = monotonic()
             others = [0] if self.rank else range(1, self.size)
             self._signs += [self._isend(alive_frame(), rank) for rank in others]
+
+    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
+        """See `Ranks.swap`."""
+        works = [(rank, self._irecv(data, rank, _SWAP)) for data, rank in receives]
+        works += [(rank, self._isend(data, rank, _SWAP)) for data, rank in sends]
+        for rank, work in works:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                raise broken(rank, error) from error  # the exchange finds out why
+            self.alive()
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """See `Ranks.exchange`."""
@@ -316,15 +339,15 @@ class GroupRanks:
 
     # the wire
 
-    def _irecv(self, data: torch.Tensor, rank: int) -> Any:
+    def _irecv(self, data: torch.Tensor, rank: int, tag: int = 0) -> Any:
         try:
-            return self._group.recv([data], rank, 0)
+            return self._group.recv([data], rank, tag)
         except RuntimeError as error:  # the connection is broken already
             return _Broken(error)
 
-    def _isend(self, frame: torch.Tensor, rank: int) -> Any:
+    def _isend(self, frame: torch.Tensor, rank: int, tag: int = 0) -> Any:
         try:
-            return self._group.send([frame], rank, 0)
+            return self._group.send([frame], rank, tag)
         except RuntimeError as error:
             return _Broken(error)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.format.regions import Box, Shape, flat_boxes, full_box
 from casckpt.frontends.megatron.errors import ShardedKeyMissing, ShardedMismatch, checkpointing_errors
 from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
@@ -24,6 +24,7 @@ from casckpt.frontends.megatron.place import CheckpointDir, place_of
 from casckpt.frontends.megatron.reading import object_key
 from casckpt.frontends.megatron.saving import check_strategies, is_empty
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
+from casckpt.frontends.megatron.sharing import Sharing, hand_on, plan_sharing
 from casckpt.frontends.megatron.stored import Request, Stored
 from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
 from casckpt.tensors.foreign import flat_range, megatron_data, megatron_region, megatron_shard
@@ -42,6 +43,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
+    fully_parallel: bool = False,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     allow_pickle: bool = False,
@@ -55,8 +57,9 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     dict, missing keys, unexpected keys).
 
     ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
-    the ranks together must ask for every element just once, by main replicas, as in `save`. ``options``: ``verify`` and
-    ``threads`` of `Store.load`.
+    the ranks together must ask for every element just once, by main replicas, as in `save`. ``fully_parallel``: what
+    several ranks ask for alike is read by one of them, and handed on. ``options``: ``verify`` and ``threads`` of
+    `Store.load`.
 
     Raises CheckpointingException before any tensor changes, on every rank alike: it is also a NotFound if there is no
     such checkpoint, a MissingKey for unexpected keys, a Mismatch for another global shape without
@@ -67,13 +70,18 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
         ranks = open_ranks(process_group, no_dist=no_dist)
         loading = Loading(Stored.together(ranks, lambda: place_of(checkpoint_dir)), sharded_state_dict)
 
-        def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[set[str]]:
+        def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[tuple[set[str], Sharing | None]]:
+            claims = [claims for claims, _ in gathered]
             if validate_access_integrity:
-                check_claims([claims for claims, _ in gathered])
-            return everyone(loading.missing(frozenset().union(*(used for _, used in gathered))), ranks.size)
+                check_claims(claims)
+            missing = loading.missing(frozenset().union(*(used for _, used in gathered)))
+            sharings = plan_sharing(claims) if fully_parallel else everyone(None, ranks.size)
+            return [(missing, sharing) for sharing in sharings]
 
-        missing = ranks.exchange(lambda: loading.plan(strict), decide)
-        loaded = loading.run(process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
+        missing, sharing = ranks.exchange(lambda: loading.plan(strict), decide)
+        common = loading.ask_for_common()
+        loading.read(ranks, sharing, process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
+        loaded = loading.put_together(common, allow_pickle)
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
 
 
@@ -88,6 +96,7 @@ class Loading:
         self._request = Request()
         self._results: dict[int, Any] = {}
         self._zeroed: list[torch.Tensor] = []
+        self._tensors: list[tuple[torch.Tensor | None, str, list[Shard]]] = []  # (data, key, shards) of each value
 
     def plan(self, strict: Any) -> tuple[list[Claim], set[str]]:
         """Sort the state dict, and say what is to be read: (claims, flat keys). Nothing changes.
@@ -101,7 +110,7 @@ class Loading:
         self._leave_out()
         wanted = list(nested_values(self._sharded))
         claims = claims_of(wanted)
-        return claims, {self._add(value) for value in wanted}
+        return claims, {self._add_object(one) if is_sharded_object(one) else self._add_tensor(one) for one in wanted}
 
     def _sorted(self) -> list[Any]:
         """All sharded values; what they stand in, and what stands beside them, is kept for `run`."""
@@ -129,18 +138,20 @@ class Loading:
             self._factories, lambda factory: id(factory) in broken, return_lists_as_dicts=True
         )
 
-    def _add(self, value: Any) -> str:
-        """Ask for a value; the key under which the checkpoint lists it."""
-        if is_sharded_object(value):
-            number = self._request.add(object_key(self.stored, value))
-            self._results[id(value)] = lambda: self._request.values[number]
-            return str(value.key)
+    def _add_object(self, value: Any) -> str:
+        """Ask for it; the key under which the checkpoint lists it."""
+        number = self._request.add(object_key(self.stored, value))
+        self._results[id(value)] = lambda: self._request.values[number]
+        self._tensors.append((None, "", []))
+        return str(value.key)
+
+    def _add_tensor(self, value: Any) -> str:
+        """What `read` is to read of it; its key in the checkpoint."""
         key = self.stored.tensor_key(value.key)
         if key is None:
             raise ShardedKeyMissing(f"{self.stored.where} lacks {value.key!r}", key=value.key, keys=(value.key,))
         data = _data(value)
-        for shard in self._shards(value, data, self.stored.tensors[key].shape):
-            self._request.add(key, shard)
+        self._tensors.append((data, key, self._shards(value, data, self.stored.tensors[key].shape)))
         self._results[id(value)] = data.detach
         return key
 
@@ -164,16 +175,23 @@ class Loading:
         check_missing(self.strict, self.stored.where, have - used)
         return have - used
 
-    def read(self, **options: Any) -> None:
-        """Read all that was asked for. Raises what `Store.load` raises."""
+    def ask_for_common(self) -> dict[str, str]:
+        """Let the common part be read too: the number of each of its keys."""
+        return {key: self._request.add(key) for key in self.stored.common_keys}
+
+    def read(self, ranks: Ranks, sharing: Sharing | None, **options: Any) -> None:
+        """Read all that was asked for, or take it from others. Raises what `Store.load` raises."""
+        for number, (_, key, shards) in enumerate(self._tensors):
+            for shard in shards if sharing is None or sharing.is_read(number) else ():
+                self._request.add(key, shard)
         for data in self._zeroed:
             data.detach().zero_()
         self._request.run(self.stored, **options)
+        if sharing is not None:
+            hand_on(ranks, sharing, [data for data, _, _ in self._tensors])
 
-    def run(self, *, allow_pickle: bool, **options: Any) -> dict[Any, Any]:
-        """Read, the common part too, and put the state dict together. Raises what `Store.load` raises."""
-        common = {key: self._request.add(key) for key in self.stored.common_keys}
-        self.read(allow_pickle=allow_pickle, **options)
+    def put_together(self, common: dict[str, str], allow_pickle: bool) -> dict[Any, Any]:
+        """The state dict of what was read."""
         values = {key: self._request.values[number] for key, number in common.items()}
         state = self.stored.common(values, allow_pickle)
         merge(state, dict_list_map_outplace(lambda value: value.unwrap(), self._local))

@@ -29,11 +29,13 @@ from casckpt.errors import NotFound
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
+from casckpt.frontends.megatron.integrity import Claim
 from casckpt.frontends.megatron.loading import Loading
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import Place
 from casckpt.frontends.megatron.reading import tensors_metadata
 from casckpt.frontends.megatron.saving import Saving, background
+from casckpt.frontends.megatron.sharing import Sharing, plan_sharing
 from casckpt.frontends.megatron.stored import COMMON_NAME, Stored
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
@@ -174,19 +176,22 @@ def _point(ranks: Ranks, folder: Path, pointer: bytes) -> None:
 class CasLoadShardedStrategy:
     """Loads from a store: ``dist_checkpointing.load(state, folder, sharded_strategy=CasLoadShardedStrategy())``.
 
-    ``store``: None, that which ``casckpt.json`` in the folder names. ``options``: as of our own `load`.
+    ``store``: None, that which ``casckpt.json`` in the folder names. ``fully_parallel`` and ``options``: as of our
+    own `load`.
     """
 
     def __init__(
         self,
         store: AnyStore | None = None,
         *,
+        fully_parallel: bool = False,
         process_group: ProcessGroup | None = None,
         allow_pickle: bool = False,
         **options: Any,
     ) -> None:
         self.store = None if store is None else as_store(store)
-        self.process_group, self.allow_pickle, self.options = process_group, allow_pickle, options
+        self.fully_parallel, self.process_group = fully_parallel, process_group
+        self.allow_pickle, self.options = allow_pickle, options
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -199,8 +204,15 @@ class CasLoadShardedStrategy:
             ranks = open_ranks(self.process_group)
             stored = Stored.together(ranks, lambda: self._place(checkpoint_dir))
             loading = Loading(stored, sharded_state_dict)
-            ranks.exchange(lambda: loading.plan("raise_unexpected"), lambda _: everyone(None, ranks.size))
-            loading.read(process_group=self.process_group, allow_pickle=self.allow_pickle, **self.options)
+
+            def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[Sharing | None]:
+                claims = [claims for claims, _ in gathered]
+                return [*plan_sharing(claims)] if self.fully_parallel else everyone(None, ranks.size)
+
+            sharing = ranks.exchange(lambda: loading.plan("raise_unexpected"), decide)
+            loading.read(
+                ranks, sharing, process_group=self.process_group, allow_pickle=self.allow_pickle, **self.options
+            )
         return loading.loaded()
 
     def load_tensors_metadata(self, checkpoint_dir: Folder, metadata: Any = None) -> dict[str, Any]:
