@@ -207,7 +207,7 @@ def execute(
             restored.append(restore(target, commit))
         except Conflict as error:
             failed.append(Failure(commit, error))
-    for commit in unmirrored(source, plan.present) if is_mirror else ():
+    for commit in unmirrored(source, plan.present, target.storage.url) if is_mirror else ():
         note(source, commit, target.storage.url)
     result = CopyResult(
         copied=tuple(one.commit for one in copied),

@@ -33,7 +33,7 @@ class StoreStats:
 
 def measure(repo: Repository) -> StoreStats:
     """Count. Lists the store once; reads what the catalogue does not know."""
-    commits = list_commits(repo)
+    commits, mirror = list_commits(repo), repo.settings.mirror
     current = commits.current()
     sizes = {"safetensors": [0, 0], "manifest": [0, 0]}
     for entry in repo.storage.list("objects/"):
@@ -50,6 +50,6 @@ def measure(repo: Repository) -> StoreStats:
         bytes_blobs=sizes["safetensors"][1],
         bytes_manifests=sizes["manifest"][1],
         bytes_logical=sum(commit.committed.bytes_total for commit in current),
-        mirror=repo.settings.mirror,
-        unmirrored=len(unmirrored(repo, commits.live())),
+        mirror=mirror,
+        unmirrored=len(unmirrored(repo, commits.live(), mirror)),
     )

@@ -138,7 +138,7 @@ class Mirror:
         if not self._repo.exists():
             return None
         self._repo.declare_mirror()
-        behind = unmirrored(self._repo, list_commits(self._repo).live())
+        behind = unmirrored(self._repo, list_commits(self._repo).live(), self.target.storage.url)
         if not behind:
             return None
         sizes = self._repo.marker

@@ -33,12 +33,11 @@ class MirrorLag:
     error: str = ""
 
 
-def unmirrored(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Those of ``commits`` that are not known to be safe in the mirror; none, if there is no mirror.
+def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
+    """Those of ``commits`` that are not known to be safe in ``mirror``, which the settings name; none, if that is None.
 
     One LIST, and a small read for each record that this process has not seen. Raises `StorageError`.
     """
-    mirror = repo.settings.mirror
     wanted = list(commits)
     if mirror is None or not wanted:
         return []
@@ -49,7 +48,7 @@ def unmirrored(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
     """How far the mirror is behind of these, which are live. Raises `StorageError`."""
-    behind = unmirrored(repo, commits)
+    behind = unmirrored(repo, commits, repo.settings.mirror)
     oldest = min((commit.committed.time for commit in behind), default=None)
     return MirrorLag(
         checkpoints=len(behind),

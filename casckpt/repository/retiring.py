@@ -114,7 +114,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting = [], []
     forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
-    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets])}
+    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], repo.settings.mirror)}
     for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
         until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
         if commit.txid in unsafe:
@@ -143,7 +143,8 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     forgotten = [commit for commit in forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
     due = [now[commit.txid] for commit in plan.purge]
-    unsafe = {commit.txid for commit in unmirrored(repo, due)}  # again: the store may have got a mirror meanwhile
+    mirror = repo.settings.mirror  # again: the store may have got one meanwhile
+    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
     return forgotten, _each_unless_changed(repo, purge, left)
 

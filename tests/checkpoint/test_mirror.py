@@ -220,13 +220,18 @@ def test_waiting_has_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_fails_keeps_nobody_waiting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = []
+
     def fail(*_: object) -> None:
-        raise SystemExit  # which a thread keeps for itself
+        failed.append(threading.current_thread())
+        raise SystemExit
 
     with monkeypatch.context() as patch:
         patch.setattr(Mirror, "_attempt", fail)
         with pytest.raises(StorageError, match="has failed"):
             store.wait_for_mirror()
+    for thread in failed:
+        thread.join()
     store.wait_for_mirror()
 
 
