@@ -8,7 +8,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.peers.base import ASYNC, LOAD, PART, RANKS, SAVE, Best, Part, Peer, Setting, missing
+from benchmarks.peers.base import (
+    ASYNC,
+    DCP_LOAD,
+    DCP_PART,
+    DCP_SAVE,
+    LOAD,
+    PART,
+    RANKS,
+    SAVE,
+    Best,
+    Part,
+    Peer,
+    Setting,
+    missing,
+)
 
 if TYPE_CHECKING:
     from benchmarks.peers.base import State
@@ -35,6 +49,13 @@ class Dcp(Peer):
         PART: ({"threads": 2}, {"threads": 2, "hf": True}),
         ASYNC: ({"threads": 2, "cache": True}, {"threads": 2, "process": True}),
         RANKS: ({"threads": 1, "cache": True}, {"threads": 2, "cache": True}),
+        DCP_SAVE: (
+            {"threads": 1, "cache": True},
+            {"threads": 2, "cache": True},
+            {"threads": 2, "cache": True} | _LATE,
+        ),
+        DCP_LOAD: ({"threads": 2},),
+        DCP_PART: ({"threads": 2},),
     }
     matters = ("threads", "hf")
 

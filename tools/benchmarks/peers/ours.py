@@ -6,7 +6,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.peers.base import ASYNC, LOAD, PART, RANKS, SAVE, Best, Part, Peer, missing
+from benchmarks.peers.base import (
+    ASYNC,
+    DCP_LOAD,
+    DCP_PART,
+    DCP_SAVE,
+    LOAD,
+    PART,
+    RANKS,
+    SAVE,
+    Best,
+    Part,
+    Peer,
+    missing,
+)
+from benchmarks.peers.dcp import box_class
 from benchmarks.values import ADAPTERS
 
 if TYPE_CHECKING:
@@ -15,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Casckpt(Peer):
-    """``verify``: compare what is loaded with its digests. ``frozen``: declare all but the adapters as unchanged."""
+    """``verify``: compare what is loaded with its digests. ``frozen``: declare all but the adapters as unchanged.
+
+    ``through_dcp``: with `torch.distributed.checkpoint`, by our storage writer and reader.
+    """
 
     name = "casckpt"
     durable = True
@@ -25,6 +42,9 @@ class Casckpt(Peer):
         PART: ({}, {"verify": False}),
         ASYNC: ({},),
         RANKS: ({},),
+        DCP_SAVE: ({"through_dcp": True},),
+        DCP_LOAD: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),
+        DCP_PART: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),
     }
 
     def __init__(self, setting: Mapping[str, Any], threads: int) -> None:
@@ -40,8 +60,19 @@ class Casckpt(Peer):
 
     def save(self, state: State, folder: Path) -> Mapping[str, float]:
         """A step of a training: the store stays open from one to the next."""
+        if self.setting.get("through_dcp"):
+            return self._save_through_dcp(state, folder)
         found = self._store(folder).save({"model": state}, **self._options(folder))
         return _figures(found)
+
+    def _save_through_dcp(self, state: State, folder: Path) -> Mapping[str, float]:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        from casckpt.frontends.dcp import StorageWriter
+
+        store = self._store(folder)
+        save({"model": state}, storage_writer=StorageWriter(store, **self._options(folder)))
+        return _figures(store.get("latest"))
 
     def start_save(self, state: State, folder: Path) -> Callable[[], object]:
         """See `Peer.start_save`."""
@@ -55,6 +86,9 @@ class Casckpt(Peer):
         """See `Peer.load_part`."""
         import casckpt
 
+        if self.setting.get("through_dcp"):
+            box: Any = box_class()
+            return self._load({"model": {name: box(part) for name, part in parts.items()}}, folder)
         shards = {
             name: casckpt.Shard(part.data, global_shape=part.shape, offset=part.offset, shape=tuple(part.data.shape))
             for name, part in parts.items()
@@ -63,7 +97,15 @@ class Casckpt(Peer):
 
     def _load(self, state: dict[str, Any], folder: Path) -> Mapping[str, float]:
         store = self._open(folder)
-        store.load(state, "latest", verify=self.setting.get("verify", True))
+        verify = self.setting.get("verify", True)
+        if self.setting.get("through_dcp"):
+            from torch.distributed.checkpoint.state_dict_loader import load
+
+            from casckpt.frontends.dcp import StorageReader
+
+            load(state, storage_reader=StorageReader(store, "latest", verify=verify))
+        else:
+            store.load(state, "latest", verify=verify)
         storage: Any = store.repository.storage  # a folder, which counts
         return {"bytes_asked": float(storage.counts.bytes_read)}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks.results import ScenarioResult
 from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.catalogue import catalogue
+from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.memory import memory
 from benchmarks.scenarios.planning import plan
@@ -23,6 +24,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "partial": partial,
     "reshard": reshard,
     "small": small,
+    "dcp": through_dcp,
     "plan": plan,
     "catalogue": catalogue,
     "memory": memory,

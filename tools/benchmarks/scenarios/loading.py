@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
-from benchmarks.peers.base import LOAD, PART, Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, PART, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
 from benchmarks.scenarios.base import READERS, Bench, Options
 from benchmarks.scenarios.saving import time_of
@@ -18,7 +18,8 @@ _USUAL = 3 << 29  # 1.5 GiB
 _EIGHTH = 3
 _CELL = 1 << 20
 WARM, COLD = "warm", "cold"
-_TASKS = {LOAD: "storing:load", PART: "storing:load_part"}
+_PARTS = (PART, DCP_PART)
+_TASKS = dict.fromkeys((LOAD, DCP_LOAD), "storing:load") | dict.fromkeys(_PARTS, "storing:load_part")
 
 
 def load(options: Options) -> ScenarioResult:
@@ -33,7 +34,7 @@ def _load_checks(rows: list[Row]) -> list[Check]:
     checks = []
     wanted = {WARM: (0.9, 3.5, 1.9), COLD: (0.95, 1.9, 1.9)}
     for group, (raw, unverified, verified) in wanted.items():
-        plain, checked = (_ours(rows, group, verify=verify) for verify in (False, True))
+        plain, checked = (our_time(rows, group, verify=verify) for verify in (False, True))
         dcp = time_of(rows, "dcp", group=group)
         checks += [
             Check(f"{group}: raw read / casckpt, not verified", raw, True,
@@ -41,7 +42,7 @@ def _load_checks(rows: list[Row]) -> list[Check]:
             Check(f"{group}: DCP / casckpt, not verified", unverified, True, over(dcp, plain)),
             Check(f"{group}: DCP / casckpt, verified", verified, True, over(dcp, checked)),
         ]  # fmt: skip
-    plain, checked = (_ours(rows, COLD, verify=verify) for verify in (False, True))
+    plain, checked = (our_time(rows, COLD, verify=verify) for verify in (False, True))
     return [*checks, Check("cold: casckpt verified / not verified", 1.05, False, over(checked, plain))]
 
 
@@ -51,21 +52,22 @@ def partial(options: Options) -> ScenarioResult:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         cases = [*loads(bench, PART, size // 8), *raw_reads(bench, size // 8, eighth=_EIGHTH)]
         rows = bench.run(cases)
-        plain, checked = (_row(rows, COLD, verify=verify) for verify in (False, True))
+        plain, checked = (our_row(rows, COLD, verify=verify) for verify in (False, True))
         checks = [
-            Check("bytes read / bytes wanted, not verified", 1.05, False, _read_factor(plain)),
-            Check("cells of 1 MiB read beyond what is wanted, for each tensor, verified", 2.0, False, _excess(checked)),
+            Check("bytes read / bytes wanted, not verified", 1.05, False, read_factor(plain)),
+            Check("cells of 1 MiB read beyond what is wanted, for each tensor, verified", 2.0, False, excess(checked)),
             Check("warm: DCP / casckpt, verified", 1.9, True,
-                  over(time_of(rows, "dcp", group=WARM), _ours(rows, WARM, verify=True))),
+                  over(time_of(rows, "dcp", group=WARM), our_time(rows, WARM, verify=True))),
         ]  # fmt: skip
         return bench.result("partial", "Load of one eighth of every tensor (dimension 0)", checks, bytes=size // 8)
 
 
-def _read_factor(row: Row | None) -> float | None:
+def read_factor(row: Row | None) -> float | None:
+    """Bytes asked for, over those wanted."""
     return over(row.median("bytes_asked"), row.median("bytes_wanted")) if row else None
 
 
-def _excess(row: Row | None) -> float | None:
+def excess(row: Row | None) -> float | None:
     """Cells read for nothing: verification may take one more at each end of a tensor's range."""
     asked, wanted, ranges = (median_of(row, name) for name in ("bytes_asked", "bytes_wanted", "ranges"))
     if asked is None or wanted is None or not ranges:
@@ -73,13 +75,15 @@ def _excess(row: Row | None) -> float | None:
     return (asked - wanted) / _CELL / ranges
 
 
-def _row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
+def our_row(rows: list[Row], group: str, *, verify: bool) -> Row | None:
+    """Our best row of a group."""
     found = [row for row in rows if row.who == OURS and row.group == group and ("verify=no" not in row.what) is verify]
     return best(found, OURS, "durable")
 
 
-def _ours(rows: list[Row], group: str, *, verify: bool) -> float | None:
-    return median_of(_row(rows, group, verify=verify), "durable")
+def our_time(rows: list[Row], group: str, *, verify: bool) -> float | None:
+    """Its median time."""
+    return median_of(our_row(rows, group, verify=verify), "durable")
 
 
 def _raw(rows: list[Row], group: str) -> float | None:
@@ -105,7 +109,7 @@ def loads(
     def runner(cache: str) -> Callable[[type[Peer], Setting, Team, int], Measured]:
         def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
             place = saved[key(peer, setting)]
-            more: dict[str, Any] = {"eighth": _EIGHTH} if work == PART else {}
+            more: dict[str, Any] = {"eighth": _EIGHTH} if work in _PARTS else {}
             job = {"peer": peer.name, "setting": setting, "state": state, "folder": place, "cache": cache}
             return team.measure(_TASKS[work], **job, **more)
 

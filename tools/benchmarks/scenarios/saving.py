@@ -109,13 +109,13 @@ def in_background(options: Options) -> ScenarioResult:
         )
 
 
-def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STATE) -> list[Case]:
+def full_saves(bench: Bench, size: int, *, ours: bool = True, state: str = _STATE, work: str = SAVE) -> list[Case]:
     """Saves into a new place each time, checked by a load and removed."""
 
     def run(peer: type[Peer], setting: Setting, team: Team, _: int) -> Measured:
         return saved_once(bench, team, {"peer": peer.name, "setting": setting, "state": state})
 
-    return bench.cases(SAVE, run, nbytes=size, only=lambda peer, _: ours or peer.name != OURS)
+    return bench.cases(work, run, nbytes=size, only=lambda peer, _: ours or peer.name != OURS)
 
 
 def saved_once(bench: Bench, team: Team, job: Mapping[str, Any]) -> Measured:
