@@ -153,6 +153,18 @@ def test_stats_count(saved: Path, as_json: AsJson) -> None:
     assert found["bytes_logical"] == 3 * 24_000 + 20_012
 
 
+def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:
+    found = as_json("report", saved)
+    first, second = found["runs"]
+    assert (first["run"], first["checkpoints"], first["newest_step"]) == ("a", 3, 3)
+    assert (second["run"], second["checkpoints"]) == ("b", 1)
+    assert datetime.fromisoformat(first["newest_at"]).tzinfo is not None
+    assert first["bytes_alone"] + second["bytes_alone"] + found["bytes_shared"] == found["bytes_blobs"]
+    assert found["bytes_blobs"] == sum(path.stat().st_size for path in saved.glob("objects/*/*.safetensors"))
+    lines = run("report", saved).stdout.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["RUN", "a", "b"]
+
+
 # --- making, importing, exporting ---
 
 

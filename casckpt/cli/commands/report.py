@@ -1,0 +1,63 @@
+"""``casckpt report``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import Column, count, facts, moment, say, size, table
+from casckpt.repository.usage import usage
+
+_COLUMNS = (
+    Column("RUN"),
+    Column("CKPTS", "right", fixed=True),
+    Column("NEWEST", "right", fixed=True),
+    Column("SAVED (UTC)", fixed=True),
+    Column("SIZE", "right", fixed=True),
+    Column("STORED", "right", fixed=True),
+    Column("ALONE", "right", fixed=True),
+)
+
+
+@store_command("report")
+def command(session: Session) -> None:
+    """Show where the bytes of the store are, run by run.
+
+    SIZE is what the checkpoints of a run would take one by one, STORED what they take, ALONE what of that no other run
+    uses: so much a gc would free if the run were given up.
+    """
+    found = usage(session.repository)
+    runs = [asdict(run) | {"newest_at": _time(run.newest_at)} for run in found.runs]
+    session.give(asdict(found) | {"runs": runs}, text)
+
+
+def _time(microseconds: int) -> str:
+    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat()
+
+
+def text(result: dict[str, Any]) -> None:
+    """The table, and what belongs to no run alone."""
+    if result["runs"]:
+        table(_COLUMNS, map(_cells, result["runs"]))
+        say()
+    facts([
+        ("blobs", size(result["bytes_blobs"])),
+        ("of several runs", size(result["bytes_shared"])),
+        ("of no checkpoint", size(result["bytes_unneeded"])),
+    ])  # fmt: skip
+    if result["unreadable"]:
+        say(f"{count(len(result['unreadable']), 'checkpoint')} could not be read; `casckpt verify` says more")
+
+
+def _cells(run: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        run["run"],
+        str(run["checkpoints"]),
+        str(run["newest_step"]),
+        moment(run["newest_at"]),
+        size(run["bytes_logical"]),
+        size(run["bytes_used"]),
+        size(run["bytes_alone"]),
+    )

@@ -1,0 +1,110 @@
+"""Where the bytes of a store are: what each run uses, what it alone uses, and what nothing uses any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from casckpt.format.keys import parse_object
+from casckpt.format.names import BlobHash, TxId
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.repository import Repository
+
+_Blob = tuple[TxId, BlobHash]
+_SEVERAL = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RunUsage:
+    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors, each checkpoint in full.
+
+    ``bytes_used``: of all blobs that its live checkpoints name; ``bytes_alone``: of those that no other run names: so
+    much a gc would free if the run were given up; ``bytes_newest``: of those that its newest checkpoint names.
+    """
+
+    run: str
+    checkpoints: int
+    forgotten: int
+    newest_step: int
+    newest_at: int
+    bytes_logical: int
+    bytes_used: int
+    bytes_alone: int
+    bytes_newest: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """All runs, those that use most first. ``bytes_unneeded``: of blobs that no live checkpoint names.
+
+    These are leftovers of failed saves, blobs of saves that run now, and what the next gc deletes. ``unreadable``: ids
+    of checkpoints that could not be looked at; what they use counts as unneeded here, though gc knows better.
+    """
+
+    runs: Sequence[RunUsage]
+    bytes_blobs: int
+    bytes_shared: int
+    bytes_unneeded: int
+    unreadable: Sequence[str]
+
+
+@dataclass
+class _Tally:
+    """What was counted of one run."""
+
+    number: int
+    commits: list[Commit] = field(default_factory=list)
+    blobs: dict[_Blob, int] = field(default_factory=dict)
+    newest: int = 0
+
+
+def usage(repo: Repository) -> StoreUsage:
+    """Count. Lists the store once; reads what the catalogue does not know. Raises NotFound, StorageError."""
+    live = list_commits(repo).live()
+    readable = {commit.txid for commit in manifests.learn(repo, live)}
+    tallies: dict[str, _Tally] = {}
+    user: dict[_Blob, int] = {}
+    for commit in sorted(live, key=lambda one: one.txid):
+        tally = tallies.setdefault(commit.run, _Tally(len(tallies)))
+        tally.commits.append(commit)
+        if commit.txid in readable:
+            found = {(uploader, name): size for uploader, name, size in manifests.blobs_of(repo, commit)}
+            tally.blobs |= found
+            tally.newest = sum(found.values())
+            for blob in found:
+                if user.setdefault(blob, tally.number) != tally.number:
+                    user[blob] = _SEVERAL
+    stored = _stored_blobs(repo)
+    runs = [_usage_of(run, tally, user) for run, tally in tallies.items()]
+    return StoreUsage(
+        runs=sorted(runs, key=lambda one: (-one.bytes_used, one.run)),
+        bytes_blobs=sum(stored.values()),
+        bytes_shared=sum(stored.get(blob, 0) for blob, number in user.items() if number == _SEVERAL),
+        bytes_unneeded=sum(size for blob, size in stored.items() if blob not in user),
+        unreadable=[commit.id for commit in live if commit.txid not in readable],
+    )
+
+
+def _stored_blobs(repo: Repository) -> dict[_Blob, int]:
+    found = {}
+    for entry in repo.storage.list("objects/"):
+        name = parse_object(entry.key)
+        if name is not None and name.kind == "safetensors":
+            found[name.uploader, BlobHash(name.hash)] = entry.size
+    return found
+
+
+def _usage_of(run: str, tally: _Tally, user: dict[_Blob, int]) -> RunUsage:
+    newest = tally.commits[-1]
+    return RunUsage(
+        run=run,
+        checkpoints=sum(commit.visible for commit in tally.commits),
+        forgotten=sum(not commit.visible for commit in tally.commits),
+        newest_step=newest.step,
+        newest_at=newest.committed.created_at,
+        bytes_logical=sum(commit.committed.bytes_total for commit in tally.commits if commit.visible),
+        bytes_used=sum(tally.blobs.values()),
+        bytes_alone=sum(size for blob, size in tally.blobs.items() if user[blob] == tally.number),
+        bytes_newest=tally.newest,
+    )
