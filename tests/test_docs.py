@@ -39,7 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
-PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md"]
+PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md",
+         DOCS / "dcp.md"]  # fmt: skip
 EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 LAYERS = ("", "cli", "frontends", "checkpoint", "tensors", "repository", "plan", "format", "storage")
 STRUCTS = (
