@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,7 @@ class Proxy:
         self._planned: list[_Planned] = []
         self._random: random.Random | None = None
         self._share = 0.0
+        self._actions: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._server = _Server(self, upstream)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -99,6 +101,18 @@ class Proxy:
         with self._lock:
             self._random, self._share = random.Random(seed), share
 
+    def at(self, number: int, action: Callable[[], None]) -> None:
+        """Do something when the request of this number comes (0: the first from now on), before it is passed on."""
+        with self._lock:
+            self._actions[len(self.seen) + number] = action
+
+    def calm(self) -> None:
+        """From now on nothing happens to requests."""
+        with self._lock:
+            self._planned.clear()
+            self._actions.clear()
+            self._share = 0.0
+
     def count(self, method: str, path: str = "*") -> int:
         """How many such requests came."""
         return sum(_fits(one, method, path) for one in self.seen)
@@ -106,7 +120,11 @@ class Proxy:
     def trouble_of(self, request: Seen) -> Trouble | None:
         """Note a request; what is to happen to it."""
         with self._lock:
+            action = self._actions.pop(len(self.seen), None)
             self.seen.append(request)
+        if action is not None:
+            action()
+        with self._lock:
             for planned in self._planned:
                 if planned.times and _fits(request, planned.method, planned.path):
                     planned.times -= 1
