@@ -1,0 +1,72 @@
+"""Which checkpoint each of Lightning's files names, kept by tags: what no file names any more is forgotten."""
+
+from __future__ import annotations
+
+import os
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.store import Store
+from casckpt.errors import NotFound
+from casckpt.format.keys import check_run
+from casckpt.frontends.lightning.pointer import Pointer
+from casckpt.frontends.trainer.janitor import Janitor
+
+
+class Files:
+    """The files of one run. One process keeps them. ``gc``: after a removal, delete what nobody needs."""
+
+    def __init__(self, store: Store, run: str, *, gc: bool) -> None:
+        self.store, self.run, self._gc = store, check_run(run), gc
+        self._janitor = Janitor(store, run)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those of the run; none where there is no store yet."""
+        return self.store.checkpoints(self.run) if self.store.repository.exists() else []
+
+    def place(self, pointer: Pointer, step: int) -> tuple[str, bool]:
+        """(run, overwrite) to save with. A checkpoint that only this file names, or none, is replaced."""
+        there = next((one for one in self.checkpoints() if one.step == step), None)
+        if there is None or set(there.tags) <= {pointer.tag}:
+            return self.run, there is not None
+        return f"{self.run}/{pointer.name}", True
+
+    def saved(self, pointer: Pointer, before: str | None, saved: Checkpoint) -> None:
+        """Let the file name what was saved, in place of ``before``, which is let go.
+
+        The tag comes before the file: what a file names is kept.
+        """
+        self.store.tag(pointer.tag, saved)
+        pointer.write({"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id})
+        if before not in (None, saved.id):
+            self._let_go(before)
+
+    def remove(self, pointer: Pointer) -> None:
+        """Remove a file, and forget the checkpoint if no other file names it."""
+        named = pointer.read()
+        pointer.delete()
+        if self.store.repository.exists():
+            if pointer.tag in self.store.tags():
+                self.store.untag(pointer.tag)
+            self._let_go(named)
+
+    def _let_go(self, named: str | None) -> None:
+        """Forget a checkpoint that no tag names any more."""
+        if named is not None and named in self.store:
+            found = self.store.get(named)
+            if not found.tags and not found.forgotten:
+                self.store.forget(found)
+            if self._gc:
+                self._janitor.ask()
+
+    def named(self, pointer: Pointer) -> str:
+        """What a path names: by its file, or as a reference. Raises NotFound for a save that did not end."""
+        named = pointer.read()
+        if named is not None:
+            return named
+        if pointer.is_pending():
+            raise NotFound(f"{pointer.path} names a save that did not end; load another one, or {self.run}@latest")
+        return os.fspath(pointer.path)  # a reference, or the error that says what there is
+
+    def close(self) -> None:
+        """Wait for a gc that runs."""
+        self._janitor.close()

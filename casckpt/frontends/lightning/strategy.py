@@ -1,0 +1,91 @@
+"""Lightning's ModelParallelStrategy (FSDP2, tensor parallel) on a store: each rank writes and reads its own shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.errors import InvalidInput
+from casckpt.frontends.lightning.files import Files
+from casckpt.frontends.lightning.pointer import AnyPath, Pointer
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.trainer import Checkpointer
+
+
+class CasModelParallelStrategy(ModelParallelStrategy):
+    """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
+
+    Nothing is gathered, and a checkpoint loads on another number of ranks. ``options``: those of ModelParallelStrategy.
+    """
+
+    def __init__(
+        self, store: AnyStore, *, run: str, gc: bool = False, allow_pickle: bool = False, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._book = Files(as_store(store), run, gc=gc)
+        self._allow_pickle = allow_pickle
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the live shards are saved."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: see `lightning_module_state_dict`."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: AnyPath, storage_options: Any = None) -> None:
+        """Save, and put a file that names the checkpoint at ``filepath``. Every rank makes the call."""
+        if storage_options is not None:
+            raise InvalidInput("storage_options of save_checkpoint go to casckpt.open; leave them out here")
+        ranks, step = open_ranks(), int(checkpoint["global_step"])
+        rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        optims = self.optimizers if "optimizer_states" in checkpoint else []
+
+        def place(paths: list[str]) -> list[tuple[str, str | None, str, bool]]:
+            pointer = Pointer(paths[0])
+            return list(everyone((paths[0], pointer.read(), *self._book.place(pointer, step)), ranks.size))
+
+        path, before, run, overwrite = ranks.exchange(lambda: str(filepath), place)
+        saved = self._checkpointer(run).save(step, self._module(), optims or None, rest, overwrite=overwrite)
+
+        def name(_: list[None]) -> list[None]:
+            self._book.saved(Pointer(path), before, saved)
+            return [None] * ranks.size
+
+        ranks.exchange(lambda: None, name)
+
+    def load_checkpoint(self, checkpoint_path: AnyPath, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load into model and optimizers; what else there is. A path, or a reference into the store.
+
+        Every rank makes the call.
+        """
+        ranks = open_ranks()
+        ref = ranks.exchange(
+            lambda: str(checkpoint_path), lambda paths: everyone(self._book.named(Pointer(paths[0])), ranks.size)
+        )
+        module = self._module()
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        rest = self._checkpointer(self._book.run).load(ref, module, self.optimizers if fitting else None)
+        return {**(rest or {}), "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
+
+    def remove_checkpoint(self, filepath: AnyPath) -> None:
+        """Remove the file, and forget the checkpoint if no other file names it."""
+        if self.is_global_zero:
+            self._book.remove(Pointer(filepath))
+
+    def teardown(self) -> None:
+        """Wait for a gc that runs."""
+        self._book.close()
+        super().teardown()
+
+    def _checkpointer(self, run: str) -> Checkpointer:
+        return Checkpointer(self._book.store, run=run, allow_pickle=self._allow_pickle)
+
+    def _module(self) -> Any:
+        if self.lightning_module is None:
+            raise InvalidInput("the strategy has no model yet; let a Trainer save and load")
+        return self.lightning_module

@@ -1,0 +1,103 @@
+"""Lightning over ranks: a model sharded by FSDP2 is saved as it lies there, and goes on, on other ranks too."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+import casckpt
+from casckpt.frontends.lightning import CasModelParallelStrategy
+from tests.support.saves import steps
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+class Model(LightningModule):
+    """Sharded over all ranks; what it is fed depends on the step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 10), nn.Tanh(), nn.Linear(10, 1))
+        self.losses: dict[int, str] = {}
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        assert self.device_mesh is not None
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        x = torch.full((4, 8), 0.1 * self.global_step)
+        loss: torch.Tensor = self.net(x).square().mean()
+        self.losses[self.global_step] = float(loss.detach()).hex()
+        return loss
+
+    def train_dataloader(self) -> list[int]:
+        return list(range(3))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@contextmanager
+def as_torchrun_says(rank: int, size: int) -> Iterator[None]:
+    """How Lightning learns that its processes are there already."""
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    names = {name: str(value) for name, value in said.items()} | {
+        "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+    }  # fmt: skip
+    os.environ.update(names)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def fitted(rank: int, size: int, folder: Path, epochs: int, path: str | None = None, **options: Any) -> dict[int, str]:
+    with as_torchrun_says(rank, size):
+        model = Model()
+        strategy = CasModelParallelStrategy(
+            folder / "store", run="sft", data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+        keeping: list[Callback] = [ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
+        trainer = Trainer(
+            accelerator="cpu", devices=size, strategy=strategy, max_epochs=epochs, callbacks=keeping, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(model, ckpt_path=path)
+        return model.losses
+
+
+def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = ranks.run(2, fitted, tmp_path / "whole", 3)[0]
+    first = ranks.run(2, fitted, tmp_path / "parts", 2)[0]
+    store = casckpt.open(tmp_path / "parts" / "store")
+    assert steps(store) == [("sft", 3), ("sft", 6), ("sft/last", 6)]
+    assert set(store.read("sft@6")) == {"model", "optim", "train"}
+    second = ranks.run(2, fitted, tmp_path / "parts", 3, "last")[0]
+    assert sorted(second) == [6, 7, 8]
+    assert first | second == whole
+    more = ranks.run(3, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on three ranks
+    assert sorted(more) == [9, 10, 11]
+    assert not store.verify().is_damaged
