@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,15 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What is to be read of a sharded tensor, and into which data; nothing of an object."""
+
+    data: torch.Tensor | None = None
+    key: str = ""
+    shards: Sequence[Shard] = ()
+
+
 class Loading:
     """One rank's part of a load."""
 
@@ -96,7 +106,7 @@ class Loading:
         self._request = Request()
         self._results: dict[int, Any] = {}
         self._zeroed: list[torch.Tensor] = []
-        self._tensors: list[tuple[torch.Tensor | None, str, list[Shard]]] = []  # (data, key, shards) of each value
+        self._parts: list[_Part] = []
 
     def plan(self, strict: Any) -> tuple[list[Claim], set[str]]:
         """Sort the state dict, and say what is to be read: (claims, flat keys). Nothing changes.
@@ -113,7 +123,7 @@ class Loading:
         return claims, {self._add_object(one) if is_sharded_object(one) else self._add_tensor(one) for one in wanted}
 
     def _sorted(self) -> list[Any]:
-        """All sharded values; what they stand in, and what stands beside them, is kept for `run`."""
+        """All sharded values; what they stand in, and what stands beside them, is kept."""
         copy, _ = extract_matching_values(self._template, lambda value: not is_empty(value))
         self._factories, _ = extract_matching_values(copy, is_factory, return_lists_as_dicts=True)
         self._built = {id(factory): factory.build() for factory in nested_values(self._factories)}
@@ -124,8 +134,7 @@ class Loading:
 
     def _is_unexpected(self, value: Any) -> bool:
         if is_sharded_object(value):
-            known = any(one.key == value.key for one in self.stored.objects.values())
-            return not known and self.stored.object_key(value) is None
+            return value.key not in self.stored.object_names and self.stored.object_key(value) is None
         return self.stored.tensor_key(value.key) is None
 
     def _leave_out(self) -> None:
@@ -140,9 +149,8 @@ class Loading:
 
     def _add_object(self, value: Any) -> str:
         """Ask for it; the key under which the checkpoint lists it."""
-        number = self._request.add(object_key(self.stored, value))
-        self._results[id(value)] = lambda: self._request.values[number]
-        self._tensors.append((None, "", []))
+        self._results[id(value)] = self.stored.ask_for(self._request, object_key(self.stored, value))
+        self._parts.append(_Part())
         return str(value.key)
 
     def _add_tensor(self, value: Any) -> str:
@@ -151,7 +159,7 @@ class Loading:
         if key is None:
             raise ShardedKeyMissing(f"{self.stored.where} lacks {value.key!r}", key=value.key, keys=(value.key,))
         data = _data(value)
-        self._tensors.append((data, key, self._shards(value, data, self.stored.tensors[key].shape)))
+        self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
         self._results[id(value)] = data.detach
         return key
 
@@ -171,7 +179,7 @@ class Loading:
         """What no rank asked for, of the keys that all ranks ``used``."""
         if not self.strict.looks_for_missing:
             return set()
-        have = {*self.stored.tensors, *(one.key for one in self.stored.objects.values())}
+        have = {*self.stored.tensors, *self.stored.object_names}
         check_missing(self.strict, self.stored.where, have - used)
         return have - used
 
@@ -181,14 +189,14 @@ class Loading:
 
     def read(self, ranks: Ranks, sharing: Sharing | None, **options: Any) -> None:
         """Read all that was asked for, or take it from others. Raises what `Store.load` raises."""
-        for number, (_, key, shards) in enumerate(self._tensors):
-            for shard in shards if sharing is None or sharing.is_read(number) else ():
-                self._request.add(key, shard)
+        for number, part in enumerate(self._parts):
+            for shard in part.shards if sharing is None or sharing.is_read(number) else ():
+                self._request.add(part.key, shard)
         for data in self._zeroed:
             data.detach().zero_()
         self._request.run(self.stored, **options)
         if sharing is not None:
-            hand_on(ranks, sharing, [data for data, _, _ in self._tensors])
+            hand_on(ranks, sharing, [part.data for part in self._parts])
 
     def put_together(self, common: dict[str, str], allow_pickle: bool) -> dict[Any, Any]:
         """The state dict of what was read."""

@@ -87,10 +87,9 @@ def load_sharded_objects(
         stored = Stored.read(place_of(checkpoint_dir))
         request = Request()
         wanted = [value for value in nested_values(sharded_state_dict) if is_sharded_object(value)]
-        numbers = {id(value): request.add(object_key(stored, value)) for value in wanted}
+        values = {id(value): stored.ask_for(request, object_key(stored, value)) for value in wanted}
         request.run(stored, no_dist=True, allow_pickle=allow_pickle)
-    values = request.values
-    dict_list_map_inplace(lambda x: values[numbers[id(x)]] if id(x) in numbers else x, sharded_state_dict)
+    dict_list_map_inplace(lambda x: values[id(x)]() if id(x) in values else x, sharded_state_dict)
 
 
 def object_key(stored: Stored, wanted: Any) -> str:

@@ -24,7 +24,7 @@ from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Refused
 from casckpt.format.manifest import Entry, Manifest
-from casckpt.format.tree import DICT, Container, Element, Node, decode_tree, find, join, leaves
+from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import Nested, merge
@@ -90,10 +90,9 @@ class Stored:
     @cached_property
     def tensors(self) -> dict[str, Entry]:
         """The sharded tensors by key."""
-        inside = tuple(f"{key}." for key in self.objects)
-        entries = self.manifest.tensors.items()
-        kept = [(key, one) for key, one in entries if key not in self.common_tensors and key not in self.objects]
-        return {key: one for key, one in kept if not (inside and key.startswith(inside))}
+        objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
+        others = self.common_tensors.union(objects)
+        return {key: entry for key, entry in self.manifest.tensors.items() if key not in others}
 
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
@@ -105,15 +104,28 @@ class Stored:
         return found
 
     @cached_property
+    def object_names(self) -> frozenset[str]:
+        """The keys of all objects."""
+        return frozenset(one.key for one in self.objects.values())
+
+    @cached_property
     def common_keys(self) -> list[str]:
         """The flat keys of all leaves of the common part."""
-        nodes = [(element, node) for element, node in self._children if str(element) not in self.objects]
-        keys = [join(path) for path, _ in leaves(Container(DICT, tuple(nodes)))]
-        return [key for key in keys if key not in self.tensors]
+        return [key for path, _ in leaves(self._without_objects) if (key := join(path)) not in self.tensors]
+
+    @cached_property
+    def _without_objects(self) -> Node:
+        extra = self._tree.extra if isinstance(self._tree, Container) else b""
+        kept = [(element, node) for element, node in self._children if str(element) not in self.objects]
+        return Container(self._tree.kind, tuple(kept), extra)
 
     @cached_property
     def _tree(self) -> Node:
         return decode_tree(self.manifest.body.tree)
+
+    @cached_property
+    def _nodes(self) -> dict[str, Node]:
+        return {str(element): node for element, node in self._children}
 
     @property
     def _children(self) -> Sequence[tuple[Element, Node]]:
@@ -124,7 +136,9 @@ class Stored:
 
         What `save_model_and_optim_state` wrote is found by the names that Megatron gives parameters and their state.
         """
-        names = [key, f"model.{key}"]
+        if key in self.tensors:
+            return key
+        names = [f"model.{key}"]
         if key.startswith(_STATE):
             what, _, param = key.removeprefix(_STATE).partition(".")
             names.append(f"optim.state.{param}.{what}")
@@ -140,14 +154,22 @@ class Stored:
         alone = prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
+    def ask_for(self, request: Request, key: str) -> Callable[[], Any]:
+        """Let an object, a leaf or a container of the tree, be read; what gives its value after that."""
+        node = self._nodes.get(key) or find(self._tree, key)
+        if not isinstance(node, Container):
+            number = request.add(key)
+            return lambda: request.values[number]
+        below = [join(path) for path, _ in leaves(node)]
+        numbers = {name: request.add(f"{key}.{name}") for name in below}
+        return lambda: inflate(node, lambda name, _: request.values[numbers[name]], lambda _: True)
+
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
         """The common part, nested as it was saved, of its leaves by flat key; and of common.pt, if it has that."""
-        inside = tuple(f"{key}." for key in self.objects)
-
-        def keep(key: str) -> bool:
-            return key not in self.tensors and key not in self.objects and not (inside and key.startswith(inside))
-
-        found: dict[Any, Any] = dict(inflate(self._tree, lambda key, _: values[key], keep))
+        tensors = self.tensors
+        found: dict[Any, Any] = dict(
+            inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
+        )
         return found if self.file is None else merge(found, self._from_file(self.file, allow_pickle))
 
     def _from_file(self, data: bytes, allow_pickle: bool) -> Nested:
