@@ -1,0 +1,118 @@
+"""Accelerate: all that an `Accelerator` has prepared, in one checkpoint of a store.
+
+::
+
+    checkpointer = AcceleratorCheckpointer(accelerator, store, run="sft", save_interval=500, max_checkpoints=3)
+    last = checkpointer.resume()                        # instead of accelerator.load_state
+    for step in range(last.step + 1 if last else 1, 10_001):
+        ...
+        checkpointer.save_if_due(step)                  # instead of accelerator.save_state
+    checkpointer.close()
+
+No hooks: what `save_state` hands to its hooks is the weights alone, and under FSDP not even these. Optimizers and
+random generators it always writes to a folder by torch.save, so half of each checkpoint would lie elsewhere.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+try:
+    import accelerate
+except ImportError as error:
+    raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import InvalidInput, Unsupported
+from casckpt.frontends.stores import AnyStore
+from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
+
+_OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+class AcceleratorCheckpointer:
+    """A `Checkpointer` of the models, optimizers, schedulers, scaler, data loaders and registered objects of one.
+
+    Prepare all of them first. Several models must not have parameters of one name. Data loaders go on with the right
+    epoch, and within one if Accelerate uses stateful data loaders; else `accelerator.skip_first_batches` is yours to
+    call, as it is with `load_state`. ``settings``: those of `CheckpointerConfig`.
+    """
+
+    def __init__(self, accelerator: accelerate.Accelerator, store: AnyStore, *, run: str, **settings: Any) -> None:
+        kind = accelerator.distributed_type.name
+        if kind in _OTHERS:
+            raise Unsupported(f"models of {kind} are not taken apart here; save by accelerator.save_state")
+        self.accelerator = accelerator
+        self.checkpointer: Checkpointer = CheckpointerConfig(run=run, **settings).build(store)
+
+    def save(self, step: int, **options: Any) -> Checkpoint:
+        """See `Checkpointer.save`."""
+        return self.checkpointer.save(step, *self._all(), **options)
+
+    def save_async(self, step: int, **options: Any) -> Future[Checkpoint]:
+        """See `Checkpointer.save_async`."""
+        return self.checkpointer.save_async(step, *self._all(), **options)
+
+    def save_if_due(self, step: int, **options: Any) -> Future[Checkpoint] | None:
+        """See `Checkpointer.save_if_due`."""
+        return self.checkpointer.save_if_due(step, *self._all(), **options)
+
+    def resume(self) -> Checkpoint | None:
+        """Load the newest checkpoint of the run, if there is one."""
+        return self.checkpointer.resume(*self._all())
+
+    def load(self, ref: str | Checkpoint) -> None:
+        """Load all of a checkpoint; of one of weights alone, these."""
+        models, optimizers, train = self._all()
+        state = self.checkpointer.load(ref, models, optimizers)
+        if state is not None:
+            train.load_state_dict(state)
+
+    def close(self) -> None:
+        """See `Checkpointer.close`."""
+        self.checkpointer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.checkpointer.__exit__(kind, error, at)
+
+    def _all(self) -> tuple[list[Any], list[Any], TrainState]:
+        """(models, optimizers, the rest), as they are prepared by now."""
+        it: Any = self.accelerator
+        if not it._models:
+            raise InvalidInput("the accelerator has prepared no model yet; call accelerator.prepare first")
+        named = {
+            "scheduler": it._schedulers,
+            "dataloader": [_Loader(one) for one in it._dataloaders],
+            "object": it._custom_objects,
+            "scaler": [] if it.scaler is None else [it.scaler],
+        }
+        parts = {f"{name}{number}": one for name, several in named.items() for number, one in enumerate(several)}
+        return list(it._models), [one.optimizer for one in it._optimizers], TrainState(**parts)
+
+
+class _Loader:
+    """What of a prepared data loader goes into a checkpoint."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many epochs it has been through; where it is, if it knows."""
+        inside = self._loader.state_dict() if self._stateful else None
+        generator = getattr(self._loader, "synchronized_generator", None)
+        drawn = None if generator is None else generator.get_state()
+        return {"iteration": self._loader.iteration, "inside": inside, "generator": drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there."""
+        self._loader.iteration = state["iteration"]
+        if self._stateful and state["inside"] is not None:
+            self._loader.load_state_dict(state["inside"])
+        if state["generator"] is not None:
+            self._loader.synchronized_generator.set_state(state["generator"])

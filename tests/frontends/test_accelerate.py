@@ -1,0 +1,115 @@
+"""Accelerate: real trainings whose whole state lies in a store, alone and on several ranks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
+
+import casckpt
+from casckpt.errors import InvalidInput
+from tests.support.saves import steps
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+@contextmanager
+def as_torchrun_says(rank: int, size: int) -> Iterator[None]:
+    """How Accelerate learns that its processes are there already. It remembers: that is undone."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    names = {name: str(value) for name, value in said.items()} | {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1"}
+    os.environ.update(names)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name in names:
+            os.environ.pop(name, None)
+
+
+class Training:
+    """A model with dropout, an optimizer, a scheduler and shuffled data, all prepared."""
+
+    def __init__(self, path: Path, run: str = "sft") -> None:
+        from accelerate import Accelerator
+        from accelerate.utils import DataLoaderConfiguration
+
+        from casckpt.frontends.accelerate import AcceleratorCheckpointer
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 10), nn.Dropout(0.2), nn.Linear(10, 1))
+        optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+        inputs = torch.randn(24, 8)
+        data = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
+        self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        self.checkpointer = AcceleratorCheckpointer(self.accelerator, path, run=run, max_checkpoints=2)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+        self.model, self.optim, self.data, self.schedule = self.accelerator.prepare(model, optim, data, schedule)
+        torch.manual_seed(10 + self.accelerator.process_index)
+
+    def train(self, epochs: range) -> list[str]:
+        losses = []
+        for epoch in epochs:
+            for (x,) in self.data:
+                loss = self.model(x).square().mean()
+                self.accelerator.backward(loss)
+                self.optim.step()
+                self.schedule.step()
+                self.optim.zero_grad()
+                losses.append(float(loss.detach()).hex())
+            self.checkpointer.save_async(epoch)
+        self.checkpointer.close()
+        return losses
+
+
+def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[str]:
+    with as_torchrun_says(rank, size):
+        training = Training(path, run)
+        last = training.checkpointer.resume()
+        assert (last.step + 1 if last else 0) == epochs.start
+        return training.train(epochs)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int) -> None:
+    whole = ranks.run(size, trained, store_path, range(4), "whole")
+    first = ranks.run(size, trained, store_path, range(2), "parts")
+    second = ranks.run(size, trained, store_path, range(2, 4), "parts")
+    assert [one + two for one, two in zip(first, second, strict=True)] == whole
+    store = casckpt.open(store_path)
+    assert [step for run, step in steps(store) if run == "parts"] == [2, 3]
+    assert not store.diff("whole@3", "parts@3").changed
+    assert set(store.read("parts@3")["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}  # of the plain model
+
+
+def loaded(rank: int, size: int, path: Path) -> Any:
+    with as_torchrun_says(rank, size):
+        training = Training(path)
+        training.checkpointer.load("parts@3")
+        training.accelerator._models.clear()
+        with pytest.raises(InvalidInput, match=r"accelerator\.prepare first"):
+            training.checkpointer.save(5)
+        return training.schedule.get_last_lr()
+
+
+def test_a_reference_is_loaded_on_another_number_of_ranks(store_path: Path, ranks: Pool) -> None:
+    ranks.run(1, trained, store_path, range(4), "parts")
+    first, *others = ranks.run(3, loaded, store_path)
+    assert first < [0.01]
+    assert all(one == first for one in others)
