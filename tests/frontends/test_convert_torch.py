@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
@@ -161,6 +163,24 @@ def test_metadata_of_no_use_are_refused(store: Store, tmp_path: Path, capsys: py
         dcp_to_casckpt(folder, store, step=1)
     assert store.checkpoints() == []
     assert store.gc(wait=0).waiting == ()
+
+
+def test_objects_of_megatron_stand_in_lists(store: Store, tmp_path: Path) -> None:
+    """Its `torch_dist` folders; that of the real package has more in its metadata: plans."""
+    key, folder = "layer._extra_state/shard_0_1", tmp_path / "in"
+    state = {"layer.weight": torch.ones(2), key: [{"scale": 1}]}
+    save(state, FileSystemWriter(folder), planner=DefaultSavePlanner(flatten_state_dict=False))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.all_local_plans = [SavePlan([])]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "common.pt").write_bytes(b"common")
+    found = dcp_to_casckpt(folder, store, step=1)
+    assert store.read(found)[key] == {"scale": 1}
+    assert set(store.attachments(found)) == {"common.pt", "metadata.json"}
+    casckpt_to_dcp(store, found, tmp_path / "out")
+    back = load({key: None}, FileSystemReader(tmp_path / "out"), planner=DefaultLoadPlanner(False, False))
+    assert back[key] == [{"scale": 1}]
 
 
 def test_an_export_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from casckpt.checkpoint.store import Progress
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Box, Region, Shape
-from casckpt.frontends.dcp.folder import METADATA
+from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.new_files import new_folder
 from casckpt.frontends.stores import AnyStore, as_store
@@ -87,16 +87,17 @@ def casckpt_to_dcp(
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             _write_synced(target, opened_store.read_attachment(checkpoint, name))
-        metadata = _Writer(folder, opened, download).write()
+        config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attachments else b""
+        metadata = _Writer(folder, opened, download, boxed=is_megatron(config)).write()
         _write_synced(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
 
 
 class _Writer:
-    """The data files of one folder."""
+    """The data files of one folder. ``boxed``: values that are no tensors stand in lists, as Megatron has them."""
 
-    def __init__(self, folder: Path, opened: Opened, download: Download) -> None:
-        self._folder, self._opened, self._download = folder, opened, download
+    def __init__(self, folder: Path, opened: Opened, download: Download, *, boxed: bool) -> None:
+        self._folder, self._opened, self._download, self._boxed = folder, opened, download, boxed
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._number = 0
 
@@ -104,7 +105,7 @@ class _Writer:
         """All of them; the metadata that say where everything lies."""
         metadata = self._opened.metadata()
         chunks = [chunk for key in self._opened.schema.tensors for chunk in self._chunks(key)]
-        values = self._opened.archives(list(self._opened.schema.values))
+        values = self._opened.archives(list(self._opened.schema.values), boxed=self._boxed)
         windows = list(lots(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
         files = list(lots(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
         for number, content in enumerate(files):

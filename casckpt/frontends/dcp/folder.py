@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,21 +11,26 @@ from typing import Any, BinaryIO, Final
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, Unsupported
+from casckpt.frontends.dcp.opened import archive
 from casckpt.frontends.foreign import Files
 
 METADATA: Final = ".metadata"
+MEGATRON: Final = "metadata.json"
 _UNREADABLE = (pickle.UnpicklingError, AttributeError, ImportError, EOFError, LookupError, TypeError, ValueError,
                RuntimeError, OSError)  # fmt: skip
 _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
             "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+_PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # Megatron keeps them
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
     **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES},
+    **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES},
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
@@ -36,8 +42,17 @@ _ALLOWED: Final[dict[tuple[str, str], Any]] = {
 }
 
 
+def is_megatron(config: bytes) -> bool:
+    """Is this the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote?"""
+    try:
+        found = json.loads(config)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("sharded_backend") == "torch_dist"
+
+
 class _Unpickler(pickle.Unpickler):
-    """Knows DCP's metadata and nothing else."""
+    """Knows DCP's metadata and plans, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
@@ -52,7 +67,8 @@ class Folder:
     """``files``: those of the folder. Raises Refused or InvalidInput for metadata of no use."""
 
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
-        self._files = files
+        self._files, self._allow_pickle = files, allow_pickle
+        self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in files.names() else False
         self.metadata = self._read_metadata(allow_pickle)
         self._places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data or {}
 
@@ -109,7 +125,8 @@ class Folder:
         try:
             with self._view(place) as view:
                 if item.type == WriteItemType.BYTE_IO:
-                    return io.BytesIO(view.read())
+                    data = view.read()
+                    return io.BytesIO(self._unboxed(data) if self._boxed else data)
                 found = torch.load(view, map_location="cpu", weights_only=True)
         except CasckptError:  # some are OSErrors too
             raise
@@ -119,6 +136,14 @@ class Folder:
         if not isinstance(found, torch.Tensor):
             raise Refused(f"{key!r} is no tensor in {place.relative_path}, but in the metadata it is", key=key)
         return found
+
+    def _unboxed(self, data: bytes) -> bytes:
+        """The one value of a list, as Megatron keeps objects; the data as they are if only a pickle could tell."""
+        try:
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
+        except _UNREADABLE:
+            return data
+        return archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
 
     @contextmanager
     def _view(self, place: _StorageInfo) -> Iterator[BinaryIO]:

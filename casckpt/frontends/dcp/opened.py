@@ -134,8 +134,8 @@ class Opened:
         read = self._values_at([one.key for key, one in values.items() if key not in known])
         return known | {key: read[one.key] for key, one in values.items() if key not in known}
 
-    def archives(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The same as torch.save would write them; bytes of a planner as they were."""
+    def archives(self, keys: Sequence[str], *, boxed: bool = False) -> dict[str, bytes]:
+        """The same as torch.save would write them; bytes of a planner as they were. ``boxed``: each in a list."""
         opaque = [key for key in keys if key in self.note.opaque]
         found = self._bytes_at(opaque)
         for key, data in found.items():
@@ -144,7 +144,7 @@ class Opened:
         for key, value in self.values([key for key in keys if key not in found]).items():
             same = (type(value), value) if isinstance(value, bool | int | float | str | None) else key
             if same not in made or value != value:  # noqa: PLR0124 - NaN
-                made[same] = archive(value)
+                made[same] = archive([value] if boxed else value)
             found[key] = made[same]
         return found
 
