@@ -120,7 +120,7 @@ def _loop(rank: int, size: int, plan: Plan) -> int:
         state.load_state_dict(checkpointer.load(plan.base, model, optimizer, load_trainer_state=True))
         start = int(plan.base.rpartition("@")[2])
     with plan.diary(rank).open("a") as diary:
-        diary.write(json.dumps({"from": start}) + "\n")
+        diary.write(json.dumps({"from": start, "background": plan.background}) + "\n")
         for step in range(start + 1, plan.steps + 1):
             samples, loss = _step(rank, size, model, optimizer, loader)
             schedule.step()
@@ -152,12 +152,13 @@ class Diary:
     """What all ranks wrote of a run, over all attempts.
 
     ``losses``, ``samples``: by step, all that were ever written: one, if no attempt differs from another. ``lost``: for
-    each attempt but the first, how many steps had been made, and had to be made again.
+    each attempt, how many steps the one before it had made that had to be made again, and whether that one saved in the
+    background.
     """
 
     losses: dict[int, set[str]]
     samples: dict[int, set[tuple[int, ...]]]
-    lost: list[int]
+    lost: list[tuple[int, bool]]
 
     @classmethod
     def read(cls, plan: Plan, size: int) -> Diary:
@@ -168,10 +169,11 @@ class Diary:
         return found
 
     def _read(self, rank: int, lines: list[dict[str, Any]]) -> None:
-        done = 0
+        done, background = 0, False
         for line in lines:
             if "from" in line:
-                self.lost.append(done - line["from"])
+                self.lost.append((done - line["from"], background))
+                background = line["background"]
             else:
                 done = line["step"]
                 self.losses[done].add(line["loss"])

@@ -36,7 +36,8 @@ class Files:
         The tag comes before the file: what a file names is kept.
         """
         self.store.tag(pointer.tag, saved)
-        pointer.write({"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id})
+        named = {"store": self.store.url, "run": saved.run, "step": saved.step, "id": saved.id}
+        pointer.write(named | {"as_a_file": "casckpt.frontends.lightning.restore_checkpoint(store, id, path)"})
         if before not in (None, saved.id):
             self._let_go(before)
 
