@@ -126,7 +126,7 @@ class Model:
 
     def writer_steps(self, state: State, index: int) -> Iterator[Step]:
         writer = state.writers[index]
-        tx = f"w{index}" + "r" * writer.attempt
+        tx = f"w{0 if self.setup.shared else index}" + "r" * writer.attempt
         for name in sorted(writer.sent - state.objects):
             yield Step(f"late duplicate PUT of {name}", state._replace(objects=state.objects | {name}))
         program = self.programs[writer.attempt]
@@ -140,7 +140,11 @@ class Model:
         self, state: State, action: str, tx: str, writer: Writer, after: Writer
     ) -> Iterator[tuple[str, Writer, State]]:
         if action == "begin":
-            yield "begins", after, state._replace(files=state.files | {tx})
+            begun = state._replace(files=state.files | {tx})
+            if self.setup.shared and tx in dict(state.logs):
+                yield from self.refused(begun, tx, writer)
+            else:
+                yield "begins", after, begun
         elif action.startswith("list"):
             seen = writer.listed + self.page(state.logs, int(action[-1]))
             if action in ("list0", "list2"):
@@ -184,13 +188,36 @@ class Model:
             return
         name = of("M0" if self.mutant == "hash_names" and what != "manifest" else tx, what)
         sent = after.sent | {name} if self.setup.duplicates else NOTHING
+        if self.setup.shared and what == "manifest":
+            yield from self.put_shared_manifest(state, tx, after)
+            return
         new = after._replace(refs=after.refs | {name}, sent=sent)
         yield f"uploads {name}", new, state._replace(objects=state.objects | {name})
 
+    def put_shared_manifest(self, state: State, tx: str, after: Writer) -> Iterator[tuple[str, Writer, State]]:
+        """The first one stands; who comes later names what it names, if that is all there, else gives up on ``tx``."""
+        name, stored = of(tx, "manifest"), dict(state.manifests)
+        if name not in state.objects:
+            refs = after.refs | {name}
+            manifests = tuple(sorted({**stored, name: refs}.items()))
+            new = state._replace(objects=state.objects | {name}, manifests=manifests)
+            yield f"uploads {name}", after._replace(refs=refs), new
+        elif stored[name] <= state.objects:
+            yield f"finds {name}", after._replace(refs=stored[name]), state
+        else:
+            logs = state.logs if tx in dict(state.logs) else with_log(state.logs, tx, Log("revoked", NOTHING))
+            yield from self.refused(state._replace(logs=logs), tx, after)
+
     def commit(self, state: State, tx: str, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
-        done = Writer(pc=99, attempt=writer.attempt, sent=writer.sent)
         if tx not in dict(state.logs):
             yield "COMMITS", after, state._replace(logs=with_log(state.logs, tx, Log("live", writer.refs)))
+        else:
+            yield from self.refused(state, tx, writer)
+
+    def refused(self, state: State, tx: str, writer: Writer) -> Iterator[tuple[str, Writer, State]]:
+        done = Writer(pc=99, attempt=writer.attempt, sent=writer.sent)
+        if self.setup.shared and dict(state.logs)[tx].committed:
+            yield "finds it committed", done, state
         elif self.setup.retry and writer.attempt == 0:
             yield (
                 "is refused and tries again",

@@ -18,7 +18,8 @@ class Setup:
     out of time leaves its state for the next run. ``pages``: listings take two steps. ``reads``: manifests are read
     one by one, else with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: somebody else
     purges, at any time, what is forgotten: all that one gc sees of the first step of another. ``late_start``: the
-    store is empty but for the uploads of the first writer, who is about to commit.
+    store is empty but for the uploads of the first writer, who is about to commit. ``shared``: the writers copy one
+    checkpoint, in one transaction; of their manifests, the first one that is put stands.
     """
 
     writers: int = 1
@@ -33,6 +34,7 @@ class Setup:
     duplicates: bool = False
     purger: bool = False
     late_start: bool = False
+    shared: bool = False
     mutant: str = ""
 
 
@@ -94,6 +96,7 @@ class State(NamedTuple):
     gcs: tuple[Gc, ...]
     toggles: int = 0
     kept: Kept | None = None
+    manifests: tuple[tuple[str, Names], ...] = ()  # what those of shared transactions name
 
 
 class Step(NamedTuple):

@@ -21,6 +21,7 @@ SAFE = {
     "a retry, all details": Setup(contents=2, toggles=1, runs=2, retry=True, resume=True, pages=True, reads=True),
     "late duplicates": Setup(contents=2, runs=2, duplicates=True),
     "a resumed gc and two writers": Setup(writers=2, purger=True, resume=True, runs=2, late_start=True),
+    "two that copy in one transaction": Setup(writers=2, toggles=2, shared=True, retry=True),
     "unreadable roots": Setup(writers=2, gcs=2, reads=True, late_start=True),
 }
 LARGE = {
@@ -31,6 +32,8 @@ LARGE = {
     "two writers, all details": Setup(writers=2, contents=2, pages=True, reads=True),
     "two writers that retry": Setup(writers=2, toggles=2, retry=True, runs=2),
     "two writers, late duplicates": Setup(writers=2, duplicates=True, runs=2),
+    "two that copy, all details": Setup(writers=2, contents=2, shared=True, pages=True, reads=True),
+    "two that copy, a gc that resumes": Setup(writers=2, toggles=2, runs=2, resume=True, shared=True, retry=True),
     "two gcs, pages": Setup(gcs=2, toggles=2, pages=True, reads=True, contents=2),
 }
 PLAIN = Setup(contents=2, toggles=2)
@@ -81,6 +84,11 @@ def test_every_small_change_loses_data(mutant: str) -> None:
 def test_the_changes_are_what_loses_data(setup: Setup) -> None:
     """The very models that catch the mutants pass without them."""
     assert check(setup).outcome == "SAFE"
+
+
+def test_who_joins_a_transaction_lists_after_that() -> None:
+    verdict = check(Setup(writers=2, toggles=2, shared=True, retry=True, mutant="list_first"))
+    assert verdict.outcome == "UNSAFE"
 
 
 def test_a_gc_that_never_deletes_does_not_pass() -> None:

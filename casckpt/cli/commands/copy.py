@@ -41,7 +41,12 @@ def command(
     from casckpt.repository import copying
 
     source = session.repository
-    target = open_store(destination, storage_options=dict(dst_options), cache_dir=session.cache_dir).repository
+    target = open_store(
+        destination,
+        storage_options=dict(dst_options),
+        cache_dir=session.cache_dir,
+        single_writer=session.single_writer,
+    ).repository
     run, tags, jobs = (options[name] for name in ("run", "tags", "jobs"))
     part = _part()
     plan = copying.plan_copy(source, target, refs, run=run)
