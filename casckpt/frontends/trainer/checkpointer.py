@@ -159,12 +159,13 @@ class Checkpointer:
         done: Future[Checkpoint] = Future()
 
         def finish(saving: Future[Checkpoint]) -> None:
-            error = saving.exception()
-            if error is not None:
+            try:
+                saved = saving.result()
+                self._after(saved, blocked, time.monotonic() - begun, leads=ranks.rank == 0)
+            except BaseException as error:  # noqa: BLE001 - the future raises it; without, it would never end
                 done.set_exception(error)
-                return
-            self._after(saving.result(), blocked, time.monotonic() - begun, leads=ranks.rank == 0)
-            done.set_result(saving.result())
+            else:
+                done.set_result(saved)
 
         self._pending = _Pending(done, step, self.last_step, self._files)
         self._files, self.last_step = {}, step

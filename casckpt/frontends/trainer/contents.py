@@ -6,8 +6,9 @@ The train state of rank 3 is ``train.3``: ranks may hold other things each, in o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch.optim import Optimizer
@@ -127,9 +128,8 @@ class Restoring:
 
     def _check_there(self, stored: Stored) -> None:
         """The same on every rank: all of them have the same manifest."""
-        has_optimizer = bool(stored.keys_below("optim"))
         for what, name, wanted, there in (
-            ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
+            ("an optimizer", "load_optim_state", self._wanted.optim, _has_optimizer(stored)),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
         ):
             if wanted and not there:
@@ -162,12 +162,13 @@ class Restoring:
 
     def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
         made: list[dict[str, Any]] = []
-        metadata = StoredKeys(stored.manifest.tensors)
-        flag = {"optim": self._wanted.optim} if _takes_optim(model.state_dict_to_load) else {}
-        self._ranks.exchange(lambda: made.append(dict(model.state_dict_to_load(metadata, **flag))), lambda done: done)
+        optim = _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
+        template = _template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)
+        self._ranks.exchange(lambda: made.append(dict(template())), lambda done: done)
         state = made[0] | train
         self._fill(stored, state)
-        model.load_state_dict({key: value for key, value in state.items() if key != TRAIN})
+        loaded = {key: value for key, value in state.items() if key != TRAIN}
+        self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
         return state
 
     def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
@@ -176,8 +177,17 @@ class Restoring:
         return self._store.load(state, stored.checkpoint, **self._options)
 
 
-def _takes_optim(method: Any) -> bool:
-    return "optim" in inspect.signature(method).parameters
+def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:
+    """The call that gives what a load is to fill, with what it takes: not every train module takes both."""
+    method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
+    parameters = inspect.signature(method).parameters
+    options = {"optim": optim} if "optim" in parameters else {}
+    given = [metadata] if parameters.keys() - {"optim"} else []
+    return partial(method, *given, **options)
+
+
+def _has_optimizer(stored: Stored) -> bool:
+    return bool(stored.keys_below("optim"))
 
 
 def _ranks_of(stored: Stored) -> list[int]:

@@ -200,8 +200,36 @@ def test_an_object_that_says_by_itself_what_is_saved() -> None:
     assert checkpointer.load("sft@1", module, load_optim_state=True) == {"epoch": 1}
     assert module.asked == [(True, True)]
     assert identical(contents(module.model, module.optimizer), want)
+    checkpointer.load("sft@1", module)
+    assert module.asked[-1] == (True, True)  # it is there
     with pytest.raises(InvalidInput, match="give no optimizer beside it"):
         checkpointer.save(2, module, module.optimizer)
+
+
+class Bare:
+    """One that is asked for nothing."""
+
+    def __init__(self) -> None:
+        self.model, _ = made()
+
+    def state_dict_to_save(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def state_dict_to_load(self) -> dict[str, Any]:
+        return self.state_dict_to_save()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+
+
+def test_an_object_whose_methods_take_nothing() -> None:
+    store, module = small(), Bare()
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save(1, module)  # type: ignore[arg-type] # its state_dict_to_load has no parameter
+    want = copy.deepcopy(module.model.state_dict())
+    nn.init.zeros_(module.model.head.weight)
+    assert checkpointer.load("sft@1", module) is None  # type: ignore[arg-type] # see above
+    assert identical(dict(module.model.state_dict()), dict(want))
 
 
 def test_what_is_downloaded_before_is_not_read_from_the_store_again(tmp_path: Path) -> None:
