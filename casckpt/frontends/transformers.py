@@ -12,6 +12,7 @@ parameters, as every front end has them; other files as attachments.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.store import Store
-from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.new_files import new_folder
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store
@@ -39,6 +40,8 @@ from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import Stored
 from casckpt.tensors.dtypes import torch_dtype
+
+log = logging.getLogger(__name__)
 
 HOME = "transformers"
 OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
@@ -82,13 +85,19 @@ class CasCheckpointCallback(TrainerCallback):
         """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
-        attachments = _attachments(folder) if this_rank() == 0 else None
         step, metadata = state.global_step, {"epoch": state.epoch}
         best = self._tag is not None and getattr(state, "best_global_step", None) == step
         save = self.checkpointer.save_async if self._async and not best else self.checkpointer.save
-        save(step, contents, attachments=attachments, metadata=metadata)
+        save(step, contents, attachments=contents.attachments, metadata=metadata)
         if best and self._tag is not None and this_rank() == 0:
-            self.store.tag(self._tag, f"{self.config.run}@{step}")
+            self._set_tag(self._tag, f"{self.config.run}@{step}")
+
+    def _set_tag(self, tag: str, ref: str) -> None:
+        """On one rank: an error would leave the others waiting for it in the next step."""
+        try:
+            self.store.tag(tag, ref)
+        except CasckptError as error:
+            log.error("%s is saved, but tag %s was not set: %s", ref, tag, error)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for what is in the background. Raises what it raised."""
@@ -96,11 +105,12 @@ class CasCheckpointCallback(TrainerCallback):
 
 
 class _Folder:
-    """The part of a folder that is no attachment, as a `Checkpointer` saves it."""
+    """A folder as a `Checkpointer` saves it. ``attachments``: filled when the rest is made: errors reach all ranks."""
 
     def __init__(self, folder: Path, model: Any, optimizer: Any) -> None:
         self._folder, self._model = folder, model
         self._optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's is around the one that counts
+        self.attachments: dict[str, bytes] = {}
 
     def state_dict_to_save(self) -> dict[str, Any]:
         """All of it on rank 0, random generators on every rank."""
@@ -108,6 +118,7 @@ class _Folder:
         rng = {name: data for name, data in _rng_files(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
+        self.attachments |= _attachments(self._folder)
         _refuse_foreign(self._folder)
         state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
         for name, path in _weights(self._folder):
@@ -208,8 +219,8 @@ def _refuse_foreign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.startswith(_FOREIGN):
             raise Unsupported(
-                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; train with "
-                "save_safetensors and without them, or save by casckpt.frontends.trainer.Checkpointer"
+                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; save by "
+                "casckpt.frontends.trainer.Checkpointer"
             )
 
 

@@ -21,6 +21,7 @@ from casckpt.checkpoint.store import Store  # noqa: E402 - after the skip
 from casckpt.errors import Conflict, Mismatch, NotFound, Unsupported  # noqa: E402
 from casckpt.frontends.training_state import load_model_and_optim_state  # noqa: E402
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint  # noqa: E402
+from tests.support.ranks import outcome_of  # noqa: E402
 from tests.support.saves import steps  # noqa: E402
 from tests.support.training import identical  # noqa: E402
 
@@ -164,6 +165,17 @@ def on_one_of_several(rank: int, size: int, folder: Path) -> None:
     (own / f"rng_state_{rank}.pth").write_bytes(b"%d" % rank)
     state, args = SimpleNamespace(global_step=1, epoch=0.5), SimpleNamespace(output_dir=folder)
     CasCheckpointCallback(folder / "store", run="sft").on_save(args, state, None)
+
+
+def fails_on_rank_0(rank: int, size: int, folder: Path) -> str:
+    state, args = SimpleNamespace(global_step=9, epoch=0.5), SimpleNamespace(output_dir=folder)
+    return str(outcome_of(lambda: CasCheckpointCallback(folder / "store", run="sft").on_save(args, state, None)))
+
+
+def test_what_fails_on_rank_0_is_raised_on_all(tmp_path: Path, ranks: Pool) -> None:
+    found = ranks.run(2, fails_on_rank_0, tmp_path)
+    assert all("checkpoint-9 is not there" in text for text in found)
+    assert found[1].startswith("rank 0: ")
 
 
 def test_each_rank_brings_its_own_random_generators(tmp_path: Path, ranks: Pool) -> None:

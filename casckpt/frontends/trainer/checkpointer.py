@@ -256,8 +256,10 @@ class Checkpointer:
             return None
         wanted = None if train_state is not None else False
         state = self.load(found, model, optim, load_trainer_state=wanted)
-        if train_state is not None and state is not None:
-            train_state.load_state_dict(state)
+        if train_state is not None:
+            known = train_state
+            ranks = open_ranks(self.process_group)
+            ranks.exchange(lambda: None if state is None else known.load_state_dict(state), lambda done: done)
         return found
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:

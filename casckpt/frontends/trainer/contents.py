@@ -153,9 +153,10 @@ class Restoring:
 
     def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
         """Weights at the top, as an import of a safetensors file has them."""
-        template = ModelTemplate(as_model(model))
-        loaded = self._fill(stored, template.values)
-        template.install(loaded.missing_keys, strict=True)
+        made: list[ModelTemplate] = []
+        self._ranks.exchange(lambda: made.append(ModelTemplate(as_model(model))), lambda done: done)
+        loaded = self._fill(stored, made[0].values)
+        made[0].install(loaded.missing_keys, strict=True)
         if train:
             self._fill(stored, train)
         return train
