@@ -1,0 +1,59 @@
+"""A folder that Megatron-core itself wrote, imported."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.frontends import megatron
+from casckpt.frontends.convert import dcp_to_casckpt
+from tests.frontends.megatron.test_gpt import differences
+from tests.support import gpt
+from tests.support.gpt import Topology
+from tests.support.torch_dist_folder import FOLDER, state
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("imported")
+    dcp_to_casckpt(FOLDER, path, run="core", step=7)
+    return f"{path}#core@7"
+
+
+def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
+    found = megatron.load(gpt.emptied(state(rank, topology)), where)
+    return differences(found, gpt.expected(state(rank, topology)))
+
+
+def test_it_loads_in_another_configuration(where: str, ranks: Pool) -> None:
+    assert ranks.run(2, loaded, where, Topology(pp=2)) == [[], []]
+    assert loaded(0, 1, where, Topology()) == []
+
+
+def test_what_came_along(where: str) -> None:
+    path, _, ref = where.partition("#")
+    assert {"common.pt", "metadata.json"} <= set(casckpt.open(path).attachments(ref))
+    assert megatron.maybe_load_config(where) == megatron.CheckpointingConfig("torch_dist")
+    metadata = megatron.load_sharded_metadata(where)
+    assert metadata["layers.attention"].global_shape == (gpt.LAYERS, gpt.HIDDEN, gpt.HIDDEN)
+    assert metadata["layers._extra_state/shard_3_4"] == megatron.ShardedObject("layers._extra_state", None, (4,), (3,))
+    assert megatron.load_common_state_dict(where)["iteration"] == 7
+
+
+def test_an_odd_common_part_needs_pickle(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "folder")
+    torch.save({"odd": Path("x")}, tmp_path / "folder/common.pt")
+    dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)
+    where = f"{tmp_path}/store#core@7"
+    with pytest.raises(megatron.CheckpointingException, match="allow_pickle=True"):
+        megatron.load_common_state_dict(where)
+    assert megatron.load_common_state_dict(where, allow_pickle=True) == {"odd": Path("x")}
+    assert "layers.norm" in megatron.load_plain_tensors(where)
