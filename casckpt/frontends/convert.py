@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from casckpt.checkpoint.handle import Checkpoint
@@ -19,6 +21,7 @@ from casckpt.frontends.safetensors_export import Exported, export_safetensors
 from casckpt.frontends.safetensors_import import Sources, find_sources, import_safetensors
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
+from casckpt.storage.files import is_url, local_path, open_files
 
 __all__ = [
     "Exported",
@@ -34,6 +37,7 @@ __all__ = [
     "import_olmo_trainer",
     "import_safetensors",
     "look_at",
+    "looked_at",
     "torch_save_to_casckpt",
 ]
 
@@ -42,16 +46,37 @@ _ZIP, _PICKLES = b"PK\x03\x04", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x
 
 @dataclass(frozen=True)
 class Found:
-    """What stands at a path, as its contents tell. ``kind``: "safetensors", "torch", "dcp", "olmo", "olmo-trainer"."""
+    """What stands at a path, as its contents tell. ``kind``: "safetensors", "torch", "dcp", "olmo", "olmo-trainer".
+
+    ``path``: a URL where it is read from there; else a local path.
+    """
 
     kind: str
-    path: Path
+    path: Path | str
     sources: Sources
 
     @property
     def nbytes(self) -> int:
         """Bytes of the files with weights."""
         return self.sources.nbytes
+
+
+@contextmanager
+def looked_at(path: str | os.PathLike[str]) -> Iterator[Found]:
+    """`look_at`, of a path or a URL. What cannot be read over a network is copied to a temporary folder first."""
+    if not is_url(path):
+        yield look_at(local_path(path))
+        return
+    url, files = os.fspath(path), open_files(path)
+    names = files.names()
+    for name, kind in ((DCP_METADATA, "dcp"), (f"{MODEL_AND_OPTIM}/{DCP_METADATA}", "olmo-trainer")):
+        if name in names:
+            yield Found(kind, url, Sources((), {}))
+            return
+    from casckpt.storage.remotefiles import RemoteFiles  # fsspec takes a while to import
+
+    with TemporaryDirectory(prefix="casckpt-") as folder:
+        yield look_at(RemoteFiles(url).fetch(Path(folder)))
 
 
 def look_at(path: str | os.PathLike[str]) -> Found:

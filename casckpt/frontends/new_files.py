@@ -8,8 +8,10 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.storage.files import is_url, local_path
 
 
 @contextmanager
@@ -57,6 +59,26 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
             sync_folder(path if there else path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] = ()) -> Iterator[Path]:
+    """A local path for what is to stand at ``path``; for a URL one in a temporary folder, which is then copied there.
+
+    ``last``: names of files of a folder that are copied at the end, because others count as there when they are. Raises
+    Conflict if something is there, unless ``force``.
+    """
+    if not is_url(path):
+        yield local_path(path)
+        return
+    from casckpt.storage.remotefiles import RemoteFiles  # fsspec takes a while to import
+
+    remote = RemoteFiles(os.fspath(path))
+    remote.check_free(force=force)
+    with TemporaryDirectory(prefix="casckpt-") as folder:
+        target = Path(folder, remote.url.rpartition("/")[2])
+        yield target
+        remote.put(target, last=last)
 
 
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:

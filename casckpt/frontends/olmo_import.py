@@ -18,10 +18,10 @@ import torch
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.store import Progress
 from casckpt.errors import InvalidInput, NotFound, Refused
-from casckpt.frontends.foreign import LocalFiles
 from casckpt.frontends.safetensors_files import read_header
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.storage.files import LocalFiles, open_files
 from casckpt.tensors.values import Shard
 
 METADATA: Final = "metadata.json"
@@ -108,7 +108,7 @@ def _tensors(files: LocalFiles, maps: _AllMaps) -> dict[str, list[Shard]]:
 
 
 def _existing(files: LocalFiles, name: str) -> Path:
-    files.open(name).close()  # refuses names that lead elsewhere, and says what is not there
+    files.size(name)  # refuses names that lead elsewhere, and says what is not there
     read_header(files.path / name)
     return files.path / name
 
@@ -208,7 +208,7 @@ def import_olmo_trainer(
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
-    files = LocalFiles(path)
+    files = open_files(path)
     beside = {name: data for name, data in small_files(files).items() if not name.startswith(f"{MODEL_AND_OPTIM}/")}
     train: dict[int, Any] = {}
     for name in list(beside):

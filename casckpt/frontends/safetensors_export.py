@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,13 +24,14 @@ from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import ATTACHMENT, TENSOR, Entry, Manifest
 from casckpt.format.regions import Region, full_box, whole
-from casckpt.frontends.new_files import new_file, new_folder
+from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors_files import Named, encode_header, encode_index, file_type
 from casckpt.frontends.safetensors_import import METADATA_KEY
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.reads import covers
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
+from casckpt.storage.files import is_url
 from casckpt.tensors.memory import Destination
 
 WINDOW_BYTES: Final = 64 << 20
@@ -65,7 +66,7 @@ class Exported:
     """What an export wrote. ``left_out``: keys that a safetensors file cannot hold, for they are no tensors."""
 
     checkpoint: Checkpoint
-    files: tuple[Path, ...]
+    files: tuple[Path | str, ...]
     tensors: int
     nbytes: int
     attachments: tuple[str, ...]
@@ -84,16 +85,25 @@ def export_safetensors(
 ) -> Exported:
     """Write the tensors of a checkpoint as safetensors, under their flat keys; every byte that is read is verified.
 
-    ``out``: with the suffix ".safetensors" that one file; else a folder, for which ``model.safetensors``, or several
-    files of at most ``max_shard_size`` bytes and their index, and all attachments are made. ``keys``: fnmatch patterns.
-    ``force``: write over what is there. ``progress`` is called with numbers of bytes.
+    ``out``, a path or a URL (to which a temporary one is copied): with the suffix ".safetensors" that one file; else a
+    folder, for which ``model.safetensors``, or several files of at most ``max_shard_size`` bytes and their index, and
+    all attachments are made. ``keys``: fnmatch patterns. ``force``: write over what is there. ``progress`` is called
+    with numbers of bytes.
 
     Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` is there, InvalidInput naming a key
     that safetensors cannot hold, Damaged, StorageError. After an error nothing stands under the final names.
     """
-    opened, target = as_store(store), Path(out).expanduser()
-    checkpoint = opened.get(ref)
-    job = _Job(opened, checkpoint, keys, progress)
+    opened = as_store(store)
+    job = _Job(opened, opened.get(ref), keys, progress)
+    with place_for(out, force=force, last=(INDEX,)) as target:
+        found = _exported_to(target, job, max_shard_size, force=force)
+    if not is_url(out):
+        return found
+    names = (Path(path).relative_to(target).as_posix() for path in found.files)
+    return replace(found, files=tuple(f"{out}/{name}" if name != "." else str(out) for name in names))
+
+
+def _exported_to(target: Path, job: _Job, max_shard_size: int | str, *, force: bool) -> Exported:
     if target.suffix == SUFFIX and not target.is_dir():
         with new_file(target, force=force) as path:
             job.write_tensors(path, job.streams)

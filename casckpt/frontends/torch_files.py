@@ -28,9 +28,10 @@ from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import TENSOR, Leaf
-from casckpt.frontends.new_files import new_file
+from casckpt.frontends.new_files import new_file, place_for
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.repository import manifests
+from casckpt.storage.files import local_path
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.state import inflate
@@ -57,7 +58,7 @@ def torch_save_to_casckpt(
     It is read by torch's restricted unpickler; ``allow_pickle``: by the other one, which runs what is in the file.
     Raises NotFound, InvalidInput, Refused for a file of no use, and what `Store.save` raises.
     """
-    given = Path(path).expanduser()
+    given = local_path(path)
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
@@ -149,7 +150,8 @@ def casckpt_to_torch_save(
 ) -> Checkpoint:
     """Write a checkpoint, nested as it was saved, as one file for `torch.load`. Memory holds 64 MiB at a time.
 
-    Every byte that is read is verified. ``force``: over what is there. ``allow_pickle``: unpickle, and pickle again,
+    Every byte that is read is verified. ``path``: of a file, or a URL, to which a temporary file is copied. ``force``:
+    over what is there. ``allow_pickle``: unpickle, and pickle again,
     values that only a pickle could hold.
 
     Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
@@ -158,7 +160,7 @@ def casckpt_to_torch_save(
     opened = as_store(store)
     checkpoint = opened.get(ref)
     job = _Export(opened, checkpoint, allow_pickle, progress or (lambda nbytes: None))
-    with new_file(Path(path).expanduser(), force=force) as target:
+    with place_for(path, force=force) as place, new_file(place, force=force) as target:
         job.write(target)
     return checkpoint
 

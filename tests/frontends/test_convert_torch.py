@@ -7,10 +7,11 @@ import json
 import pickle
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -19,9 +20,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Unsupported
 from casckpt.frontends import torch_files
-from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
+from casckpt.frontends.convert import (
+    export_safetensors,
+    import_any,
+    import_olmo,
+    import_olmo_trainer,
+    look_at,
+    looked_at,
+)
 from casckpt.frontends.dcp import (
     StorageReader,
     StorageWriter,
@@ -354,3 +362,38 @@ def test_contents_tell_what_a_path_is(store: Store, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "dcp")
     with pytest.raises(NotFound):
         look_at(tmp_path / "dcp")
+
+
+# --- URLs ---
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    """A place in fsspec's memory."""
+    yield "memory://bucket"
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_urls_of_other_programs(store: Store, tmp_path: Path, bucket: str) -> None:
+    state = example()
+    store.save(state, step=1)
+    casckpt_to_dcp(store, "default@1", f"{bucket}/dcp")
+    casckpt_to_torch_save(store, "default@1", f"{bucket}/x.pt")
+    exported = export_safetensors(store, "default@1", f"{bucket}/hf", keys=["model.*"])
+    assert exported.files == (f"{bucket}/hf/model.safetensors",)
+    for call in (casckpt_to_dcp, casckpt_to_torch_save):
+        with pytest.raises(Conflict):
+            call(store, "default@1", f"{bucket}/dcp")
+    casckpt_to_dcp(store, "default@1", f"{bucket}/dcp", force=True)
+    assert identical(store.read(dcp_to_casckpt(f"{bucket}/dcp", store, run="direct", step=0)), stringed(state))
+    for step, (name, kind) in enumerate({"dcp": "dcp", "x.pt": "torch", "hf": "safetensors"}.items()):
+        with looked_at(f"{bucket}/{name}") as found:
+            assert found.kind == kind
+            made = import_any(store, found, run="url", step=step)
+        assert made.tensors["model.w"].bytes == state["model"]["w"].nbytes
+    with pytest.raises(NotFound), looked_at(f"{bucket}/none"):
+        pass
+    with pytest.raises(Unsupported), looked_at("nothing-of-this-name://x"):
+        pass
+    with pytest.raises(Unsupported), looked_at(f"file://{tmp_path}/store"):
+        pass

@@ -18,7 +18,7 @@ from casckpt.errors import InvalidInput
 
 @store_command("export")
 @click.argument("ref")
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out")
 @click.option(
     "--format", type=click.Choice(["safetensors", "dcp", "torch"]), default="safetensors", show_default=True,
     help="Of what is written.",
@@ -27,14 +27,14 @@ from casckpt.errors import InvalidInput
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
-def command(session: Session, ref: str, out: Path, *, format: str, allow_pickle: bool, **options: Any) -> None:
+def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: bool, **options: Any) -> None:
     """Write a checkpoint for other programs.
 
     As safetensors: to one file if OUT ends in .safetensors, else to a folder, which gets model.safetensors, or several
     files with an index, and what travelled along. What is no tensor is left out, and named. --keys is for this format.
 
     As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that torch.load loads. Both hold
-    all of the checkpoint.
+    all of the checkpoint. OUT may be a URL.
     """
     checkpoint = session.store.get(ref)
     with progress("exporting", checkpoint.stats.bytes_total) as done:
@@ -45,7 +45,7 @@ def command(session: Session, ref: str, out: Path, *, format: str, allow_pickle:
     session.give(brief(checkpoint) | {"format": format} | result, _text)
 
 
-def _safetensors(session: Session, checkpoint: Checkpoint, out: Path, **options: Any) -> dict[str, Any]:
+def _safetensors(session: Session, checkpoint: Checkpoint, out: str, **options: Any) -> dict[str, Any]:
     from casckpt.frontends.convert import export_safetensors
 
     found = export_safetensors(session.store, checkpoint, out, **options)
@@ -59,7 +59,7 @@ def _safetensors(session: Session, checkpoint: Checkpoint, out: Path, **options:
 
 
 def _whole(
-    session: Session, checkpoint: Checkpoint, out: Path, format: str, *, keys: tuple[str, ...], max_shard_size: int,
+    session: Session, checkpoint: Checkpoint, out: str, format: str, *, keys: tuple[str, ...], max_shard_size: int,
     **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
@@ -68,7 +68,8 @@ def _whole(
         raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
     (casckpt_to_dcp if format == "dcp" else casckpt_to_torch_save)(session.store, checkpoint, out, **options)
     attachments = session.store.attachments(checkpoint) if format == "dcp" else {}
-    files = sorted(path for path in out.rglob("*") if path.is_file()) if out.is_dir() else [out]
+    place = Path(out).expanduser()
+    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [out]
     tensors = checkpoint.tensors
     return {
         "files": [str(path) for path in files],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,22 +13,21 @@ from casckpt.cli.text import name, printable, say, shortened, size
 
 
 @store_command("import")
-@click.argument("path", type=click.Path(path_type=Path), metavar="FILE_OR_FOLDER")
+@click.argument("path", metavar="FILE_OR_FOLDER")
 @click.option("--run", default="default", show_default=True, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
-def command(session: Session, path: Path, **options: Any) -> None:
+def command(session: Session, path: str, **options: Any) -> None:
     """Save what other programs wrote as a checkpoint.
 
     What it is shows in its contents: a safetensors file or a Hugging Face folder, a file of torch.save, a folder of
-    torch.distributed.checkpoint (also Megatron's torch_dist), a folder of OLMo-core. Small files beside the weights
-    travel along. The store is made if there is none.
+    torch.distributed.checkpoint (also Megatron's torch_dist), a folder of OLMo-core; or a URL of one. Small files
+    beside the weights travel along. The store is made if there is none.
     """
-    from casckpt.frontends.convert import import_any, look_at
+    from casckpt.frontends.convert import import_any, looked_at
 
-    found = look_at(path)
-    with progress("importing", found.nbytes) as done:
+    with looked_at(path) as found, progress("importing", found.nbytes or None) as done:
         made = import_any(session.store, found, progress=done, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}

@@ -30,7 +30,7 @@ from casckpt.format.manifest import Entry
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import new_folder
+from casckpt.frontends.new_files import new_folder, place_for
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
 from casckpt.tensors.dtypes import torch_dtype
@@ -66,7 +66,8 @@ def casckpt_to_dcp(
     """Write a checkpoint, whoever saved it, as a folder for `torch.distributed.checkpoint.load` with its own reader.
 
     Attachments become files beside. Every byte that is read is verified. Memory holds 128 MiB of tensors at a time.
-    ``force``: write into a folder that is not empty. ``allow_pickle``: export values that only a pickle could hold.
+    ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``: write into a folder that is not
+    empty. ``allow_pickle``: export values that only a pickle could hold.
 
     Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
     under the final name.
@@ -82,7 +83,10 @@ def casckpt_to_dcp(
         opened_store.repository, opened.manifest, True, usable_threads(None), progress or (lambda nbytes: None)
     )
     attachments = opened_store.attachments(checkpoint)
-    with new_folder(Path(path).expanduser(), force=force, stale=_is_ours, last=(METADATA,)) as folder:
+    with (
+        place_for(path, force=force, last=(METADATA,)) as place,
+        new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
+    ):
         for name in attachments:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

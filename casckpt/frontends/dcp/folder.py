@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -15,11 +13,10 @@ from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, Unsupported
 from casckpt.frontends.dcp.opened import archive
-from casckpt.frontends.foreign import Files
+from casckpt.storage.files import Files
 
 METADATA: Final = ".metadata"
 MEGATRON: Final = "metadata.json"
@@ -123,7 +120,7 @@ class Folder:
                 f"{key!r} is stored with {place.transform_descriptors}, which cannot be read here", key=key
             )
         try:
-            with self._view(place) as view:
+            with self._files.part(place.relative_path, place.offset, place.length) as view:
                 if item.type == WriteItemType.BYTE_IO:
                     data = view.read()
                     return io.BytesIO(self._unboxed(data) if self._boxed else data)
@@ -144,9 +141,3 @@ class Folder:
         except _UNREADABLE:
             return data
         return archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
-
-    @contextmanager
-    def _view(self, place: _StorageInfo) -> Iterator[BinaryIO]:
-        with self._files.open(place.relative_path) as file:
-            view: Any = _create_file_view(file, place.offset, place.length)  # type: ignore[arg-type] # as torch does
-            yield view

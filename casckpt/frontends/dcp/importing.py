@@ -12,8 +12,8 @@ from casckpt.checkpoint.job import save_options
 from casckpt.checkpoint.store import Progress
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import Session, Wish
-from casckpt.frontends.foreign import Files, LocalFiles
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.storage.files import Files, open_files
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def dcp_to_casckpt(
     allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
-    """Save what a DCP folder holds, as if it had been saved through `StorageWriter`. One process does it.
+    """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
 
     Of Megatron's `torch_dist` folders too: ``common.pt`` and other small files become attachments. Memory holds 256 MiB
     of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``.
@@ -38,7 +38,7 @@ def dcp_to_casckpt(
     Raises NotFound, InvalidInput, Refused or Damaged for a folder of no use, and what `Store.save` raises.
     """
     return import_folder(
-        LocalFiles(path), store, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
+        open_files(path), store, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=progress,
     )  # fmt: skip
 
