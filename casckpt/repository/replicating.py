@@ -44,6 +44,7 @@ from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
 
 _TRIES = 4  # transactions that gcs may give up on, before this gives up too
+_MEMORY = 1 << 30  # bytes of buffers
 _AHEAD = timedelta(days=1)  # that the clock of another host may be ahead
 
 Part = tuple[int, int]
@@ -238,7 +239,8 @@ class _Copy:
     def _upload(self, refs: Sequence[BlobRef]) -> None:
         if not refs:
             return
-        buffers = BufferPool(min(self.work.jobs, len(refs)), max(ref.size for ref in refs))
+        largest = max(ref.size for ref in refs)
+        buffers = BufferPool(max(1, min(self.work.jobs, len(refs), _MEMORY // largest)), largest)
         try:
             for ref in in_parallel(buffers.count, partial(self._move, buffers), refs, name="copy"):
                 self.work.progress(ref.size)

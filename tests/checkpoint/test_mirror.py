@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.checkpoint.store import Store
@@ -22,7 +23,9 @@ from casckpt.repository.mirror import Mirror
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import LocalStore
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.ranks import Pool, tell, wait_for
 from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.together import emptied, line
 
 
 @pytest.fixture
@@ -275,3 +278,26 @@ def test_programs_that_end_at_once(store_path: Path, away: Path, end: str) -> No
     assert steps(mirror) == steps(plain)
     assert not mirror.verify().is_damaged
     assert plain.stats().unmirrored == 0
+
+
+def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) -> tuple[bool, int, int]:
+    """One rank of a job whose store has a mirror, and then of one on another host, which has the mirror alone."""
+    full = cells(20, seed=5).reshape(4, -1)
+    part = {"w": distribute_tensor(full, line(size), [Shard(0)], src_data_rank=None)}
+    store = casckpt.open(folder, mirror=away)
+    store.save(part, run="job", step=1)
+    if rank == 0:
+        store.wait_for_mirror()
+        tell("mirrored")
+    wait_for("mirrored")
+    far = casckpt.open(away, cache_dir=host)
+    into = emptied(part)
+    fetched = far.pre_download("job@1", into)
+    far.load(into, "job@1")
+    return torch.equal(into["w"].to_local(), part["w"].to_local()), fetched, far.get("job@1").stats.bytes_written
+
+
+def test_ranks_with_a_mirror_and_a_cache_of_their_host(ranks: Pool, store_path: Path, away: Path) -> None:
+    found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
+    assert [same for same, _, _ in found] == [True, True]
+    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob came to this host once

@@ -18,15 +18,16 @@ from casckpt.format.digest import hex_digest
 from casckpt.format.keys import MARKER, blob_key, copied_txid, manifest_key, parse_txid, transaction_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.plan.retention import Policy
-from casckpt.repository import commits, gc, manifests, tags, transactions
+from casckpt.repository import commits, gc, manifests, replicating, tags, transactions
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.copying import CopyResult, execute, plan_copy, preview
 from casckpt.repository.refs import resolve
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import verify
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local import LocalStore
-from casckpt.storage.memory import MemoryStore
 from tests.support.checkpoints import CELL, array, content, flip, only_blob, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import START, Ticks, commit_bare, meanwhile, memory, repository
@@ -55,7 +56,7 @@ def target(tmp_path: Path) -> Repository:
     return elsewhere(tmp_path)
 
 
-def elsewhere(tmp_path: Path, storage: MemoryStore | FaultyStore | None = None, seed: int = 2) -> Repository:
+def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2) -> Repository:
     clock = Ticks(START + next(_HOURS) * 3_600_000_000)
     return Repository(storage or memory(), tmp_path / "cache", clock=clock, entropy=random.Random(seed).randbytes)
 
@@ -108,6 +109,32 @@ def test_a_store_that_a_copy_makes_has_the_sizes_of_the_source(tmp_path: Path, t
     assert copy(source, target).made_store
     assert (target.marker.cell_bytes, target.marker.blob_bytes) == (8192, 1 << 20)
     assert target.marker.store_id != source.marker.store_id
+
+
+def test_the_source_is_only_read(tmp_path: Path, target: Repository) -> None:
+    storage = FaultyStore(memory())
+    source = chain(repository(tmp_path, storage))
+    tags.set_tag(source, "best", resolve(source, "run@1"))
+    storage.calls.clear()
+    copy(source, target, with_tags=True)
+    assert {call.method for call in storage.calls} <= {"get", "list", "open", "read_into", "size"}
+
+
+def test_large_blobs_share_a_bounded_memory(
+    source: Repository, target: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    class Pool(BufferPool):
+        def __init__(self, count: int, nbytes: int) -> None:
+            made.append((count, nbytes))
+            super().__init__(count, nbytes)
+
+    monkeypatch.setattr(replicating, "BufferPool", Pool)
+    monkeypatch.setattr(replicating, "_MEMORY", 30_000)
+    copy(source, target, "run@3", jobs=8)
+    assert made == [(30_000 // made[0][1], made[0][1])]
+    assert 1 < made[0][0] < 4
 
 
 def test_a_second_copy_puts_nothing(source: Repository, target: Repository) -> None:
@@ -542,7 +569,7 @@ def test_a_save_that_has_the_id_of_a_copy_is_left_alone(tmp_path: Path, source: 
 def test_a_copy_into_a_folder_that_was_copied_by_hand_finds_all_there(tmp_path: Path) -> None:
     source = chain(repository(tmp_path, LocalStore(tmp_path / "a")))
     (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4  # type: ignore[arg-type]
+    assert len(copy(source, elsewhere(tmp_path, LocalStore(tmp_path / "b"))).present) == 4
 
 
 def test_replicate_returns_what_another_has_committed_meanwhile(tmp_path: Path, source: Repository) -> None:
