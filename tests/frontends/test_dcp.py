@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import io
+import json
 import logging
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -110,6 +113,42 @@ def test_what_only_a_pickle_holds_needs_leave_to_be_loaded(store: Store) -> None
         store.read("default@1")
     assert store.read("default@1", allow_pickle=True)["colour"] is Colour.RED
     assert store.read("default@1", keys=["parameters*", "a"])["a"] == 1
+
+
+class Json(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(object).encode())
+        return super().transform_object(write_item, object)
+
+
+class FromJson(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = json.loads(value.read())
+
+
+class Evil(DefaultSavePlanner):
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return io.BytesIO(pickle.dumps(Run()))
+
+
+class Run:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_bytes_of_a_planner_come_back_to_it_and_are_unpickled_by_nobody_else(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save({"a": [1, 2], "t": (3, "x")}, StorageWriter(store, step=1), planner=Json())
+    found = load({"a": None, "t": None}, StorageReader(store, "default@1"), planner=FromJson())
+    assert found == {"a": [1, 2], "t": [3, "x"]}
+    assert store.read("default@1")["a"] == b"[1, 2]"
+    save({"a": 1}, StorageWriter(store, step=2), planner=Evil())
+    for ref in ("default@1", "default@2"):
+        error = failure(lambda ref=ref: load({"a": None}, StorageReader(store, ref)))  # type: ignore[misc] # mypy on defaults
+        assert "allow_pickle=True" in str(causes(error)[0])
+    assert capsys.readouterr().out == ""
 
 
 def test_planners_without_pickle(store: Store) -> None:

@@ -134,12 +134,17 @@ class Opened:
         read = self._values_at([one.key for key, one in values.items() if key not in known])
         return known | {key: read[one.key] for key, one in values.items() if key not in known}
 
-    def archives(self, keys: Sequence[str], *, boxed: bool = False) -> dict[str, bytes]:
-        """The same as torch.save would write them; bytes of a planner as they were. ``boxed``: each in a list."""
+    def archives(self, keys: Sequence[str], *, boxed: bool = False, unpickled: bool = False) -> dict[str, bytes]:
+        """The same as torch.save would write them; bytes of a planner as they were. ``boxed``: each in a list.
+
+        ``unpickled``: whoever gets them hands them to torch.load, whatever they are. Raises InvalidInput for bytes that
+        would run code then, unless they may.
+        """
         opaque = [key for key in keys if key in self.note.opaque]
         found = self._bytes_at(opaque)
         for key, data in found.items():
-            self._check_archive(key, data)
+            if (unpickled or is_archive(data)) and not self._options.allow_pickle:
+                _check_restricted(key, data)
         made: dict[Any, bytes] = {}
         for key, value in self.values([key for key in keys if key not in found]).items():
             same = (type(value), value) if isinstance(value, bool | int | float | str | None) else key
@@ -164,17 +169,16 @@ class Opened:
             bare.objects[key] = ObjectEntry(one.key, one.rank, one.data, one.parts, False)
         return values_at(self._repo, bare, keys, self._options)
 
-    def _check_archive(self, key: str, data: bytes) -> None:
-        if not is_archive(data) or self._options.allow_pickle:
-            return
-        try:
-            read_archive(data)
-        except Exception as error:
-            raise InvalidInput(
-                f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
-                "StorageReader if you trust whoever wrote it",
-                key=key,
-            ) from error
+
+def _check_restricted(key: str, data: bytes) -> None:
+    try:
+        read_archive(data)
+    except Exception as error:
+        raise InvalidInput(
+            f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
+            "StorageReader if you trust whoever wrote it",
+            key=key,
+        ) from error
 
 
 def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> TensorStorageMetadata:

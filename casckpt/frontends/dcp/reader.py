@@ -175,7 +175,9 @@ class StorageReader(Protocol):
         if isinstance(planner, PickleFreeLoadPlanner):
             streams: dict[str, io.BytesIO] = {key: ValueStream(v) for key, v in self._now.values(keys).items()}
         else:
-            streams = {key: io.BytesIO(data) for key, data in self._now.archives(keys).items()}
+            by_torch = getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+            found = self._now.archives(keys, unpickled=by_torch)
+            streams = {key: io.BytesIO(data) for key, data in found.items()}
         for item in items:
             planner.load_bytes(item, streams[item.storage_index.fqn])
 
