@@ -7,6 +7,7 @@ where that cannot be, `copy_out` and `copy_in` move them piece by piece, so that
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -148,14 +149,17 @@ class Destination:
         """Copy what ``buffer``, which holds the elements of ``region``, has of this piece."""
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         source = (raw if _is_aligned(raw, self._read_as) else raw.clone()).view(self._read_as)
-        mine = [(box, self._piece(box, start)) for box, start in flat_boxes(self.region)]
         for box, start in flat_boxes(region):
             held = source[start - region.lo : start - region.lo + box.numel].view(box.shape)
-            for target_box, target in mine:
+            for target_box, target in self._pieces:
                 common = box.intersect(target_box)
                 if common is not None:
                     piece = narrow(held, common.relative_to(box))
                     narrow(target, common.relative_to(target_box)).copy_(piece)
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Box, torch.Tensor]]:
+        return [(box, self._piece(box, start)) for box, start in flat_boxes(self.region)]
 
     def _piece(self, box: Box, start: int) -> torch.Tensor:
         if self.region.is_whole and tuple(self._data.shape) == self.region.box.shape:
