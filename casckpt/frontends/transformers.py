@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 HOME = "transformers"
 OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
 _FOREIGN = ("pytorch_model_fsdp_", "optimizer_", "global_step", "pytorch_model.bin")
@@ -146,16 +147,19 @@ def restore_checkpoint(
 ) -> Path:
     """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
 
-    That is what ``trainer.train(resume_from_checkpoint=...)`` takes. One process for each file system makes the call.
-    ``force``: over what is there. Raises NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that
-    no `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
+    That is what ``trainer.train(resume_from_checkpoint=...)`` takes. An ``output_dir`` that is called
+    ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. ``force``: over what
+    is there. Raises NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that no
+    `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
     """
     opened = as_store(store)
     stored = Stored.read(opened, ref)
     if not stored.keys_below(f"{HOME}.files"):
         raise Mismatch(f"{stored.where} was not saved from a folder of Transformers; casckpt export writes its weights")
     about = opened.read(stored.checkpoint, keys=[f"{HOME}.files*", f"{HOME}.rng*"])[HOME]
-    target = Path(output_dir, f"checkpoint-{stored.commit.step}")
+    target = Path(output_dir)
+    if not _CHECKPOINT.fullmatch(target.name):
+        target /= f"checkpoint-{stored.commit.step}"
     with new_folder(target, force=force, stale=lambda name: True, last=["trainer_state.json"]) as folder:
         for name in opened.attachments(stored.checkpoint):
             _write(folder, name, opened.read_attachment(stored.checkpoint, name))

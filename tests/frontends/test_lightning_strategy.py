@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import casckpt
-from casckpt.frontends.lightning import CasModelParallelStrategy
+from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
 from tests.support.saves import steps
 
 if TYPE_CHECKING:
@@ -101,3 +101,38 @@ def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) ->
     more = ranks.run(3, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on three ranks
     assert sorted(more) == [9, 10, 11]
     assert not store.verify().is_damaged
+
+
+def fitted_by_ddp(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> Any:
+    with as_torchrun_says(rank, size):
+        model = Replicated()
+        io = CasCheckpointIO(folder / "store", run="ddp", async_save=True)
+        keeping: list[Callback] = [ModelCheckpoint(folder / "files", save_top_k=1, monitor="loss", save_last=True)]
+        trainer = Trainer(
+            accelerator="cpu", devices=size, strategy="ddp", max_epochs=epochs, callbacks=keeping, plugins=[io],
+            logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(model, ckpt_path=path)
+        return model.losses
+
+
+class Replicated(Model):
+    def configure_model(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        loss = super().training_step(batch, number)
+        self.log("loss", loss)
+        return loss
+
+
+def test_replicas_are_saved_once_and_loaded_on_every_rank(tmp_path: Path, ranks: Pool) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole = ranks.run(2, fitted_by_ddp, tmp_path / "whole", 3)
+    first = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 2)
+    second = ranks.run(2, fitted_by_ddp, tmp_path / "parts", 3, "last")
+    assert [one | two for one, two in zip(first, second, strict=True)] == whole
+    store = casckpt.open(tmp_path / "parts" / "store")
+    assert len([run for run, _ in steps(store) if run == "ddp"]) <= 2  # the best, and the last if it is another one

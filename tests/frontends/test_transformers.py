@@ -108,13 +108,14 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     assert restored == tmp_path / "back" / "checkpoint-7"
     again, more = model(), Losses()
     torch.nn.init.zeros_(again.classifier.weight)
-    trainer(tmp_path / "back", again, more).train(resume_from_checkpoint=str(restored))
+    trainer(tmp_path / "back", again, more).train(resume_from_checkpoint=restored)
     assert {step: more.found[step] for step in (8, 9, 10)} == {step: losses.found[step] for step in (8, 9, 10)}
     assert identical(dict(again.state_dict()), dict(learner.state_dict()))
 
     # the folder that stayed is the one that is restored
     last = tmp_path / "out" / "checkpoint-10"
-    other = restore_checkpoint(store, "sft@latest", tmp_path / "back2")
+    other = restore_checkpoint(store, "sft@latest", tmp_path / "back2" / "checkpoint-10")
+    assert other.parent == tmp_path / "back2"
     assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in last.iterdir())
     for path in last.iterdir():
         if path.suffix == ".safetensors":

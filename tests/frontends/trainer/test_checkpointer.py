@@ -14,13 +14,13 @@ import torch
 from torch import nn, optim
 
 from casckpt.checkpoint.store import Store
-from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
 from casckpt.repository.repository import Repository
-from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.faulty import FaultyStore
 from tests.support.repositories import memory
-from tests.support.saves import small, steps
+from tests.support.saves import small
 from tests.support.training import Network, identical, train
 
 
@@ -291,105 +291,6 @@ def test_files_travel_with_the_next_save() -> None:
     for name, contents in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):
             checkpointer.write_file(name, contents)  # type: ignore[arg-type]
-
-
-# --- failures ---
-
-
-def broken(*faults: Any) -> tuple[FaultyStore, Store]:
-    storage = FaultyStore(memory())
-    store = small(storage)
-    storage.inject(*faults)
-    return storage, store
-
-
-FAULTS = {
-    "blob": fail_before("put", key="objects/*.safetensors"),
-    "manifest": fail_before("put", key="objects/*.manifest"),
-    "begin": fail_before("put", key="transactions/*"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_save_in_the_background_that_fails_is_told_and_can_be_made_again(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, store = broken(FAULTS[fault])
-    model, optimizer = trained()
-    checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
-    checkpointer.write_file("a", "1")
-    future = checkpointer.save_async(5, model, optimizer, {"epoch": 1})
-    with pytest.raises(StorageError, match="injected"):
-        future.result(60)
-    assert steps(store) == []
-    assert not caplog.records or all(record.levelno < logging.ERROR for record in caplog.records)
-    assert checkpointer.save(5, model, optimizer, {"epoch": 1}).step == 5
-    assert next(record.message for record in caplog.records if record.levelno == logging.ERROR).startswith(
-        "the save of sft@5 failed, and nothing of it is visible: injected"
-    )
-    assert store.attachments("sft@5") == {"a": 1}  # not lost with the save that failed
-    assert checkpointer.load("sft@5", model, optimizer) == {"epoch": 1}
-
-
-def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
-    _, store = broken(FAULTS["blob"])
-    checkpointer = Checkpointer(store, run="sft")
-    checkpointer.write_file("a", "1")
-    with pytest.raises(StorageError, match="injected"):
-        checkpointer.save(5, nn.Linear(2, 2))
-    assert steps(store) == []
-    assert checkpointer.last_step is None
-    checkpointer.save(5, nn.Linear(2, 2))
-    assert store.attachments("sft@5") == {"a": 1}
-    with pytest.raises(Conflict, match="sft@5 exists already"):
-        checkpointer.save(5, nn.Linear(2, 2))
-    checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
-
-
-@pytest.mark.parametrize("end", ["wait", "close", "with"])
-def test_the_last_failure_is_not_lost(end: str) -> None:
-    _, store = broken(FAULTS["blob"])
-    checkpointer = Checkpointer(store, run="sft")
-
-    def leave() -> None:
-        if end == "with":
-            with checkpointer:
-                checkpointer.save_async(5, nn.Linear(2, 2))
-        else:
-            checkpointer.save_async(5, nn.Linear(2, 2))
-            getattr(checkpointer, end)()
-
-    with pytest.raises(StorageError, match="injected"):
-        leave()
-    checkpointer.close()  # it was told
-
-
-def test_what_cannot_be_forgotten_does_not_spoil_the_save(caplog: pytest.LogCaptureFixture) -> None:
-    storage, store = broken()
-    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
-    checkpointer.save(1, nn.Linear(2, 2))
-    storage.inject(fail_before("list", key="tags/"))
-    assert checkpointer.save(2, nn.Linear(2, 2)).step == 2
-    assert "after sft@2 nothing was forgotten: injected" in caplog.text
-    assert steps(store) == [("sft", 1), ("sft", 2)]
-    checkpointer.save(3, nn.Linear(2, 2))
-    assert steps(store) == [("sft", 3)]
-
-
-def test_one_save_runs_at_a_time() -> None:
-    storage, store = broken()
-    open_now: list[int] = []
-
-    def look(_: Any) -> None:
-        open_now.append(len(list(storage.inner.list("transactions/"))))
-
-    storage.inject(call_first("put", look, key="objects/*.manifest", times=9))
-    with Checkpointer(store, run="sft") as checkpointer:
-        for step in range(3):
-            checkpointer.save_async(step, nn.Linear(2, 2))
-        checkpointer.save(3, nn.Linear(2, 2))
-    assert open_now == [1, 1, 1, 1]
-    assert steps(store) == [("sft", step) for step in range(4)]
 
 
 # --- what is said ---
