@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from tests.support import gpt
 from tests.support.gpt import Topology

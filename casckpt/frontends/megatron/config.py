@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from casckpt.errors import NotFound
 from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
@@ -24,13 +25,14 @@ class CheckpointingConfig:
     common_backend: str = "torch"
     common_backend_version: int = 1
 
-    def encoded(self) -> bytes:
-        """As JSON."""
-        return json.dumps(asdict(self)).encode()
-
 
 OURS = CheckpointingConfig(BACKEND, VERSION)
 """That of what `save` writes."""
+
+
+def encoded(config: Any) -> bytes:
+    """A config, ours or Megatron-core's, as JSON."""
+    return json.dumps({field.name: getattr(config, field.name) for field in fields(CheckpointingConfig)}).encode()
 
 
 def decoded(data: bytes) -> CheckpointingConfig | None:
@@ -74,15 +76,15 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
     folder = folder_of(checkpoint_dir)
     if folder is not None:
         with new_file(folder / CONFIG_NAME, force=True) as path:
-            path.write_bytes(config.encoded())
+            path.write_bytes(encoded(config))
         return
     with checkpointing_errors():
         place = place_of(checkpoint_dir)
         run, step = place.run_and_step()
         if place.ref not in place.store or is_only_config(place):
-            attachments = {CONFIG_NAME: config.encoded()}
+            attachments = {CONFIG_NAME: encoded(config)}
             place.store.save({}, run=run, step=step, attachments=attachments, overwrite=True, no_dist=True)
-        elif maybe_load_config(checkpoint_dir) != config:
+        elif maybe_load_config(checkpoint_dir) != decoded(encoded(config)):
             raise CheckpointExists(
                 f"{place.ref} is there, with another config, and a committed checkpoint does not change; save to "
                 "another step"

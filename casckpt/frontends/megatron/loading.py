@@ -69,7 +69,8 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
-        loading = Loading(Stored.together(ranks, lambda: place_of(checkpoint_dir)), sharded_state_dict)
+        stored = Stored.together(ranks, lambda: place_of(checkpoint_dir), common=True)
+        loading = Loading(stored, sharded_state_dict)
 
         def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[tuple[set[str], Sharing | None]]:
             claims = [claims for claims, _ in gathered]

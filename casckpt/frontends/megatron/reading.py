@@ -23,7 +23,7 @@ def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool 
     Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
     """
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir))
+        stored = Stored.read(place_of(checkpoint_dir), common=True)
         request = Request()
         numbers = {key: request.add(key) for key in stored.common_keys}
         request.run(stored, no_dist=True, allow_pickle=allow_pickle)

@@ -12,7 +12,7 @@ from casckpt.checkpoint.ranks import Ranks, open_ranks
 from casckpt.checkpoint.store import Store
 from casckpt.format.regions import normalise
 from casckpt.frontends.megatron.async_request import AsyncRequest
-from casckpt.frontends.megatron.config import BACKEND, CONFIG_NAME, OURS, VERSION, is_only_config
+from casckpt.frontends.megatron.config import BACKEND, CONFIG_NAME, OURS, VERSION, encoded, is_only_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.integrity import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
 from casckpt.frontends.megatron.kinds import is_nonpersistent, is_sharded_base, is_sharded_tensor
@@ -218,7 +218,7 @@ class Saving:
 def _files(common: dict[Any, Any]) -> dict[str, bytes]:
     """What goes along as attachments."""
     tensors = [key for key, leaf in flatten(common).leaves.items() if leaf.is_tensor]
-    return {CONFIG_NAME: OURS.encoded()} | ({NOTES_NAME: encoded_notes(tensors)} if tensors else {})
+    return {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: encoded_notes(tensors)} if tensors else {})
 
 
 def is_empty(value: Any) -> bool:

@@ -52,22 +52,23 @@ class Stored:
     file: bytes | None
 
     @classmethod
-    def read(cls, place: Place) -> Stored:
-        """The one at a place. Raises NotFound, Damaged, StorageError, Refused."""
+    def read(cls, place: Place, *, common: bool = False) -> Stored:
+        """The one at a place; ``common``: with its common.pt. Raises NotFound, Damaged, StorageError, Refused."""
         checkpoint = place.store.get(place.ref)
         names = place.store.attachments(checkpoint)
         notes = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else encoded_notes(())
         manifest = manifests.get(place.store.repository, checkpoint.commit)
-        file = place.store.read_attachment(checkpoint, COMMON_NAME) if COMMON_NAME in names else None
+        wanted = common and COMMON_NAME in names
+        file = place.store.read_attachment(checkpoint, COMMON_NAME) if wanted else None
         return cls(place.store, checkpoint.commit, manifest, _decoded_notes(notes), file)
 
     @classmethod
-    def together(cls, ranks: Ranks, locate: Callable[[], Place]) -> Stored:
+    def together(cls, ranks: Ranks, locate: Callable[[], Place], *, common: bool = False) -> Stored:
         """The same on all ranks, read by rank 0; each has a store of its own for what it loads."""
         places: list[Place] = []
 
         def find(_: Sequence[None]) -> list[Facts]:
-            found = cls.read(places[0])
+            found = cls.read(places[0], common=common)
             return everyone((found.commit, found.manifest, found.common_tensors, found.file), ranks.size)
 
         facts = ranks.exchange(lambda: places.append(locate()), find)

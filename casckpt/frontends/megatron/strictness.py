@@ -60,7 +60,7 @@ class StrictHandling(Enum):
 def parse_strict_flag(strict: Any) -> StrictHandling:
     """A StrictHandling, or the value of one. Raises CheckpointingException (a ValueError)."""
     try:
-        return StrictHandling(strict)
+        return StrictHandling(getattr(strict, "value", strict))  # of Megatron-core's own, too
     except ValueError as error:
         known = ", ".join(repr(one.value) for one in StrictHandling)
         raise CheckpointingException(f"strict={strict!r} is not known; give one of {known}") from error

@@ -102,6 +102,15 @@ def mixed_state(rank: int, topology: Topology) -> dict[str, Any]:
     return state
 
 
+def test_our_functions_take_its_config_and_its_strictness(tmp_path: Path) -> None:
+    config = core(".core").CheckpointingConfig("casckpt", 3)
+    megatron.save_config(config, f"{tmp_path}#a@1")
+    megatron.save_config(config, f"{tmp_path}#a@1")
+    assert megatron.maybe_load_config(f"{tmp_path}#a@1") == megatron.CheckpointingConfig("casckpt", 3)
+    strict = core(".validation").StrictHandling.RETURN_ALL
+    assert megatron.load({}, f"{tmp_path}#a@1", strict=strict) == ({}, set(), set())
+
+
 def our_objects_in_functions_of_core(rank: int, size: int, path: Path) -> list[Any]:
     core()
     topology = Topology(tp=2)

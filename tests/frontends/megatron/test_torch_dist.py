@@ -48,12 +48,16 @@ def test_what_came_along(where: str) -> None:
     assert megatron.load_common_state_dict(where)["iteration"] == 7
 
 
+class Odd:
+    """Not plain data."""
+
+
 def test_an_odd_common_part_needs_pickle(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "folder")
-    torch.save({"odd": Path("x")}, tmp_path / "folder/common.pt")
+    torch.save({"odd": Odd()}, tmp_path / "folder/common.pt")
     dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)
     where = f"{tmp_path}/store#core@7"
     with pytest.raises(megatron.CheckpointingException, match="allow_pickle=True"):
         megatron.load_common_state_dict(where)
-    assert megatron.load_common_state_dict(where, allow_pickle=True) == {"odd": Path("x")}
+    assert isinstance(megatron.load_common_state_dict(where, allow_pickle=True)["odd"], Odd)
     assert "layers.norm" in megatron.load_plain_tensors(where)
