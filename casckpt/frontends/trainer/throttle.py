@@ -10,6 +10,7 @@ from threading import Lock
 from types import TracebackType
 from typing import IO, Any
 
+from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
 
 OBJECTS = "objects/"
@@ -43,20 +44,32 @@ class Turn:
                 self._held = None
 
     def _wait(self) -> IO[bytes]:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in range(self._count):
-            free = self._taken(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if free is not None:
-                return free
-        return self._taken(os.getpid() % self._count, fcntl.LOCK_EX) or self._wait()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for number in range(self._count):
+                free = self._taken(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if free is not None:
+                    return free
+            while True:
+                free = self._taken(os.getpid() % self._count, fcntl.LOCK_EX)
+                if free is not None:
+                    return free
+        except OSError as error:
+            raise StorageError(
+                f"files in {self._folder} cannot be locked: {error.strerror or error}; give work_dir=, a folder on a "
+                "local disk"
+            ) from error
 
     def _taken(self, number: int, how: int) -> IO[bytes] | None:
         file = (self._folder / f"upload-{number}.lock").open("wb")
         try:
             fcntl.lockf(file, how)
-        except OSError:  # somebody else has it
+        except (BlockingIOError, PermissionError):  # somebody else has it
             file.close()
             return None
+        except OSError:
+            file.close()
+            raise
         return file
 
 

@@ -267,6 +267,14 @@ def test_the_threads_of_a_process_share_its_turn(tmp_path: Path) -> None:
         assert (tmp_path / "upload-0.lock").exists()
 
 
+def test_where_nothing_can_be_locked_a_save_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    checkpointer = Checkpointer(tmp_path / "store", run="sft", throttle=1, work_dir=tmp_path / "file")
+    with pytest.raises(StorageError, match=r"cannot be locked: .* give work_dir="):
+        checkpointer.save(1, model())
+    assert not list(checkpointer.find_checkpoints())
+
+
 def test_a_throttled_store_is_a_store_otherwise(store_path: Path) -> None:
     inner = LocalStore(store_path)
     throttled: Any = ThrottledStore(inner, Turn(2))
