@@ -62,7 +62,7 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    resident = _Resident(state, progress or (lambda nbytes: None))
+    resident = _Resident(given, progress or (lambda nbytes: None))
     return as_store(store).save(
         state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=resident.done, no_dist=True,
@@ -88,14 +88,14 @@ def _read(path: Path, allow_pickle: bool) -> Any:
 
 
 class _Resident:
-    """Lets pages of mapped tensors go every `RESIDENT_BYTES`, so that memory is bounded for those too who count them.
+    """Lets pages of a mapped file go every `RESIDENT_BYTES`, so that memory is bounded for those too who count them.
 
     Nothing was written to them, so nothing is lost: whoever needs one again has it from the page cache.
     """
 
-    def __init__(self, state: Any, progress: Progress) -> None:
+    def __init__(self, path: Path, progress: Progress) -> None:
         self._progress = progress
-        self._spans = list(_spans(state))
+        self._spans = list(_spans(path))
         self._since = 0
         self._advise = ctypes.CDLL(None, use_errno=True).madvise
 
@@ -109,22 +109,16 @@ class _Resident:
                 self._advise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
-def _spans(state: Any) -> Iterator[tuple[int, int]]:
-    """(address, length) of the pages that lie wholly in tensors which are mapped from a file."""
-    waiting = [state]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            if storage.filename is not None:
-                start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-                end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-                if end > start:
-                    yield start, end - start
-        elif isinstance(value, Mapping):
-            waiting.extend(value.values())
-        elif isinstance(value, list | tuple):
-            waiting.extend(value)
+def _spans(path: Path) -> Iterator[tuple[int, int]]:
+    """(address, length) of where this process has mapped a file; none where the kernel does not tell."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return
+    for line in maps.read_text().splitlines():
+        place, *_, name = line.split(maxsplit=5)
+        if name == str(path.resolve()):
+            start, _, end = place.partition("-")
+            yield int(start, 16), int(end, 16) - int(start, 16)
 
 
 # --- out of a store ---

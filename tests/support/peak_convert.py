@@ -1,0 +1,72 @@
+"""How much memory conversions take beyond what there was: in a process of its own, as the kernel counts it.
+
+``python -m tests.support.peak_convert FOLDER MIB`` prints, for a state of so many MiB, the MiB that these took at their
+worst: a DCP folder into a store, out of it, a file of torch.save out of it, and into one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from casckpt.checkpoint.store import Store
+from casckpt.frontends import torch_files
+from casckpt.frontends.dcp import (
+    casckpt_to_dcp,
+    casckpt_to_torch_save,
+    dcp_to_casckpt,
+    exporting,
+    items,
+    torch_save_to_casckpt,
+)
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.dcp import save
+from tests.support.peak import MIB, taken
+
+
+def _state(mib: int) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.arange(i, i + MIB // 4, dtype=torch.float32) for i in range(mib)}
+
+
+def _opened(folder: Path) -> Store:
+    store = Store(Repository(LocalStore(folder), folder.with_name("cache")))
+    store.create(blob_bytes=1 << 20)
+    return store
+
+
+def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
+    """All four, for a state of ``mib``, which another process makes."""
+    command = [sys.executable, "-m", "tests.support.peak_convert", str(folder / "in"), str(mib), "make"]
+    subprocess.run(command, check=True)
+    calls: list[Any] = [
+        lambda: dcp_to_casckpt(folder / "in", store, run=run, step=1),
+        lambda: casckpt_to_dcp(store, f"{run}@1", folder / "out"),
+        lambda: casckpt_to_torch_save(store, f"{run}@1", folder / "out.pt"),
+        lambda: torch_save_to_casckpt(folder / "out.pt", store, run=run, step=2),
+    ]
+    return [taken(call) for call in calls]
+
+
+def main(folder: Path, mib: int) -> None:
+    """Measure, and print one line."""
+    items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
+    torch_files.WINDOW_BYTES = torch_files.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
+    store = _opened(folder / "store")
+    convert(store, folder / "warm", 12, "warm")
+    print(" ".join(f"{found:.1f}" for found in convert(store, folder / "real", mib, "real")))  # noqa: T201
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if sys.argv[3:] == ["make"]:
+        save(_state(int(sys.argv[2])), FileSystemWriter(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]))
