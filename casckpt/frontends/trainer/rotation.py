@@ -67,6 +67,9 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     if rotation.is_empty:
         return []
     visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
+    now = repo.clock()
+    if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
+        return []
     tagged = {tag.txid for tag in tags(repo).values()}
-    chosen = plan_rotation(visible, rotation, tagged, repo.clock())
+    chosen = plan_rotation(visible, rotation, tagged, now)
     return retire(repo, GcPlan(tuple(chosen), ()))[0]

@@ -103,8 +103,8 @@ def test_what_must_stay_stays(
     assert {one.step for one in stays} >= {one.step for one in commits} & (fixed | tagged)
     free = [one for one in stays if not one.committed.ephemeral and one.step not in fixed | tagged]
     assert len(free) <= number + 1 or every is not None  # one more: what is newest, and counts for nothing else
-    again = plan_rotation(stays, rotation, names, now=0)
-    assert again == []
+    assert plan_rotation(stays, rotation, names, now=0) == []
+    assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only ever keep more
 
 
 # --- when ---
@@ -215,6 +215,14 @@ def check_loadable(store: Store, *, tagged: bool) -> None:
     assert must <= {step for _, step in steps(store)}
     for step in must:
         assert torch.equal(store.read(f"sft@{step}")["model"]["weight"], torch.full((2, 2), float(step)))
+
+
+def test_where_nothing_goes_nobody_looks_at_tags() -> None:
+    storage = FaultyStore(memory())
+    checkpointer = Checkpointer(small(storage), run="sft", max_checkpoints=2)
+    for step in range(3):
+        checkpointer.save(step, nn.Linear(2, 2))
+        assert (storage.count("list", "tags/") > 0) is (step == 2)
 
 
 def test_a_run_that_is_rolled_back_forgets_what_it_abandons_and_goes_on() -> None:
