@@ -84,12 +84,13 @@ class BlobCache:
         if self._off:
             return False
         try:
-            if not self._has_room_for(ref.size):
+            if ref.size > self._room():
                 return False
             self._fetch(storage, ref)
         except _Unusable as error:
-            self._off = True
-            logger.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
+            if not self._off:  # of several threads one says it
+                self._off = True
+                logger.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
             return False
         return True
 
@@ -108,13 +109,14 @@ class BlobCache:
             return done
 
         try:
-            if self._has_room_for(need):
+            room = self._room()
+            if need <= room:
                 return sum(in_parallel(threads, fetch_one, wanted, name="cache"))
         except _Unusable as error:
             raise StorageError(f"{error}; or give another cache_dir") from error
         raise InvalidInput(
-            f"{need} bytes are wanted in the cache {self.root}, which may hold less: give it more (cache_bytes), or "
-            "use a larger disk (cache_dir)"
+            f"{need} bytes are wanted in the cache {self.root}, which may hold {room}: give it more (cache_bytes), "
+            "or use a larger disk (cache_dir)"
         )
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
@@ -178,8 +180,9 @@ class BlobCache:
                 os.unlink(one.path)
             total -= one.nbytes
 
-    def _has_room_for(self, size: int) -> bool:
-        return size <= self._most(sum(one.nbytes for one in self._scan()))
+    def _room(self) -> int:
+        """Bytes that it may hold in all."""
+        return self._most(sum(one.nbytes for one in self._scan()))
 
     def _most(self, held: int) -> int:
         """Bytes that all blobs may have."""

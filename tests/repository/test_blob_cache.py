@@ -94,7 +94,7 @@ def test_it_never_holds_more_than_it_may(repo: Repository, storage: FarStore, ro
     for ref in refs:
         cache.keep(storage, ref)
         assert sum(path.stat().st_size for path in (root / FOLDER).iterdir()) <= 5 * SIZE + 10
-    with pytest.raises(InvalidInput, match="may hold less"):
+    with pytest.raises(InvalidInput, match="may hold 61450"):
         cache.fill(storage, refs, 2, silent)
     assert not BlobCache(root, limit=SIZE - 1).keep(storage, put(repo, 30))
     assert not BlobCache(root, limit=0).keep(storage, put(repo, 31))
