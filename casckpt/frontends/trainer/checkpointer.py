@@ -264,6 +264,7 @@ class Checkpointer:
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
+        self._settle()
         ranks = open_ranks(self.process_group)
         newest = ranks.exchange(lambda: None, lambda _: everyone(self._newest(step), ranks.size))
         return None if newest is None else Checkpoint(self.store.repository, newest)

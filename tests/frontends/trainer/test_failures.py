@@ -67,6 +67,29 @@ def test_a_save_in_the_foreground_that_fails_can_be_made_again() -> None:
     checkpointer.save(5, nn.Linear(2, 2), overwrite=True)
 
 
+def test_an_overwrite_that_fails_leaves_the_old_one() -> None:
+    storage, store = broken()
+    checkpointer = Checkpointer(store, run="sft", overwrite=True, max_checkpoints=1)
+    checkpointer.save(5, nn.Linear(2, 2), None, {"which": "old"})
+    storage.inject(fail_before("put", key="objects/*.manifest"))
+    with pytest.raises(StorageError, match="injected"):
+        checkpointer.save(5, nn.Linear(2, 2), None, {"which": "new"})
+    assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": "old"}
+    checkpointer.save(5, nn.Linear(2, 2), None, {"which": "new"})
+    assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": "new"}
+    assert steps(store) == [("sft", 5)]
+
+
+def test_a_load_right_after_a_save_in_the_background_finds_it() -> None:
+    checkpointer = Checkpointer(small(), run="sft")
+    checkpointer.save_async(5, nn.Linear(2, 2), None, {"which": 5})
+    assert checkpointer.load("sft@5", nn.Linear(2, 2)) == {"which": 5}
+    checkpointer.save_async(6, nn.Linear(2, 2))
+    found = checkpointer.resume(nn.Linear(2, 2))
+    assert found is not None
+    assert found.step == 6
+
+
 @pytest.mark.parametrize("end", ["wait", "close", "with"])
 def test_the_last_failure_is_not_lost(end: str) -> None:
     _, store = broken(FAULTS["blob"])
