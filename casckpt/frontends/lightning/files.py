@@ -17,7 +17,7 @@ class Files:
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:
         self.store, self.run, self._gc = store, check_run(run), gc
-        self._janitor = Janitor(store, run)
+        self._janitor = Janitor(store)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Those of the run; none where there is no store yet."""
@@ -57,7 +57,7 @@ class Files:
             if not found.tags and not found.forgotten:
                 self.store.forget(found)
             if self._gc:
-                self._janitor.ask()
+                self._janitor.ask(found.run)
 
     def named(self, pointer: Pointer) -> str:
         """What a path names: by its file, or as a reference. Raises NotFound for a save that did not end."""

@@ -83,7 +83,7 @@ class Checkpointer:
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._schedule, self._rotation = self.config.schedule, self.config.rotation
-        self._janitor = Janitor(self.store, run)
+        self._janitor = Janitor(self.store)
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
         self.last_step: int | None = None
@@ -335,7 +335,7 @@ class Checkpointer:
         self.summary = SaveSummary(checkpoint=saved, blocked=blocked, durable=durable, forgotten=steps)
         log.info("%s", self.summary)
         if self.config.gc:
-            self._janitor.ask()
+            self._janitor.ask(self.run)
 
     def _settle(self) -> None:
         """Wait for the save in the background, and report it if it failed."""

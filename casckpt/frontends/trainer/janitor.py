@@ -6,7 +6,8 @@ It waits for nobody: what saves in progress may need is left to the gc after the
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 
 from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError
@@ -17,25 +18,36 @@ log = logging.getLogger(__name__)
 class Janitor:
     """Deletes what of a run is forgotten, and needed by nobody."""
 
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._run = store, run
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._thread: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
+        self._lock = Lock()
+        self._asked: set[str] = set()
+        self._busy = False
 
-    def ask(self) -> None:
-        """Begin a gc, unless one runs."""
-        if self._running is None or self._running.done():
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
-            self._running = self._thread.submit(self._collect)
+    def ask(self, run: str) -> None:
+        """Have a gc of ``run``: at once, or after the one that runs."""
+        with self._lock:
+            self._asked.add(run)
+            if not self._busy:
+                self._busy = True
+                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
+                self._thread.submit(self._work)
 
-    def _collect(self) -> None:
-        try:
-            self._store.gc(run=self._run, wait=0)
-        except CasckptError as error:
-            log.warning("gc of %s left its work to the next one: %s", self._store.url, error)
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._asked:
+                    self._busy = False
+                    return
+                run = self._asked.pop()
+            try:
+                self._store.gc(run=run, wait=0)
+            except CasckptError as error:
+                log.warning("gc of %s in %s left its work to the next one: %s", run, self._store.url, error)
 
     def close(self) -> None:
-        """Wait until it is done."""
+        """Wait until all is done."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
