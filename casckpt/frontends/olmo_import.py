@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -135,12 +136,19 @@ def _shards(key: str, one: _Tensor, held: Mapping[str, Mapping[str, torch.Tensor
             continue  # a replica, which every rank wrote
         seen.add(repr(spec))
         data = held[name].get(key)
-        if data is None:
-            raise NotFound(f"{name} lacks {key!r}, which {METADATA} says is in it; get the whole folder", key=key)
         try:
-            yield _shard(data, one.shape, spec)
-        except (TypeError, ValueError) as error:
-            raise Refused(f"{METADATA} says of {key!r} in {name} what cannot be: {error}", key=key) from error
+            found = [] if data is None else [_shard(data, one.shape, spec)]
+            absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state need not be there
+        except (TypeError, ValueError, LookupError, RuntimeError) as error:
+            raise Refused(f"{METADATA} says of {key!r} in {name} what cannot be: {error!r}", key=key) from error
+        if absent:
+            raise NotFound(f"{name} lacks {key!r}, which {METADATA} says is in it; get the whole folder", key=key)
+        yield from found
+
+
+def _numel(spec: Mapping[str, Any]) -> int:
+    flat = spec.get("flattened_offsets")
+    return prod(spec["local_shape"]) if flat is None else sum(hi - lo for lo, hi in flat)
 
 
 def _shard(data: torch.Tensor, shape: tuple[int, ...], spec: Mapping[str, Any]) -> Shard:

@@ -285,6 +285,10 @@ def _olmo_part(path: Path, tensors: dict[str, torch.Tensor]) -> None:
             specs = {f"rank_{r}.safetensors": {"local_shape": [6, 2], "global_offset": [0, 2 * r]} for r in (0, 1)}
             for rank in (0, 1):
                 files[rank][key] = value[:, 2 * rank : 2 * rank + 2].reshape(-1).clone()
+        elif key == "state.down.__exp_avg":  # nothing of it on one rank, whose optimizer never saw it
+            specs = {"rank_0.safetensors": {"flattened_offsets": [[0, 0]]},
+                     "rank_1.safetensors": {"flattened_offsets": [[0, value.numel()]]}}  # fmt: skip
+            files[1][key] = flat.clone()
         elif value.dim() and "state" in key and "param" not in key and "keys" not in key:  # flat, as FSDP has them
             specs = {"rank_0.safetensors": {"flattened_offsets": [[0, cut], [2 * cut, value.numel()]]},
                      "rank_1.safetensors": {"flattened_offsets": [[cut, 2 * cut]]}}  # fmt: skip
