@@ -1,7 +1,7 @@
 """Which bytes of which blobs a load needs, and how they are merged into few reads. Pure; nothing here reads.
 
 The unit of a verified read is the cell: what is wanted is rounded out to whole cells. Unverified, it is the wanted
-bytes themselves.
+bytes themselves, in pieces of a few cells.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, intersect, no
 from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
+_PIECE_BYTES = 2 << 20
 _SMALL_GAP = 64 << 10  # bytes: an unverified read does not take runs apart that are nearer to each other
 
 
@@ -111,13 +112,22 @@ def _units_of_whole(table: ExtentTable, short: PackedWhole, lo: int, hi: int, ve
     """The same for the short form, without columns: most tensors are small and many."""
     box, size, cell = table.boxes[0], table.itemsize, table.cell
     if not verify:
-        yield Unit(short.blob, short.offset + lo * size, (hi - lo) * size, box, lo, hi, None)
+        yield from _pieces(box, lo, hi, size, (short.blob, short.offset + lo * size))
         return
     end = box.numel
     for number in range(lo // cell, -(-hi // cell)):
         a, b = number * cell, min((number + 1) * cell, end)
         digest = CellDigest(short.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
         yield Unit(short.blob, short.offset + a * size, (b - a) * size, box, a, b, digest)
+
+
+def _pieces(box: Box, lo: int, hi: int, size: int, place: tuple[int, int]) -> Iterator[Unit]:
+    """Elements [lo, hi) that lie together at ``place`` (blob, offset), in pieces that a buffer takes."""
+    blob, offset = place
+    step = max(1, _PIECE_BYTES // size)
+    for a in range(lo, hi, step):
+        b = min(a + step, hi)
+        yield Unit(blob, offset + (a - lo) * size, (b - a) * size, box, a, b, None)
 
 
 def _units_of(table: ExtentTable, row: int, lo: int, hi: int, verify: bool) -> Iterator[Unit]:
@@ -127,7 +137,7 @@ def _units_of(table: ExtentTable, row: int, lo: int, hi: int, verify: bool) -> I
     size, cell = table.itemsize, table.cell
     if not verify:
         a, b = max(start, lo), min(stop, hi)
-        yield Unit(blob, offset + (a - start) * size, (b - a) * size, box, a, b, None)
+        yield from _pieces(box, a, b, size, (blob, offset + (a - start) * size))
         return
     skip = max(start, lo) // cell - start // cell
     digest = int(table.first_cell[row]) + skip

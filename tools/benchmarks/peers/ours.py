@@ -41,7 +41,7 @@ class Casckpt(Peer):
         LOAD: ({}, {"verify": False}),
         PART: ({}, {"verify": False}),
         ASYNC: ({},),
-        RANKS: ({},),
+        RANKS: ({}, {"verify": False}),
         DCP_SAVE: ({"through_dcp": True},),
         DCP_LOAD: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),
         DCP_PART: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),

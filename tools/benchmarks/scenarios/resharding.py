@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.harness import Case
 from benchmarks.measure import Measured
 from benchmarks.peers.base import RANKS, Peer, Setting
-from benchmarks.results import OURS, Check, Row, ScenarioResult, over
+from benchmarks.results import OURS, Check, Row, ScenarioResult, best, median_of, over
 from benchmarks.scenarios.base import READERS, Bench, Options
 from benchmarks.scenarios.loading import WARM
 from benchmarks.scenarios.saving import time_of
@@ -16,6 +17,7 @@ from benchmarks.teams import Team
 
 _USUAL = 256 << 20  # 8192 x 8192 in float32
 _ROWS, _COLUMNS = "rows", "columns"
+_ONE = "1 thread"
 _SLOW = "olmo-0.1.0"  # loads of columns take it a time that grows with the square of the rows
 
 
@@ -72,22 +74,24 @@ def _states(move: Move) -> Sequence[tuple[int, str, str]]:
 def _checks(rows: list[Row], moves: Sequence[Move]) -> list[Check]:
     checks = [
         Check(f"{move.name}: DCP / casckpt", 3.0, True,
-              over(time_of(rows, "dcp", group=move.name), time_of(rows, OURS, group=move.name)))
+              over(time_of(rows, "dcp", group=move.name), time_of(_verified(rows), OURS, group=move.name)))
         for move in moves
     ]  # fmt: skip
-    hardest = time_of(rows, OURS, group=HARDEST.name)
-    plain = over(hardest, time_of(rows, "raw preadv"))
-    return [*checks, Check(f"{HARDEST.name}: casckpt / plain read of the file", 3.0, False, plain)]
+    hardest = median_of(best(_verified(rows), OURS, "durable", group=HARDEST.name), "durable")
+    plain = over(hardest, median_of(best(rows, "raw preadv", "durable", what=_ONE), "durable"))
+    return [*checks, Check(f"{HARDEST.name}: casckpt, verified / plain read of the file", 3.0, False, plain)]
+
+
+def _verified(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if "verify=no" not in row.what]
 
 
 def _plain_reads(bench: Bench, size: int) -> list[Case]:
     place = bench.place()
     bench.team().call("limits:put_state", folder=place, state="whole")
-    more = {"state": "whole", "folder": place, "cache": WARM}
-    return [
-        bench.limit("raw preadv", f"{n} threads", "limits:read", group="plain read", nbytes=size, threads=n, **more)
-        for n in READERS
-    ]
+    more: dict[str, Any] = {"state": "whole", "folder": place, "cache": WARM, "group": "plain read", "nbytes": size}
+    threads = {_ONE: 1} | {f"{n} threads": n for n in READERS}
+    return [bench.limit("raw preadv", what, "limits:read", threads=n, **more) for what, n in threads.items()]
 
 
 def _all_loads(bench: Bench, moves: Sequence[Move], size: int) -> list[Case]:
