@@ -11,24 +11,29 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from tests.support import elsewhere
+
 if TYPE_CHECKING:
     import casckpt
     from tests.support.ranks import Pool
     from tests.support.servers import Server
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("bucket", derandomize=True, deadline=None, max_examples=6, print_blob=True)
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="long sweeps too, with new random seeds")
+    where = "the suites of repositories and checkpoints alone, their stores in buckets of this server"
+    parser.addoption("--storage", choices=elsewhere.SERVERS, help=where)
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
 def pytest_configure(config: pytest.Config) -> None:
     full = config.getoption("--full")
     if config.getoption("--hypothesis-profile") is None:
-        settings.load_profile("full" if full else "ci")
+        settings.load_profile("bucket" if config.getoption("--storage") else "full" if full else "ci")
     if full and config.getoption("--hypothesis-seed") is None:
         handed_on = getattr(config, "workerinput", {}).get("seed")
         config.option.hypothesis_seed = handed_on or str(secrets.randbelow(1 << 32))
@@ -44,10 +49,17 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    left_out = [item for item in items if not _wanted(config, item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if _wanted(config, item)]
+
+
+def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
+    if item.get_closest_marker("full") and not config.getoption("--full"):
+        return False
+    if not config.getoption("--storage"):
+        return True
+    return item.nodeid.partition("::")[0] in elsewhere.MODULES and not item.get_closest_marker("in_memory")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,6 +119,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder
 
     with Pool(tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _where_stores_lie(request: pytest.FixtureRequest, _no_trace_in_the_home_folder: None) -> Iterator[None]:
+    """In memory, unless ``--storage`` says otherwise."""
+    name = request.config.getoption("--storage")
+    if name is None:
+        yield
+        return
+    with elsewhere.stores_in(request.getfixturevalue(f"{name}_server")):
+        yield
 
 
 @pytest.fixture(scope="session")

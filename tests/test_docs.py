@@ -34,6 +34,7 @@ from tests.support.pages import Block, Reader, blocks
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
+    from tests.support.servers import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
@@ -41,6 +42,7 @@ FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md",
          DOCS / "dcp.md"]  # fmt: skip
+REMOTE = DOCS / "remote.md"  # its examples need a server
 EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
 LAYERS = ("", "cli", "frontends", "checkpoint", "tensors", "repository", "plan", "format", "storage")
 STRUCTS = (
@@ -141,7 +143,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
 def test_a_page_with_examples_is_run(page: Path) -> None:
-    assert page in PAGES or not blocks(page), f"{page.name} has examples: add it to PAGES"
+    assert page in (*PAGES, REMOTE) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
 
 # --- the pages with examples ---
@@ -153,6 +155,18 @@ def test_every_example_does_what_the_page_says(page: Path, tmp_path: Path, ranks
     folder.mkdir()
     reader = Reader(folder, ROOT, model_and_optimizer(), lambda size, block: ranks.run(size, on_rank, block, folder))
     assert reader.follow(page) >= 3
+
+
+def test_every_example_on_buckets_does_what_the_page_says(
+    tmp_path: Path, moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The credentials come from the environment, as the page says."""
+    moto_server.client.create_bucket(Bucket="my-bucket")
+    options = moto_server.options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", options["endpoint_url"])
+    assert Reader(tmp_path, ROOT, {}, lambda size, block: None).follow(REMOTE) >= 5
 
 
 def model_and_optimizer() -> dict[str, object]:

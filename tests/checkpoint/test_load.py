@@ -171,6 +171,7 @@ def test_cast_into_any_layout(store: Store, layout: str, verify: bool) -> None:
     assert torch.equal(target, state()["model"]["w"].double())
 
 
+@pytest.mark.in_memory
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
     store = small()

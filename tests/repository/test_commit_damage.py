@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -21,7 +22,7 @@ from casckpt.repository.commits import (
 )
 from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore
-from tests.support.repositories import commit_bare, memory, repository
+from tests.support.repositories import commit_bare, repository
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_record_that_the_listing_missed_is_read(tmp_path: Path) -> None:
         def list(self, prefix: str):  # type: ignore[no-untyped-def]
             return (entry for entry in super().list(prefix) if entry.key.endswith(".1"))
 
-    storage = memory()
+    storage = MemoryStore(uuid4().hex)
     first = commit_bare(repository(tmp_path, storage))
     forget(repository(tmp_path, storage), first)
     assert list_commits(repository(tmp_path, Late(storage.name))).commits[first.txid].last == "forgotten"

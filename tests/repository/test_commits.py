@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -302,7 +303,7 @@ def test_a_remote_storage_is_read_by_several_threads(tmp_path: Path) -> None:
     class Remote(MemoryStore):
         traits = Traits(remote=True, read_gap=0, parallel=4, exclusive=True)
 
-    storage = memory()
+    storage = MemoryStore(uuid4().hex)
     writer = repository(tmp_path, storage)
     made = {commit_bare(writer, "a", step).txid for step in range(8)}
     barrier = threading.Barrier(4, timeout=60)  # passes only if four reads are in flight at once

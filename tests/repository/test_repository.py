@@ -22,7 +22,7 @@ from tests.support.repositories import Ticks, commit_bare, memory, repository
 def test_opening_makes_nothing_and_says_what_to_do(tmp_path: Path) -> None:
     repo = Repository(memory(), tmp_path)
     assert not repo.exists()
-    with pytest.raises(NotFound, match=r"there is no store at memory://.*casckpt init"):
+    with pytest.raises(NotFound, match=r"there is no store at \w+://.*casckpt init"):
         _ = repo.marker
     assert list(repo.storage.list("")) == []
 
@@ -79,7 +79,7 @@ def test_a_store_id_that_is_no_folder_name_is_refused(tmp_path: Path, store_id: 
 def test_a_torn_marker_is_damage(tmp_path: Path) -> None:
     storage = memory()
     storage.put("casckpt.json", b'{"format": 1, "sto')
-    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*put the file back from a copy .* memory:"):
+    with pytest.raises(Damaged, match=r"casckpt\.json is damaged.*put the file back from a copy .* \w+:"):
         _ = Repository(storage, tmp_path).marker
 
 

@@ -21,6 +21,8 @@ from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Clock, Entropy, Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
+from casckpt.storage.remote import RemoteStore
+from tests.support import elsewhere
 from tests.support.faulty import Call
 
 START = 1_700_000_000_000_000  # microseconds; some day in 2023
@@ -54,9 +56,9 @@ def meanwhile(action: Callable[[], object]) -> Callable[[Call], None]:
     return hook
 
 
-def memory() -> MemoryStore:
-    """A storage in memory of its own."""
-    return MemoryStore(f"test-{next(_STORES)}")
+def memory(*, near: bool = True) -> MemoryStore | RemoteStore:
+    """A storage of its own: in memory, or where ``pytest --storage`` says; see `tests.support.elsewhere`."""
+    return elsewhere.storage(near=near) or MemoryStore(f"test-{next(_STORES)}")
 
 
 def repository(

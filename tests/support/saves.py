@@ -30,7 +30,7 @@ _NUMBERS = itertools.count()
 
 def small(storage: ObjectStore | None = None, *, cell_bytes: int = CELL, blob_bytes: int = BLOB) -> Store:
     """A store in memory (or in ``storage``) whose cells and blobs are small."""
-    store = Store(Repository(memory() if storage is None else storage))
+    store = Store(Repository(memory(near=False) if storage is None else storage))
     store.create(cell_bytes=cell_bytes, blob_bytes=blob_bytes)
     return store
 
