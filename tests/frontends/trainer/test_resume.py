@@ -14,7 +14,7 @@ from tests.support.saves import small_folder
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-STEPS, MORE, EVERY, SIZE = 20, 6, 4, 4
+STEPS, MORE, EVERY, SIZE = 16, 4, 4, 4
 KILLS = 3  # 20 with --full
 NOTICED = 5.0  # seconds after which torch's own collectives give up on a rank that died
 
