@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
-from casckpt.format.regions import Box, Shape, flat_boxes, full_box
+from casckpt.format.regions import Shape, full_box
 from casckpt.frontends.megatron.errors import ShardedKeyMissing, ShardedMismatch, checkpointing_errors
 from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
 from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
@@ -23,12 +23,13 @@ from casckpt.frontends.megatron.nesting import (
 )
 from casckpt.frontends.megatron.place import CheckpointDir, place_of
 from casckpt.frontends.megatron.reading import object_key
+from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies, part_shape
 from casckpt.frontends.megatron.saving import check_strategies, is_empty
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.sharing import Sharing, hand_on, plan_sharing
 from casckpt.frontends.megatron.stored import Request, Stored
 from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
-from casckpt.tensors.foreign import flat_range, megatron_data, megatron_region, megatron_shard
+from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
 
@@ -107,6 +108,7 @@ class Loading:
         self._request = Request()
         self._results: dict[int, Any] = {}
         self._zeroed: list[torch.Tensor] = []
+        self._copies: list[Copies] = []
         self._parts: list[_Part] = []
 
     def plan(self, strict: Any) -> tuple[list[Claim], set[str]]:
@@ -165,8 +167,13 @@ class Loading:
         return key
 
     def _shards(self, value: Any, data: torch.Tensor, stored: Shape) -> list[Shard]:
-        if tuple(value.global_shape) == stored:
+        shape = tuple(value.global_shape)
+        if shape == stored:
             return [megatron_shard(value, data)]
+        part = part_shape(shape, stored)
+        if part is not None:
+            self._copies.append(copies(value, data, stored, part))
+            return self._copies[-1].shards
         if not value.allow_shape_mismatch or len(value.global_shape) != len(stored):
             raise ShardedMismatch(
                 f"{value.key!r} has global shape {list(value.global_shape)} here, but {list(stored)} in "
@@ -196,6 +203,8 @@ class Loading:
         for data in self._zeroed:
             data.detach().zero_()
         self._request.run(self.stored, **options)
+        for one in self._copies:
+            one.run()
         if sharing is not None:
             hand_on(ranks, sharing, [part.data for part in self._parts])
 
@@ -228,12 +237,7 @@ def _data(value: Any) -> torch.Tensor:
 
 def _clipped(value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
     """The parts of ``data`` that a tensor of another global shape has."""
-    region, local = megatron_region(value), megatron_data(value, data)
-    flat = flat_range(value) is not None
-    pieces: list[tuple[Box, torch.Tensor]] = [(region.box, local)]
-    if flat:
-        pieces = [(box, local[start - region.lo :][: box.numel].view(box.shape)) for box, start in flat_boxes(region)]
-    for box, piece in pieces:
+    for box, piece in boxes_of(value, data):
         common = box.intersect(full_box(stored))
         if common is not None:
             yield Shard(narrow(piece, common.relative_to(box)), stored, common.offset)

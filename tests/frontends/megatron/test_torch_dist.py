@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from casckpt.frontends.convert import dcp_to_casckpt
 from tests.frontends.megatron.test_gpt import differences
 from tests.support import gpt
 from tests.support.gpt import Topology
+from tests.support.megatron_core import core
 from tests.support.torch_dist_folder import FOLDER, state
 
 if TYPE_CHECKING:
@@ -46,6 +48,15 @@ def test_what_came_along(where: str) -> None:
     assert metadata["layers.attention"].global_shape == (gpt.LAYERS, gpt.HIDDEN, gpt.HIDDEN)
     assert metadata["layers._extra_state/shard_3_4"] == megatron.ShardedObject("layers._extra_state", None, (4,), (3,))
     assert megatron.load_common_state_dict(where)["iteration"] == 7
+
+
+def test_metadata_of_versions_up_to_0_15(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "folder")
+    older = core(".strategies.torch").MCoreMetadata()
+    vars(older).update(vars(pickle.loads((FOLDER / ".metadata").read_bytes())), mcore_data={})
+    (tmp_path / "folder/.metadata").write_bytes(pickle.dumps(older))
+    dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)
+    assert loaded(0, 1, f"{tmp_path}/store#core@7", Topology()) == []
 
 
 class Odd:
