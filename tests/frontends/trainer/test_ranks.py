@@ -73,6 +73,44 @@ def test_each_rank_gets_its_own_and_ranks_beyond_those_of_rank_0(store_path: Pat
             assert ranks.run(3, load_draws, store_path)[2][0] == found[2][0]  # but always the same
 
 
+class Stage(nn.Module):
+    """One layer of a model, under the name that it has in the whole."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(int(name))
+        self.layers = nn.ModuleDict({name: nn.Linear(3, 3)})
+
+
+def two_stages_a_rank(rank: int, size: int, path: Path) -> Any:
+    """A pipeline of two ranks, twice: each rank has two stages, and an optimizer for each."""
+    stages = [Stage(str(2 * (rank % 2) + number)) for number in range(2)]
+
+    def optims(rate: float) -> list[torch.optim.AdamW]:
+        return [torch.optim.AdamW(one.parameters(), lr=rate * (at + 1)) for at, one in enumerate(stages)]
+
+    trained = optims(0.1)
+    for stage, optim in zip(stages, trained, strict=True):
+        next(iter(stage.layers.values()))(torch.ones(1, 3)).sum().backward()
+        optim.step()
+    checkpointer = Checkpointer(small_folder(path), run="sft")
+    checkpointer.save_async(1, stages, trained)
+    weights = [parameter for stage in stages for parameter in stage.parameters()]
+    want = [parameter.detach().clone() for parameter in weights]
+    checkpointer.wait()
+    for parameter in weights:
+        nn.init.zeros_(parameter)
+    fresh = optims(7.0)
+    checkpointer.load("sft@1", stages, fresh, load_optim_state=True)
+    rates = [group["lr"] for optim in fresh for group in optim.param_groups]
+    return all(map(torch.equal, want, weights)), rates, [len(optim.state) for optim in fresh]
+
+
+def test_pipeline_stages_and_their_optimizers_are_lists(store_path: Path, ranks: Pool) -> None:
+    assert ranks.run(4, two_stages_a_rank, store_path) == [(True, [0.1, 0.2], [2, 2])] * 4
+    assert len(small_folder(store_path).read("sft@1")["model"]) == 8
+
+
 # --- failures ---
 
 
