@@ -121,6 +121,17 @@ def test_a_copy_that_was_killed_goes_on_where_it_was(as_json: AsJson, many: casc
     assert other.gc().deleted_blobs == 0
 
 
+def test_a_copy_that_another_process_goes_on_with_is_not_shown_as_dead(
+    as_json: AsJson, many: casckpt.Store, there: Path
+) -> None:
+    kill_a_copy(many, there)
+    assert [row["alive"] for row in as_json("transactions", there)] == [False]
+    seen: list[list[bool | None]] = []
+    many.copy_to(there, progress=lambda nbytes: seen.append([row["alive"] for row in as_json("transactions", there)]))
+    assert [None] in seen
+    assert as_json("transactions", there) == []
+
+
 def test_a_gc_gives_up_on_a_copy_that_was_killed_and_the_next_begins_anew(
     as_json: AsJson, many: casckpt.Store, there: Path
 ) -> None:

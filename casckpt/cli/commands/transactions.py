@@ -45,13 +45,14 @@ def _open(repo: Repository) -> list[dict[str, Any]]:
     repo.marker  # noqa: B018  # no store is not the same as no saves
     found = open_transactions(repo, list_names(repo))
     ended = list_names(repo) if found else set()
-    return [_described(one) for one in found if one.txid not in ended]
+    return [_described(repo, one) for one in found if one.txid not in ended]
 
 
-def _described(one: OpenTransaction) -> dict[str, Any]:
+def _described(repo: Repository, one: OpenTransaction) -> dict[str, Any]:
     from datetime import UTC, datetime
 
     from casckpt.format.keys import parse_txid
+    from casckpt.repository.transactions import has_died
 
     name = parse_txid(one.txid)
     row = {"txid": one.txid, "run": None, "step": name.step, "since": name.time.isoformat(), "signs_of_life": one.signs}
@@ -59,8 +60,11 @@ def _described(one: OpenTransaction) -> dict[str, Any]:
         return row | {"host": None, "pid": None, "alive": None}
     process = one.began.process
     since = datetime.fromtimestamp(one.began.time / 1e6, UTC).isoformat()
+    alive = _alive(process)
+    if alive is False and not has_died(repo, one):
+        alive = None  # another process has joined: a copy that goes on
     return row | {
-        "run": one.began.run, "since": since, "host": process.host, "pid": process.pid, "alive": _alive(process)
+        "run": one.began.run, "since": since, "host": process.host, "pid": process.pid, "alive": alive
     }  # fmt: skip
 
 
