@@ -134,3 +134,13 @@ def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.Mon
     rows = run_rounds([case("a"), case("b"), case("c")], 2, lambda text: None)
     assert order == ["a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
     assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
+
+
+def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "s3.json", "s3")
+    measured = {(group, who) for (group, who, _), row in rows.items() if row["rounds"]}
+    assert measured >= {(group, who) for group in ("save", "load") for who in ("casckpt", "s3fs")}
+    assert not list((tmp_path / "work").iterdir())

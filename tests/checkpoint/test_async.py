@@ -156,6 +156,7 @@ def test_a_save_in_the_background_cannot_be_cancelled() -> None:
     assert future.result(SECONDS).step == 1
 
 
+@pytest.mark.in_memory
 def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     store = small()
     weight = cells(4)

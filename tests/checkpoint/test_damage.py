@@ -328,6 +328,7 @@ def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
         reopened(store).read(ref)
 
 
+@pytest.mark.in_memory
 def test_random_damage_to_any_object(seed: int) -> None:
     """Whatever is flipped or cut: a load gives the right bytes or one of our errors, and listing goes on."""
     rng = random.Random(seed)

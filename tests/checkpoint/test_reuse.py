@@ -229,6 +229,7 @@ class TestWorn:
         held = sum(int(size) - DATA_OFFSET for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.body.entries)
 
+    @pytest.mark.in_memory
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
     def test_space_stays_bounded(self, share: float) -> None:
         store, rng = small(), random.Random(f"{share}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.results import ScenarioResult
 from benchmarks.scenarios.base import Options
+from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.loading import load, partial
@@ -28,4 +29,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "plan": plan,
     "catalogue": catalogue,
     "memory": memory,
+    "s3": s3,
 }
