@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from casckpt.errors import Conflict, Damaged, NotFound, Refused
 from casckpt.format.keys import mirrored_key, parse_mirrored
+from casckpt.format.names import TxId
 from casckpt.format.records import Mirrored, encode
 from casckpt.repository.commits import Commit
-from casckpt.repository.reading import each
+from casckpt.repository.reading import Read, each, read_records
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry
 
 PREFIX = "mirrored/"
 
@@ -36,14 +36,19 @@ class MirrorLag:
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
     """Those of ``commits`` that are not known to be safe in ``mirror``, which the settings name; none, if that is None.
 
-    One LIST, and a small read for each record that this process has not seen. Raises `StorageError`.
+    One LIST, and a small read for each record that this host has not seen. Raises `StorageError`.
     """
     wanted = list(commits)
     if mirror is None or not wanted:
         return []
-    there = {parse_mirrored(entry.key): entry for entry in repo.storage.list(PREFIX)}
-    known = each(repo.storage, lambda commit: _is_safe(repo, there.get(commit.txid), mirror), wanted)
-    return [commit for commit, safe in zip(wanted, known, strict=True) if not safe]
+    there = {txid: entry for entry in repo.storage.list(PREFIX) if (txid := parse_mirrored(entry.key))}
+    noted = [commit.txid for commit in wanted if commit.txid in there]
+    found = read_records(repo, PREFIX, [there[txid] for txid in noted], lambda _: Mirrored)
+    doubtful = [txid for txid in noted if not _says(found[mirrored_key(txid)], txid, mirror)]
+    # of a mirror that the store had before; or the record was created anew since this host saw it
+    again = each(repo.storage, lambda txid: _is_noted(repo, txid, mirror), doubtful)
+    safe = {*noted} - {txid for txid, says in zip(doubtful, again, strict=True) if not says}
+    return [commit for commit in wanted if commit.txid not in safe]
 
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
@@ -65,24 +70,23 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
     try:
         repo.put_record(key, record)
     except Conflict:
-        if _names(repo, key, mirror):
+        if _is_noted(repo, commit.txid, mirror):
             return
         repo.storage.delete(key)  # of a mirror that the store had before
         repo.put_record(key, record)
     repo.records.add(key, len(encode(record)), record)
 
 
-def _is_safe(repo: Repository, entry: Entry | None, mirror: str) -> bool:
-    if entry is None:
-        return False
-    held = repo.records.get(entry.key, entry.size)
-    return held.mirror == mirror if isinstance(held, Mirrored) else _names(repo, entry.key, mirror)
-
-
-def _names(repo: Repository, key: str, mirror: str) -> bool:
+def _is_noted(repo: Repository, txid: TxId, mirror: str) -> bool:
+    """As the store has it now."""
+    key = mirrored_key(txid)
     try:
         found: Mirrored = repo.get_record(key, Mirrored)
     except (NotFound, Damaged, Refused):
         return False
     repo.records.add(key, len(encode(found)), found)
-    return found.mirror == mirror and key == mirrored_key(found.txid)
+    return _says(found, txid, mirror)
+
+
+def _says(record: Read, txid: TxId, mirror: str) -> bool:
+    return isinstance(record, Mirrored) and (record.txid, record.mirror) == (txid, mirror)

@@ -301,3 +301,17 @@ def test_ranks_with_a_mirror_and_a_cache_of_their_host(ranks: Pool, store_path: 
     found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
     assert [same for same, _, _ in found] == [True, True]
     assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob came to this host once
+
+
+def test_what_this_host_knows_of_the_mirror_is_not_read_again(store: Store, store_path: Path, away: Path) -> None:
+    save(store, 1, 2, 3)
+    store.wait_for_mirror()
+    assert casckpt.open(store_path).stats().unmirrored == 0
+    storage = FaultyStore(LocalStore(store_path))
+    assert Store(Repository(storage)).stats().unmirrored == 0
+    assert not [key for key in storage.keys("get") if key.startswith("mirrored/")]
+    other = away.with_name("yawa")  # records of the same length, which a listing does not tell apart
+    again = casckpt.open(store_path, mirror=other)
+    again.wait_for_mirror()
+    assert casckpt.open(store_path).stats().unmirrored == 0
+    assert steps(casckpt.open(other)) == steps(store)
