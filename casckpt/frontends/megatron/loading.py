@@ -10,7 +10,7 @@ import torch
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.format.regions import Shape, full_box
-from casckpt.frontends.megatron.errors import ShardedKeyMissing, ShardedMismatch, checkpointing_errors
+from casckpt.frontends.megatron.errors import ShardedMismatch, checkpointing_errors
 from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
 from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
 from casckpt.frontends.megatron.mapping import apply_factory_merges
@@ -158,9 +158,7 @@ class Loading:
 
     def _add_tensor(self, value: Any) -> str:
         """What `read` is to read of it; its key in the checkpoint."""
-        key = self.stored.tensor_key(value.key)
-        if key is None:
-            raise ShardedKeyMissing(f"{self.stored.where} lacks {value.key!r}", key=value.key, keys=(value.key,))
+        key = self.stored.tensor_key(value.key) or str(value.key)  # what is unexpected is left out already
         data = _data(value)
         self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
         self._results[id(value)] = data.detach

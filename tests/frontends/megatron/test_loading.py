@@ -155,6 +155,13 @@ def test_another_shape_is_refused(where: str, more: dict[str, Any]) -> None:
     assert untouched(asked)
 
 
+@pytest.mark.parametrize("notes", [b"{", b"[]", b'{"common_tensors": 5}'])
+def test_notes_of_no_use_are_refused(tmp_path: Path, notes: bytes) -> None:
+    casckpt.open(tmp_path).save({"w": torch.ones(1)}, run="a", step=1, attachments={"megatron.json": notes})
+    with pytest.raises(CheckpointingException, match=r"megatron.json is not usable"):
+        load({}, f"{tmp_path}#a@1")
+
+
 def test_strictness(where: str, caplog: pytest.LogCaptureFixture) -> None:
     def asked() -> dict[str, Any]:
         return {"w": tensor("w", 4, 3), "x": tensor("x", 1), "y": obj("y")}
