@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -38,7 +38,7 @@ def state_at(step: int, size: int) -> dict[str, Any]:
 
 
 def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
-    """Save over weights that change as soon as they may; the memory of this process after each step."""
+    """Save over weights that change as soon as they may; the bytes of all tensors after each step."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
     forget_plans()
@@ -61,7 +61,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         )
         with torch.no_grad():
             state["moving"].fill_(-1)
-        memory.append(psutil.Process().memory_info().rss)
+        memory.append(held())
     before.result()
     if kind == "process":
         _end_process()
@@ -70,6 +70,13 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
     load(found, StorageReader(store, f"{kind}@{STEPS - 1}"))
     assert found["step"] == STEPS - 1
     return memory
+
+
+def held() -> int:
+    """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+    storages = [one.untyped_storage() for one in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 def _end_process() -> None:
@@ -86,7 +93,7 @@ def _end_process() -> None:
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
 def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
-        assert memory[-1] - memory[2] < 4 * SIZE
+        assert memory[-1] - memory[2] < SIZE  # a copy of its half, left behind by each step, would be more
     store = casckpt.open(store_path)
     for step in range(STEPS):
         found = store.read(f"{kind}@{step}")
