@@ -74,8 +74,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
 
 def held() -> int:
     """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    storages = [one.untyped_storage() for one in tensors]
+    storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
