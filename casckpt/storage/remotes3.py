@@ -8,6 +8,7 @@ old client does not know (such as the condition that makes a put create only).
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ class S3Client:
         self.bucket, self.prefix = bucket, prefix
         self._fs = S3FileSystem(**{**options, **secrets, "config_kwargs": config, "use_listings_cache": False})
         self._loop: asyncio.AbstractEventLoop = self._fs.loop
+        self._thread = asyncio.run_coroutine_threadsafe(_thread(), self._loop).result()
         try:
             self.run(self._fs.set_session())  # what is wrong with the options shows here
         except BotoCoreError as error:
@@ -186,6 +188,9 @@ class S3Client:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run in fsspec's loop, which has a thread of its own; stop it if this thread is interrupted."""
+        if threading.get_ident() == self._thread:
+            call.close()
+            raise Unsupported("casckpt was called in the thread of fsspec's event loop, which would wait for itself")
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
@@ -243,6 +248,10 @@ class S3Object:
         elif (self._etag, self._size) != (etag, size):
             message = f"object {self._key} was replaced while it was read; read it again"
             raise StorageError(message, key=self._key)
+
+
+async def _thread() -> int:
+    return threading.get_ident()
 
 
 async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:

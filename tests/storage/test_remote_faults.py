@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -286,3 +287,14 @@ def test_counts(storage: RemoteStore) -> None:
     counts = storage.counts
     assert (counts.puts, counts.bytes_written, counts.reads, counts.bytes_read) == (1, 10, 2, 13)
     assert counts.requests == 3
+
+
+def test_a_call_in_the_loop_of_the_client_is_an_error_and_no_hang(storage: RemoteStore) -> None:
+    storage.size("a")
+    loop = storage._clients.get()._loop  # type: ignore[attr-defined]  # of S3
+
+    async def call() -> None:
+        storage.size("a")
+
+    with pytest.raises(Unsupported, match="event loop"):
+        asyncio.run_coroutine_threadsafe(call(), loop).result(timeout=30)
