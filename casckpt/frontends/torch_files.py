@@ -205,22 +205,20 @@ class _Export:
     def _fill(self, path: Path, tensors: Sequence[_Tensor]) -> dict[str, int]:
         """Write the data of all tensors into their holes; the crc of each record."""
         reader: Any = torch._C.PyTorchFileReader(str(path))
+        with zipfile.ZipFile(path) as archive:
+            sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
         sums: dict[str, int] = {}
         with path.open("r+b", buffering=0) as file:
             for tensor in tensors:
+                if sizes.get(tensor.record) != tensor.entry.nbytes:
+                    raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
                 place = reader.get_record_offset(tensor.record)
-                self._check(reader, tensor)
                 crc = 0
                 for data in self._pieces(tensor):
                     os.pwrite(file.fileno(), data, place)
                     crc, place = zlib.crc32(data, crc), place + len(data)
                 sums[tensor.record] = crc
         return sums
-
-    @staticmethod
-    def _check(reader: Any, tensor: _Tensor) -> None:
-        if reader.get_record_size(tensor.record) != tensor.entry.nbytes:
-            raise InvalidInput(f"torch {torch.__version__} numbers the storages of a file otherwise than is known here")
 
     def _pieces(self, tensor: _Tensor) -> Iterator[memoryview]:
         entry = tensor.entry

@@ -27,8 +27,8 @@ _CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkS
 _PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # Megatron keeps them
 _MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 _ALLOWED: Final[dict[tuple[str, str], Any]] = {
-    **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES},
-    **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES},
+    **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES if hasattr(dcp, name)},
+    **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES if hasattr(planner, name)},
     (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (Metadata,), {}),  # of versions up to 0.15
     (_MEGATRON_MODULE, "MCoreSavePlan"): type("MCoreSavePlan", (SavePlan,), {}),
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
