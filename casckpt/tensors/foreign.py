@@ -2,12 +2,18 @@
 
 Megatron style: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``, behind ``prepend_axis_num`` axes
 of extent 1 that the data lacks; with a ``flattened_range``, only that slice of the flattened part, as 1-d data.
+
+torch's ShardedTensor: several boxes of ``size()``, whose data may be a ShardedTensor again (FSDP over tensor parallel).
+
+OLMo-core's ShardedFlatTensor: ``sharded_data``, which holds the ranges ``unsharded_flattened_offsets`` of the flattened
+tensor of ``unsharded_shape``, one after the other.
 """
 
 from __future__ import annotations
 
+import warnings
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +28,50 @@ _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global
 def is_megatron_tensor(value: Any) -> bool:
     """Is it a Megatron-style ShardedTensor: ours, or Megatron-core's own?"""
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
+
+
+class Parts(NamedTuple):
+    """What a sharded tensor is, and the parts of it that this process holds, maybe none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: list[Shard]
+
+
+def parts_of(key: str, value: torch.Tensor) -> Parts | None:
+    """Those of a ShardedTensor or a ShardedFlatTensor; None for any other tensor.
+
+    Raises InvalidInput for one that does not know yet how it is sharded, or whose numbers do not fit its data.
+    """
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    try:
+        if callable(getattr(value, "local_shards", None)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # all of it is deprecated, which the caller knows
+                return Parts(tuple(value.size()), value.dtype, _boxes_of(value))
+        if not hasattr(type(value), "unsharded_flattened_offsets"):
+            return None
+        flat: Any = value
+        if not flat.metadata_set:
+            raise InvalidInput("it does not know how it is sharded: call its mark_as_sharded() first")
+        ranges = list(flat.unsharded_flattened_offsets)
+        shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=ranges)
+        return Parts(shard.global_shape, shard.data.dtype, [shard])
+    except InvalidInput as error:
+        raise InvalidInput(f"{key!r}: {error}", key=key) from error
+
+
+def _boxes_of(sharded: Any) -> list[Shard]:
+    found = []
+    for one in sharded.local_shards():
+        offset, shape = tuple(one.metadata.shard_offsets), tuple(one.metadata.shard_sizes)
+        inner = _boxes_of(one.tensor) if callable(getattr(one.tensor, "local_shards", None)) else None
+        parts = [Shard(one.tensor, shape)] if inner is None else inner
+        for part in parts:
+            begin = [a + b for a, b in zip(offset, part.offset, strict=True)]
+            found.append(Shard(part.data, tuple(sharded.size()), begin, part.shape))
+    return found
 
 
 def flat_range(tensor: Any) -> range | None:

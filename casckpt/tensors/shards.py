@@ -13,7 +13,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.regions import Region, Shape, whole
 from casckpt.tensors.dtensors import is_dtensor, local_boxes
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard
+from casckpt.tensors.foreign import is_megatron_tensor, megatron_shard, parts_of
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
 
@@ -50,13 +50,19 @@ def local_tensor(key: str, leaf: Any) -> LocalTensor:
     if is_dtensor(leaf):
         return _from_dtensor(key, leaf)
     if isinstance(leaf, torch.Tensor):
+        parts = parts_of(key, leaf)
+        if parts is not None:
+            return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
         check_storable(key, leaf)
         shape = tuple(leaf.shape)
         return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], isinstance(leaf, torch.nn.Parameter))
-    return _from_shards(key, _shards(leaf))
+    return _from_shards(key, _shards(key, leaf))
 
 
-def _shards(leaf: Any) -> list[Shard]:
+def _shards(key: str, leaf: Any) -> list[Shard]:
+    if isinstance(leaf, torch.Tensor):
+        parts = None if is_dtensor(leaf) else parts_of(key, leaf)
+        return [] if parts is None else parts.shards
     if is_megatron_tensor(leaf):  # its replicas hold the same: that is what it says of them
         return [megatron_shard(leaf, replicated=True)]
     return [leaf] if isinstance(leaf, Shard) else list(leaf)
@@ -130,7 +136,7 @@ def _problem(data: torch.Tensor) -> str | None:
 
 def check_in_place(key: str, leaf: Any) -> None:
     """Raise InvalidInput for a flat `Shard` whose data only a copy could hold flat: a load would fill the copy."""
-    for shard in [] if isinstance(leaf, torch.Tensor) else _shards(leaf):
+    for shard in _shards(key, leaf):
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
             raise InvalidInput(
