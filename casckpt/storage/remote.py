@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 GAP = 1 << 20  # bytes: about what a connection moves in the time of one more request
 REQUESTS = 32
-UPLOADS = 8
+UPLOADS = 4  # at the least: a save has as many as it has threads
 
 
 class Connect(Protocol):
