@@ -21,7 +21,8 @@ def save(state: Any, writer: StorageWriter, **more: Any) -> Metadata:
     """`dcp.save`, without its warning about processes that are alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", QUIET)
-        return save_state(state, storage_writer=writer, **more)
+        found: Metadata = save_state(state, storage_writer=writer, **more)
+    return found
 
 
 def load(state: Any, reader: StorageReader, **more: Any) -> Any:
