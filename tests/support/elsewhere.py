@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from casckpt.storage.base import Traits
 from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remoteurls import Place
-from tests.support.servers import Server
+
+if TYPE_CHECKING:
+    from tests.support.servers import Server
 
 SERVERS: Final = ("moto", "seaweed")
 MODULES: Final = {
