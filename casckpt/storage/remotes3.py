@@ -51,7 +51,9 @@ class S3Client:
         config = {**_CONFIG, **options.get("config_kwargs", {})}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
-        self._fs = S3FileSystem(**{**options, **secrets, "config_kwargs": config, "use_listings_cache": False})
+        # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
+        ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
+        self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self._loop: asyncio.AbstractEventLoop = self._fs.loop
         self._thread = asyncio.run_coroutine_threadsafe(_thread(), self._loop).result()
         try:

@@ -161,14 +161,16 @@ def test_no_credentials(moto_server: Server, monkeypatch: pytest.MonkeyPatch, na
         storage.size("a")
 
 
-def test_the_usual_environment_gives_credentials(seaweed_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = seaweed_server.options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", options["endpoint_url"])
-    storage = RemoteStore(Place("s3", f"{seaweed_server.new_bucket()}/store", {}))
-    storage.put("a", b"1")
-    assert storage.get("a", limit=1) == b"1"
+def test_the_environment_counts_as_it_is_when_a_store_is_opened(
+    seaweed_server: Server, moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for server in (seaweed_server, moto_server):
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.options["key"])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.options["secret"])
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.options["endpoint_url"])
+        bucket = server.new_bucket()
+        RemoteStore(Place("s3", f"{bucket}/store", {})).put("a", b"1")
+        assert server.client.head_object(Bucket=bucket, Key="store/a")["ContentLength"] == 1
 
 
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"client_kwargs": {"nonsense": 1}}, {"config_kwargs": {"no": 1}}])
