@@ -141,7 +141,8 @@ class Upload:
         capacity = self.repo.marker.blob_bytes
         queue, stop = _Queue(unknown), Event()
         total = sum(cell.nbytes for cell in unknown)
-        writers = max(useful_threads(self.threads, total, len(unknown)), self.repo.storage.traits.uploads)
+        useful = useful_threads(self.threads, total, len(unknown))
+        writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
         buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
         try:

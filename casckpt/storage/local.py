@@ -29,6 +29,8 @@ _ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
 # Non-blocking, or opening a fifo that somebody left in the store would wait for ever.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
+UPLOADS = 4  # while some wait for the disk, others copy and hash
+
 
 class LocalStore:
     """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
@@ -56,7 +58,10 @@ class LocalStore:
     @cached_property
     def traits(self) -> Traits:
         """A gap of 128 KiB takes about as long to read as another request."""
-        return Traits(remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path))
+        return Traits(
+            remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path),
+            uploads=UPLOADS,
+        )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `casckpt.storage.base.ObjectStore`.
