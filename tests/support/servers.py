@@ -25,6 +25,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 KEY, SECRET = "casckpt-test", "casckpt-test-secret"
 _START_SECONDS = 60.0
+_VOLUMES = 100_000  # SeaweedFS takes one for each bucket; left alone, as many as the free disk holds of 1 GiB
 _ATTEMPTS = 3  # a port that was free may be taken a moment later
 # Becomes the command, which is killed by the kernel when the thread that started it dies.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -169,6 +170,7 @@ def seaweed(folder: Path) -> Server:
         return [
             binary("weed"), "mini", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-master.telemetry=false",
+            f"-volume.max={_VOLUMES}",
         ]  # fmt: skip
 
     (folder / "data").mkdir()
