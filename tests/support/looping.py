@@ -69,6 +69,7 @@ class Plan:
 
     ``base``: the checkpoint it begins with, if there is none of its own. ``seconds``: after which each process is
     killed; None for never. ``victim``: the only rank that is killed; None for all. ``background``: saves are.
+    ``at_risk``: the `max_steps_at_risk` of the checkpointer.
     """
 
     path: Path
@@ -79,6 +80,14 @@ class Plan:
     seconds: float | None = None
     victim: int | None = None
     background: bool = True
+    at_risk: int | None = None
+
+    @property
+    def most_lost(self) -> int:
+        """So many steps may have to be made again after a kill."""
+        if not self.background:
+            return self.every
+        return 2 * self.every if self.at_risk is None else self.at_risk
 
     def diary(self, rank: int) -> Path:
         return self.path / f"{self.run}-{rank}.jsonl"
@@ -112,15 +121,16 @@ def _loop(rank: int, size: int, plan: Plan) -> int:
     random.seed(100 + rank)
     state = TrainState(schedule=schedule, loader=loader)
     checkpointer = Checkpointer(
-        small_folder(plan.path / "store"), run=plan.run, save_interval=plan.every, max_checkpoints=2
-    )
+        small_folder(plan.path / "store"), run=plan.run, save_interval=plan.every, max_checkpoints=2,
+        max_steps_at_risk=plan.at_risk,
+    )  # fmt: skip
     found = checkpointer.resume(model, optimizer, state)
     start = found.step if found else 0
     if found is None and plan.base is not None:
         state.load_state_dict(checkpointer.load(plan.base, model, optimizer, load_trainer_state=True))
         start = int(plan.base.rpartition("@")[2])
     with plan.diary(rank).open("a") as diary:
-        diary.write(json.dumps({"from": start, "background": plan.background}) + "\n")
+        diary.write(json.dumps({"from": start, "most_lost": plan.most_lost}) + "\n")
         for step in range(start + 1, plan.steps + 1):
             samples, loss = _step(rank, size, model, optimizer, loader)
             schedule.step()
@@ -152,13 +162,12 @@ class Diary:
     """What all ranks wrote of a run, over all attempts.
 
     ``losses``, ``samples``: by step, all that were ever written: one, if no attempt differs from another. ``lost``: for
-    each attempt, how many steps the one before it had made that had to be made again, and whether that one saved in the
-    background.
+    each attempt, how many steps the one before it had made that had to be made again, and how many that may be.
     """
 
     losses: dict[int, set[str]]
     samples: dict[int, set[tuple[int, ...]]]
-    lost: list[tuple[int, bool]]
+    lost: list[tuple[int, int]]
 
     @classmethod
     def read(cls, plan: Plan, size: int) -> Diary:
@@ -169,11 +178,11 @@ class Diary:
         return found
 
     def _read(self, rank: int, lines: list[dict[str, Any]]) -> None:
-        done, background = 0, False
+        done, most = 0, 0
         for line in lines:
             if "from" in line:
-                self.lost.append((done - line["from"], background))
-                background = line["background"]
+                self.lost.append((done - line["from"], most))
+                done, most = line["from"], line["most_lost"]
             else:
                 done = line["step"]
                 self.losses[done].add(line["loss"])

@@ -41,6 +41,8 @@ class Checkpointer:
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
     (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``save_interval``,
     ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `Schedule`).
+    ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
+    whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
     ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
 
     ``overwrite``: of steps that exist. ``save_threads``, ``load_threads``: of each rank. ``throttle``: at most so many
@@ -68,6 +70,7 @@ class Checkpointer:
         max_checkpoints: int | None = None,
         ephemeral_save_interval: int | None = None,
         ephemeral_cooldown: int | None = None,
+        max_steps_at_risk: int | None = None,
         gc: bool = False,
         frozen: Frozen = None,
         allow_pickle: bool = False,
@@ -76,7 +79,8 @@ class Checkpointer:
             run=run, keep=keep, overwrite=overwrite, save_threads=save_threads, load_threads=load_threads,
             pre_download=pre_download, throttle=throttle, work_dir=work_dir, save_interval=save_interval,
             fixed_steps=fixed_steps, max_checkpoints=max_checkpoints, ephemeral_save_interval=ephemeral_save_interval,
-            ephemeral_cooldown=ephemeral_cooldown, gc=gc, frozen=frozen, allow_pickle=allow_pickle,
+            ephemeral_cooldown=ephemeral_cooldown, max_steps_at_risk=max_steps_at_risk, gc=gc, frozen=frozen,
+            allow_pickle=allow_pickle,
         )  # fmt: skip
         self.run = run
         self.store = _throttled(as_store(store), self.config)
@@ -87,6 +91,7 @@ class Checkpointer:
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
         self.last_step: int | None = None
+        self._begun: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -185,12 +190,17 @@ class Checkpointer:
         *,
         metadata: Mapping[str, Any] | None = None,
     ) -> Future[Checkpoint] | None:
-        """`save_async`, if ``step`` is due; else None."""
-        kind = self.due(step)
-        if kind is None:
-            return None
-        ephemeral = kind == "ephemeral"
-        return self.save_async(step, model, optim, train_state, ephemeral=ephemeral, metadata=metadata)
+        """`save_async`, if ``step`` is due; else None. To be called after each step.
+
+        With ``max_steps_at_risk`` it raises what the save in the background failed with, once the next step would be
+        one too many: the training stops, rather than put more at risk.
+        """
+        kind, saving = self.due(step), None
+        if kind is not None:
+            ephemeral = kind == "ephemeral"
+            saving = self.save_async(step, model, optim, train_state, ephemeral=ephemeral, metadata=metadata)
+        self._bound_risk(step)
+        return saving
 
     def write_file(self, name: str, contents: str | bytes, *, step: int | None = None) -> None:
         """Let a file travel with the next save, as an attachment. Rank 0's count.
@@ -244,7 +254,7 @@ class Checkpointer:
             "threads": self.config.load_threads,
         }
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
-        self.last_step = loaded.step if loaded.run == self.run else None
+        self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         return train
 
     def resume(
@@ -336,6 +346,17 @@ class Checkpointer:
         log.info("%s", self.summary)
         if self.config.gc:
             self._janitor.ask(self.run)
+
+    def _bound_risk(self, step: int) -> None:
+        """Wait for the save in the background, if without it the step after ``step`` would be one too many."""
+        limit = self.config.max_steps_at_risk
+        if limit is None:
+            return
+        if self._begun is None:
+            self._begun = step - 1
+        durable = self.last_step if self._pending is None else self._pending.last_step
+        if step + 1 - (self._begun if durable is None else durable) > limit:
+            self.wait()
 
     def _settle(self) -> None:
         """Wait for the save in the background, and report it if it failed."""

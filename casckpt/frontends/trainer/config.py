@@ -41,6 +41,7 @@ class CheckpointerConfig:
     max_checkpoints: int | None = None
     ephemeral_save_interval: int | None = None
     ephemeral_cooldown: int | None = None
+    max_steps_at_risk: int | None = None
     gc: bool = False
     frozen: Frozen = None
     allow_pickle: bool = False
@@ -49,7 +50,7 @@ class CheckpointerConfig:
         check_run(self.run)
         for name in (
             "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
-            "ephemeral_save_interval", "ephemeral_cooldown",
+            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -57,6 +58,16 @@ class CheckpointerConfig:
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
         policy_of(self.keep)
+        self._check_risk()
+
+    def _check_risk(self) -> None:
+        most, gap = self.max_steps_at_risk, self.schedule.longest_gap
+        if most is not None and (gap is None or most < gap):
+            found = "nothing is due by an interval" if gap is None else f"there may be {gap} from one save to the next"
+            raise InvalidInput(
+                f"max_steps_at_risk={most} steps cannot be kept: {found}; give a save_interval or an "
+                "ephemeral_save_interval of as many steps, or fewer"
+            )
 
     def build(self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Any) -> Checkpointer:
         """A checkpointer for ``store``, with ``overrides`` over these settings. Every rank makes the call."""

@@ -21,6 +21,14 @@ class Schedule:
     ephemeral_every: int | None = None
     ephemeral_cooldown: int | None = None
 
+    @property
+    def longest_gap(self) -> int | None:
+        """The most steps from one that is due to the next; None if there is no end to it."""
+        gaps = [] if self.every is None else [self.every]
+        if self.ephemeral_every is not None:
+            gaps.append(self.ephemeral_every + max((self.ephemeral_cooldown or 1) - 1, 0))
+        return min(gaps, default=None)
+
     def due(self, step: int, last: int | None) -> Kind | None:
         """What is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none."""
         if step in self.fixed or (self.every is not None and step > 0 and step % self.every == 0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 from torch import nn, optim
 
 from casckpt.checkpoint.store import Store
-from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound
+from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
 from casckpt.repository.repository import Repository
-from tests.support.faulty import FaultyStore
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
-from tests.support.saves import small
+from tests.support.saves import small, steps
 from tests.support.training import Network, identical, train
 
 
@@ -359,3 +360,80 @@ def test_a_wrong_train_state_changes_nothing() -> None:
     with pytest.raises(MissingKey, match="lacks 'rank'"):
         TrainState().load_state_dict({"rng": {}})
     assert dict(state) == {"epoch": 1}
+
+
+# --- how much a crash may cost ---
+
+
+class Waiting(Checkpointer):
+    """One whose saves in the background do not end before somebody waits for them."""
+
+    def __init__(self, storage: FaultyStore, **settings: Any) -> None:
+        super().__init__(small(storage), run="sft", **settings)
+        self.asked = threading.Event()
+
+    def hold(self, _: Call) -> None:
+        self.asked.wait(60)
+
+    def wait(self) -> None:
+        self.asked.set()
+        super().wait()
+
+
+def lost_at_worst(interval: int, most: int) -> tuple[int, list[int]]:
+    """(the most finished steps that a kill would have cost, after which steps a save was waited for)."""
+    storage = FaultyStore(memory())
+    model, worst, waited = nn.Linear(2, 2), 0, []
+    with Waiting(storage, save_interval=interval, max_steps_at_risk=most) as checkpointer:
+        storage.inject(call_first("put", checkpointer.hold, key="objects/*.manifest", times=99))
+        for step in range(1, 4 * interval):
+            durable = max((found for _, found in steps(checkpointer.store)), default=0)
+            worst = max(worst, step - durable)
+            checkpointer.save_if_due(step, model)
+            if checkpointer.asked.is_set():
+                waited.append(step)
+                checkpointer.asked.clear()
+        checkpointer.asked.set()
+    return worst, waited
+
+
+@pytest.mark.parametrize(("most", "late"), [(4, 0), (5, 1), (7, 3)])
+def test_no_more_steps_are_at_risk_than_were_asked_for(most: int, late: int) -> None:
+    assert lost_at_worst(4, most) == (most, [4 + late, 8 + late, 12 + late])
+
+
+def test_where_a_save_failed_training_stops_rather_than_put_more_at_risk() -> None:
+    storage, model, done = FaultyStore(memory()), nn.Linear(2, 2), []
+
+    def loop(first: int, checkpointer: Checkpointer) -> None:
+        for step in range(first, 12):
+            done.append(step)
+            checkpointer.save_if_due(step, model)
+
+    checkpointer = Checkpointer(small(storage), run="sft", save_interval=4, max_steps_at_risk=6)
+    storage.inject(fail_before("put", key="objects/*.manifest"))
+    with pytest.raises(StorageError, match="injected"):
+        loop(1, checkpointer)
+    assert done == [1, 2, 3, 4, 5, 6]
+    loop(7, checkpointer)
+    checkpointer.close()
+    assert steps(checkpointer.store) == [("sft", 8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "gap"),
+    [
+        ({"save_interval": 10}, 10),
+        ({"save_interval": 10, "ephemeral_save_interval": 4}, 4),
+        ({"save_interval": 10, "ephemeral_save_interval": 4, "ephemeral_cooldown": 5}, 8),
+        ({"save_interval": 7, "ephemeral_save_interval": 4, "ephemeral_cooldown": 5}, 7),
+        ({"ephemeral_save_interval": 1}, 1),
+    ],
+)
+def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap: int) -> None:
+    assert CheckpointerConfig(**settings, max_steps_at_risk=gap).schedule.longest_gap == gap
+    if gap > 1:
+        with pytest.raises(InvalidInput, match=f"there may be {gap} from one save to the next"):
+            CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
+    with pytest.raises(InvalidInput, match="nothing is due by an interval"):
+        CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)

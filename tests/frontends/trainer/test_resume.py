@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 STEPS, MORE, EVERY, SIZE = 16, 4, 4, 4
 KILLS = 3  # 20 with --full
+RISKS = (None, EVERY, EVERY, EVERY + 1)  # max_steps_at_risk: None is two intervals
 NOTICED = 5.0  # seconds after which torch's own collectives give up on a rank that died
 
 
@@ -28,7 +29,8 @@ def attempts(ranks: Pool, size: int, plan: Plan, draw: random.Random, *, kills: 
     while True:
         victim = draw.randrange(size) if kills > KILLS and draw.random() < 0.2 else None
         moment = None if hits == kills else draw.uniform(0.05, seconds)
-        one = replace(runs[-1], seconds=moment, victim=victim, background=draw.random() < 0.7)
+        background, at_risk = draw.random() < 0.8, draw.choice(RISKS)
+        one = replace(runs[-1], seconds=moment, victim=victim, background=background, at_risk=at_risk)
         outcomes = ranks.outcomes(size, train_on, one, timeout=60 if victim is None else NOTICED)
         if any(outcome.died is not None for outcome in outcomes):
             hits += 1
@@ -44,7 +46,7 @@ def check(runs: list[Plan], size: int, whole: Diary, first: int = 0) -> None:
         diary = Diary.read(run, size)
         assert all(diary.losses[step] == whole.losses[step] for step in diary.losses)
         assert all(diary.samples[step] <= whole.samples[step] for step in diary.samples)
-        assert all(lost <= (2 * EVERY if background else EVERY) for lost, background in diary.lost)
+        assert all(lost <= most for lost, most in diary.lost)
         assert set(diary.losses) == set(range(first + 1, run.steps + 1)), (number, len(runs))
 
 

@@ -125,6 +125,27 @@ def test_when_a_step_is_due() -> None:
     assert Schedule().due(100, None) is None
 
 
+@given(
+    every=st.none() | st.integers(1, 9),
+    fixed=st.frozensets(st.integers(0, 40), max_size=3),
+    ephemeral=st.none() | st.integers(1, 9),
+    cooldown=st.none() | st.integers(1, 9),
+)
+def test_no_gap_is_longer_than_the_longest(
+    every: int | None, fixed: frozenset[int], ephemeral: int | None, cooldown: int | None
+) -> None:
+    schedule = Schedule(every=every, fixed=fixed, ephemeral_every=ephemeral, ephemeral_cooldown=cooldown)
+    last: int | None = None
+    gaps = []
+    for step in range(1, 61):
+        if schedule.due(step, last):
+            gaps.append(step - (last or 0))
+            last = step
+    longest = schedule.longest_gap
+    assert (longest is None) == (every is None and ephemeral is None)
+    assert longest is None or longest >= max(gaps)
+
+
 # --- with a store ---
 
 
