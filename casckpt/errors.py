@@ -18,6 +18,8 @@
 Every error takes one message and keyword attributes (``key``, ``blob``, ``rank``, ...), which survive pickling. The
 last line of a message says what to do next. Code that retries catches `StorageError`, never OSError: `Damaged` and
 `NotFound` are OSErrors too, and trying again does not mend them.
+
+`ForgottenWarning` is a warning, for `warnings`: what was loaded may be gone tomorrow.
 """
 
 from __future__ import annotations
@@ -115,3 +117,7 @@ class RankFailed(CasckptError, RuntimeError):
     lost: str | None = None
 
     kind = "rank-failed"
+
+
+class ForgottenWarning(UserWarning):
+    """A checkpoint was loaded that was forgotten: the next gc may purge it. `Store.restore` keeps it."""

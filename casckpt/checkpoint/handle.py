@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+from casckpt.errors import ForgottenWarning
 from casckpt.format.records import Committed
 from casckpt.repository import manifests, tags
 from casckpt.repository.commits import Commit
@@ -116,3 +118,10 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.commit.txid)
+
+
+def warn_if_forgotten(commit: Commit) -> None:
+    """For whoever is about to load it."""
+    if commit.last == "forgotten":
+        message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
+        warnings.warn(message, ForgottenWarning, stacklevel=2)

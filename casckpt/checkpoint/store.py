@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import check_run, check_step
 from casckpt.format.manifest import ATTACHMENT
@@ -409,8 +409,7 @@ class Store:
 
     def _resolve_to_load(self, ref: str | Checkpoint) -> commit_log.Commit:
         commit = self._resolve(ref)
-        if commit.last == "forgotten":
-            log.warning("%s was forgotten, and the next gc may purge it; Store.restore keeps it", commit)
+        warn_if_forgotten(commit)
         return commit
 
     # looking

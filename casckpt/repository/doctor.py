@@ -165,7 +165,7 @@ class _Probes:
             found = f"objects cannot be deleted: {error}"
             return Finding("delete", None, found, "saves work so; gc needs credentials that may delete")
         left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
-        for folder in (self.folder, PREFIX.rstrip("/")):
+        for folder in (self.folder, PREFIX.rstrip("/"), ""):
             self._storage.sweep(folder)
         if left or self._is_there(self._key(0)):
             return Finding("delete", False, "what was deleted is still read or listed", _USE_ANOTHER)

@@ -120,13 +120,21 @@ def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commi
     commits = [commit for commit in found.current() if commit.run == run]
     if commits:
         return commits
+    raise NotFound(about_run(repo, found, run))
+
+
+def about_run(repo: Repository, found: CommitList, run: str) -> str:
+    """What to say of a run that has no visible checkpoint: whether it had one, and which runs there are."""
+    forgotten = sum(commit.run == run for commit in found.live())
     runs = found.runs()
     near = difflib.get_close_matches(run, runs, _SHOWN)
-    if near:
+    if forgotten:
+        there = f"{forgotten} of it {'were' if forgotten > 1 else 'was'} forgotten: see `casckpt list --all`"
+    elif near:
         there = f"did you mean {_listed(near)}?"
     else:
         there = f"there are {_listed(runs)}" if runs else "there is no visible checkpoint at all"
-    raise NotFound(f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(found)}")
+    return f"there is no checkpoint of run {run!r} in {repo.storage.url}; {there}{_doubt(found)}"
 
 
 def _no_step(repo: Repository, found: CommitList, commits: Sequence[Commit], what: str) -> NotFound:

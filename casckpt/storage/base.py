@@ -134,7 +134,8 @@ class ObjectStore(Protocol):
     def sweep(self, folder: str) -> int:
         """Remove what crashed puts left in ``folder``, and the folder itself if it is empty; bytes freed.
 
-        Only for folders into which nobody puts any more.
+        Only for folders into which nobody puts any more. That of the whole storage ("") goes only if this object made
+        it.
         """
 
 

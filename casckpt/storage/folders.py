@@ -26,6 +26,7 @@ class Folders:
         self.root = root
         self._counts = counts
         self._anchored: set[str] = set()  # folders whose own names were made durable by this instance
+        self._made: list[Path] = []  # the root and those above it, as far as this instance made them
 
     @contextmanager
     def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
@@ -58,17 +59,16 @@ class Folders:
             self._anchored.add("")
 
     def remove(self, folder: str) -> None:
-        """Remove a folder if it is there and empty; never the root."""
+        """Remove a folder if it is there and empty; the root, and those above, only if this instance made them."""
         parent, _, name = folder.rpartition("/")
-        if not name:
-            return
         self._anchored.discard(folder)
-        try:
-            with self.open(parent) as above:
-                os.rmdir(name, dir_fd=above)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                raise
+        with _unless_needed():
+            if name:
+                with self.open(parent) as above:
+                    os.rmdir(name, dir_fd=above)
+            while not name and self._made:
+                self._made[-1].rmdir()
+                self._made.pop()
 
     def _open_root(self, create: bool) -> int:
         try:
@@ -88,7 +88,9 @@ class Folders:
         while not missing[-1].parent.exists():
             missing.append(missing[-1].parent)
         for path in reversed(missing):
-            path.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir()
+                self._made.append(path)
             self._sync_outside(path.parent)
         self._anchored.clear()
 
@@ -124,6 +126,16 @@ class Folders:
             self._sync(fd)
         finally:
             os.close(fd)
+
+
+@contextmanager
+def _unless_needed() -> Iterator[None]:
+    """Inside, a folder that is not empty, or not there, is no error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _open_inside(above: int, name: str, path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, ForgottenWarning, InvalidInput, NotFound
 from tests.support.repositories import memory
 from tests.support.saves import small
 
@@ -113,16 +112,15 @@ def test_repair_from_a_path(tmp_path: Path) -> None:
     assert not store.verify().is_damaged
 
 
-def test_loading_what_was_forgotten_warns(saved: casckpt.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
     id = saved.get("default@1").id
-    with caplog.at_level(logging.WARNING, "casckpt"):
-        saved.read(id)
-        assert not caplog.records
-        saved.forget(id)
-        saved.read(id)
-        saved.load({"w": torch.zeros(3)}, id)
-    assert [record.getMessage()[:21] for record in caplog.records] == ["default@1 (" + id[:10]] * 2
+    saved.read(id)
+    saved.forget(id)
+    for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, saved.get(id))):
+        with pytest.warns(ForgottenWarning, match=rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"):
+            load()
     saved.restore(id)
+    saved.read(id)
 
 
 def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -> None:

@@ -86,8 +86,11 @@ def test_doctor_on_what_is_not_there(moto_server: Server, as_json: AsJson) -> No
 
 
 def test_doctor_on_a_folder(run: Run, tmp_path: Path) -> None:
-    assert "all is well" in run("doctor", tmp_path / "store").stdout
-    assert list((tmp_path / "store").iterdir()) == []
+    """It goes as it came: what was not there is not there afterwards, and what was is."""
+    (tmp_path / "there").mkdir()
+    for name in ("there", "new/folder/store"):
+        assert "all is well" in run("doctor", tmp_path / name).stdout
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
 
 
 def test_a_day_with_a_bucket(safe: Server, run: Run, as_json: AsJson, saved: Path, tmp_path: Path) -> None:

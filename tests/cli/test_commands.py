@@ -52,6 +52,22 @@ def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Sto
     assert "forgotten" in run("list", saved, "--all").stdout
 
 
+def test_a_run_that_is_not_there_is_told_of_with_those_that_are(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.save({"w": torch.zeros(1)}, run="pretrain", step=1)
+    for command in ("list", "gc"):
+        found = run(command, saved, "--run", "pretrian", "--json")
+        assert json.loads(found.stdout) is not None
+        assert "there is no checkpoint of run 'pretrian' in" in found.stderr
+        assert "did you mean pretrain?" in found.stderr
+        assert "there is no checkpoint" not in run(command, saved, "--run", "a").stderr
+    store.forget("b@1")
+    found = run("list", saved, "--run", "b")
+    assert "1 of it was forgotten: see `casckpt list --all`" in found.stderr
+    assert found.stdout == "no checkpoints\n"
+    assert not run("list", saved, "--run", "b", "--all").stderr
+    assert not run("gc", saved, "--run", "b").stderr
+
+
 def test_list_shows_twins_as_superseded(
     saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
-from casckpt.errors import Damaged, InvalidInput, NotFound
+from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, NotFound
 from casckpt.format.manifest import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.repository import manifests
@@ -312,6 +312,14 @@ def test_damage_is_an_error_that_names_what_is_hit(store_path: Path) -> None:
         blob.unlink()
     error = failure(lambda: load({"a": torch.zeros(5000)}, StorageReader(store, "default@1")))
     assert "it is gone" in str(causes(error)[0])
+
+
+def test_a_reader_warns_of_what_was_forgotten(store: Store) -> None:
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    id = store.get("default@1").id
+    store.forget("default@1")
+    with pytest.warns(ForgottenWarning, match="the next gc may purge it"):
+        load({"a": torch.zeros(2)}, StorageReader(store, id))
 
 
 def test_a_reader_says_what_is_not_there(tmp_path: Path) -> None:

@@ -402,6 +402,21 @@ def test_leftovers_are_invisible_and_swept(store: LocalStore) -> None:
     assert sorted(path.name for path in store.path.rglob("*")) == ["objects"]
 
 
+def test_the_folders_of_a_store_go_if_this_object_made_them_and_nobody_needs_them(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "a" / "b" / "c")
+    store.put("probes/x", b"1")
+    (tmp_path / "a" / "mine").touch()
+    assert store.sweep("") == 0  # it is in use
+    store.delete("probes/x")
+    store.sweep("probes")
+    LocalStore(store.path).sweep("")
+    assert store.path.is_dir()
+    store.sweep("")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
+    store.put("probes/x", b"2")
+    assert store.get("probes/x", limit=9) == b"2"
+
+
 def test_sweep_leaves_what_it_does_not_know(store: LocalStore) -> None:
     store.put(KEY, b"12")
     (store.path / "objects/x/.hidden").write_bytes(b"1")

@@ -34,7 +34,13 @@ def command(session: Session, run: str | None, everything: bool) -> None:
     NEW is what the save of it wrote; the rest of SIZE was in the store already. A "superseded" one has a later twin of
     the same run and step, which answers to that name.
     """
-    session.give(listing(session.repository, run, everything=everything), text)
+    rows = listing(session.repository, run, everything=everything)
+    if run is not None and not rows:
+        from casckpt.repository.commits import list_commits
+        from casckpt.repository.refs import about_run
+
+        log.warning("%s", about_run(session.repository, list_commits(session.repository), run))
+    session.give(rows, text)
 
 
 def listing(repo: Repository, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
 from casckpt.checkpoint.download import Download, Want
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.job import usable_threads
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.store import Progress
@@ -112,10 +112,12 @@ class StorageReader(Protocol):
     def _of_all(self, ref: str | Checkpoint) -> Checkpoint:
         self._missing = None
         try:
-            return self._store.get(ref)
+            found = self._store.get(ref)
         except NotFound as error:
             self._missing = error
             raise
+        warn_if_forgotten(found.commit)
+        return found
 
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
         if self._missing is None or not isinstance(ref, str) or "@" not in ref:

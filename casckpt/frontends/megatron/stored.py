@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Refused
@@ -55,6 +55,7 @@ class Stored:
     def read(cls, place: Place, *, common: bool = False) -> Stored:
         """The one at a place; ``common``: with its common.pt. Raises NotFound, Damaged, StorageError, Refused."""
         checkpoint = place.store.get(place.ref)
+        warn_if_forgotten(checkpoint.commit)
         names = place.store.attachments(checkpoint)
         notes = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else encoded_notes(())
         manifest = manifests.get(place.store.repository, checkpoint.commit)
