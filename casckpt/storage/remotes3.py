@@ -19,6 +19,7 @@ from s3fs import S3FileSystem
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
 from casckpt.storage.remotebase import Failure
+from casckpt.storage.remotes3body import Body
 from casckpt.storage.remotes3errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remotes3facts import examine
 
@@ -79,8 +80,7 @@ class S3Client:
         self._put(key, data, mark)
 
     def _put(self, key: str, data: memoryview, mark: str, **condition: str) -> None:
-        # bytes: the client takes no view
-        self._call("put_object", Key=self.prefix + key, Body=bytes(data), Metadata={_MARK: mark}, **condition)
+        self._call("put_object", Key=self.prefix + key, Body=Body(data), Metadata={_MARK: mark}, **condition)
 
     def mark(self, key: str) -> str | None:
         """See `casckpt.storage.remotebase.Client`."""

@@ -7,7 +7,7 @@
         proxy.chaos(seed=1, share=0.2)                                       # or one of five requests, at random
         open_storage("s3://...", server.options | {"endpoint_url": proxy.endpoint})
 
-``proxy.seen`` are the requests that came, in order.
+``proxy.seen`` are the requests that came, in order. With a certificate (`tests.support.certificates`) it speaks https.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import enum
 import http.client
 import random
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -46,13 +48,14 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A request. ``path``: as the client means it, without the query."""
+    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent."""
 
     method: str
     path: str
     query: str
     range: str | None
     size: int
+    payload: str | None
 
 
 @dataclass
@@ -66,7 +69,7 @@ class _Planned:
 class Proxy:
     """Listens on a free port; ``endpoint`` is where."""
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, certificate: Path | None = None) -> None:
         self.seen: list[Seen] = []
         self.connections = 0
         self._planned: list[_Planned] = []
@@ -74,13 +77,14 @@ class Proxy:
         self._share = 0.0
         self._actions: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
-        self._server = _Server(self, upstream)
+        self._scheme = "http" if certificate is None else "https"
+        self._server = _Server(self, upstream, certificate)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
     @property
     def endpoint(self) -> str:
         """Its URL."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -142,10 +146,15 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, proxy: Proxy, upstream: str) -> None:
+    def __init__(self, proxy: Proxy, upstream: str, certificate: Path | None) -> None:
         self.proxy = proxy
         self.upstream = urlsplit(upstream)
         super().__init__(("127.0.0.1", 0), _Handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            # the handshake waits for the handler's thread, or a slow client would hold up the others
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def get_request(self) -> tuple[Any, Any]:
         self.proxy.connections += 1
@@ -165,20 +174,34 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         split = urlsplit(self.path)
-        size = int(self.headers.get("Content-Length") or 0)
-        request = Seen(self.command, unquote(split.path), split.query, self.headers.get("Range"), size)
+        size = int(self.headers.get("Content-Length") or self.headers.get("X-Amz-Decoded-Content-Length") or 0)
+        payload = self.headers.get("X-Amz-Content-SHA256")
+        request = Seen(self.command, unquote(split.path), split.query, self.headers.get("Range"), size, payload)
         trouble = self.server.proxy.trouble_of(request)
         if trouble is Trouble.HALF:
             self.rfile.read(size // 2)
             self._reset()
             return
-        body = self.rfile.read(size)
+        body = self._chunks() if self._is_chunked else self.rfile.read(size)
         if trouble is Trouble.BUSY:
             self._answer(503, "Slow Down", [("Content-Type", "application/xml")], _BUSY)
             return
         if trouble is Trouble.LATE:
             time.sleep(_LATE)
         self._pass_on(body, trouble)
+
+    @property
+    def _is_chunked(self) -> bool:
+        return self.headers.get("Transfer-Encoding", "").lower() == "chunked"
+
+    def _chunks(self) -> bytes:
+        """A body whose length is not told before; within it are the chunks of S3, which are none of our business."""
+        body = bytearray()
+        while length := int(self.rfile.readline(), 16):
+            body += self.rfile.read(length)
+            self.rfile.readline()
+        self.rfile.readline()
+        return bytes(body)
 
     def _pass_on(self, body: bytes, trouble: Trouble | None) -> None:
         upstream = http.client.HTTPConnection(self.server.upstream.hostname or "", self.server.upstream.port)
@@ -187,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
             for name, value in self.headers.items():
                 if name.lower() not in ("connection", "expect"):
                     upstream.putheader(name, value)
-            upstream.endheaders(body or None)
+            upstream.endheaders(body or None, encode_chunked=self._is_chunked)
             answer = upstream.getresponse()
             data = answer.read()
         except OSError:
