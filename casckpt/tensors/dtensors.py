@@ -34,6 +34,7 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
 
     Raises InvalidInput for placements that are no plain parts of a whole (Partial).
     """
+    check_added_up(key, tensor)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -44,12 +45,6 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
         if dim is not None:
             factor = int(getattr(placement, "split_factor", 1))
             shards.setdefault(dim, []).append((mesh.size(mesh_dim), coordinate[mesh_dim], factor))
-        elif not placement.is_replicate():
-            raise InvalidInput(
-                f"{key!r}: a DTensor with placement {placement} holds sums that are not added up yet; "
-                "redistribute it to Shard or Replicate first",
-                key=key,
-            )
     shape, local = tuple(tensor.shape), tuple(tensor.to_local().shape)
     indices = [_held(extent, shards.get(dim, [])) for dim, extent in enumerate(shape)]
     if not all(map(len, indices)) and 0 in local:
@@ -62,6 +57,17 @@ def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
             key=key,
         )
     return boxes_of(indices)
+
+
+def check_added_up(key: str, tensor: DTensor) -> None:
+    """Raise InvalidInput for placements that are no plain parts of a whole (Partial)."""
+    for placement in tensor.placements:
+        if getattr(placement, "dim", None) is None and not placement.is_replicate():
+            raise InvalidInput(
+                f"{key!r}: a DTensor with placement {placement} holds sums that are not added up yet; "
+                "redistribute it to Shard or Replicate first",
+                key=key,
+            )
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:

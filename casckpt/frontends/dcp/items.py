@@ -23,6 +23,7 @@ from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
+from casckpt.tensors.dtensors import check_added_up, is_dtensor
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, read_archive
 from casckpt.tensors.shards import Piece, check_storable
@@ -231,6 +232,9 @@ def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> lis
 
 def _resolved(part: _Part, planner: Resolver) -> torch.Tensor:
     key = part.item.index.fqn
+    held = planner.state_dict.get(key) if isinstance(planner, DefaultSavePlanner) else None
+    if is_dtensor(held):
+        check_added_up(key, held)  # older versions of torch plan partial sums as if they were whole
     data = planner.resolve_data(part.item)
     if not isinstance(data, torch.Tensor):
         raise InvalidInput(f"{key!r}: the planner gave {type(data).__name__} for a tensor", key=key)
