@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
+import casckpt  # noqa: E402 - after the skip
 from casckpt.checkpoint.store import Store  # noqa: E402 - after the skip
 from casckpt.errors import Conflict, Mismatch, NotFound, Unsupported  # noqa: E402
 from casckpt.frontends.training_state import load_model_and_optim_state  # noqa: E402
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint  # noqa: E402
+from tests.frontends.test_accelerate import as_torchrun_says  # noqa: E402
 from tests.support.ranks import outcome_of  # noqa: E402
 from tests.support.saves import steps  # noqa: E402
 from tests.support.training import identical  # noqa: E402
@@ -154,6 +156,35 @@ def test_a_training_that_crashed_goes_on_over_what_it_saved(tmp_path: Path, stor
     for most in (4, 3):  # the second one saves steps that are there already
         trainer(tmp_path / str(most), tiny(), CasCheckpointCallback(store, run="sft"), most=most).train()
     assert [step for _, step in steps(store)] == [4, 1, 2, 3]
+
+
+def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | None) -> Any:
+    """A real training over ranks, from the start or from a folder; (losses, weights that were trained)."""
+    with as_torchrun_says(rank, size):
+        hub.logging.set_verbosity_error()
+        learner, losses = model(), Losses()
+        callback = CasCheckpointCallback(folder / "store", run=run, async_save=True)
+        training = trainer(
+            folder / run, learner, callback, losses, most=4, save_steps=2, per_device_train_batch_size=1,
+            ddp_backend="gloo",
+        )  # fmt: skip
+        training.train(resume_from_checkpoint=back)
+        return losses.found, learner.classifier.state_dict()
+
+
+def test_a_training_over_ranks_goes_on_to_the_bit(tmp_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, trained_on_ranks, tmp_path, "whole", None)
+    store = tmp_path / "store"
+    back = restore_checkpoint(store, "whole@2", tmp_path / "parts")
+    assert {f"rng_state_{rank}.pth" for rank in range(2)} < {path.name for path in back.iterdir()}
+    again = ranks.run(2, trained_on_ranks, tmp_path, "parts", back)
+    for (losses, weights), (later, others) in zip(whole, again, strict=True):
+        assert {step: losses[step] for step in (3, 4)} == later
+        assert identical(weights, others)
+    opened = casckpt.open(store)
+    assert [step for _, step in steps(opened)] == [2, 4, 4]
+    assert not opened.diff("whole@4", "parts@4").changed
+    assert opened.get("whole@4").stats.bytes_written < 1 << 20  # the encoder is stored once
 
 
 def on_one_of_several(rank: int, size: int, folder: Path) -> None:
