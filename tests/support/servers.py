@@ -160,8 +160,8 @@ def moto(folder: Path) -> Server:
     return Server("moto", command, 1, folder, {"PYTHONWARNINGS": "ignore"})
 
 
-def seaweed(folder: Path) -> Server:
-    """A real server, which keeps all in ``folder``."""
+def seaweed(folder: Path, memory: str = "256MiB") -> Server:
+    """A real server, which keeps all in ``folder``. With less ``memory`` it collects garbage more often."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
         names = ("s3", "master", "volume", "filer", "admin")
@@ -175,7 +175,7 @@ def seaweed(folder: Path) -> Server:
 
     (folder / "data").mkdir()
     credentials = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-    return Server("seaweedfs", command, 10, folder, {"GOMEMLIMIT": "256MiB", **credentials})
+    return Server("seaweedfs", command, 10, folder, {"GOMEMLIMIT": memory, **credentials})
 
 
 def rclone(folder: Path) -> Server:
