@@ -7,16 +7,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import Frozen, check_attachment_name
 from casckpt.checkpoint.ranks import everyone, open_ranks
-from casckpt.checkpoint.store import Store
-from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Revoked
+from casckpt.format.keys import check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
@@ -24,7 +23,7 @@ from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
 from casckpt.frontends.trainer.summary import SaveSummary
-from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
+from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
 from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.repository.commits import Commit
@@ -83,7 +82,7 @@ class Checkpointer:
             allow_pickle=allow_pickle,
         )  # fmt: skip
         self.run = run
-        self.store = _throttled(as_store(store), self.config)
+        self.store = throttled(as_store(store), throttle, work_dir)
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._schedule, self._rotation = self.config.schedule, self.config.rotation
@@ -126,7 +125,7 @@ class Checkpointer:
         saved again.
         """
         begun = time.monotonic()
-        self._settle()
+        self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
         options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
@@ -152,10 +151,11 @@ class Checkpointer:
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
         What goes wrong before that is raised; what goes wrong after it shows in the future, is reported in the log by
-        the next save or load, and raised by `wait` and `close`.
+        the next save or load, and raised by `wait` and `close`. A Conflict, over a step that is saved already, is
+        raised by the next save, too.
         """
         begun = time.monotonic()
-        self._settle()
+        self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
         options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
@@ -179,7 +179,7 @@ class Checkpointer:
 
     def due(self, step: int) -> Kind | None:
         """Is ``step`` to be saved, and as what? By the intervals and fixed steps; the same on every rank."""
-        return self._schedule.due(step, self.last_step)
+        return self._schedule.due(check_step(step), self.last_step)
 
     def save_if_due(
         self,
@@ -260,7 +260,13 @@ class Checkpointer:
     def resume(
         self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: TrainState | None = None
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too."""
+        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
+
+        Raises as `load` does, and InvalidInput for a train state without load_state_dict.
+        """
+        if train_state is not None and not hasattr(train_state, "load_state_dict"):
+            kind = type(train_state).__name__
+            raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
         found = self.newest_of_all_ranks()
         if found is None:
             return None
@@ -358,9 +364,14 @@ class Checkpointer:
         if step + 1 - (self._begun if durable is None else durable) > limit:
             self.wait()
 
-    def _settle(self) -> None:
-        """Wait for the save in the background, and report it if it failed."""
+    def _settle(self, *, to_save: bool = False) -> None:
+        """Wait for the save in the background, and report it if it failed.
+
+        ``to_save``: raise a Conflict over its step: of a run that was not resumed, no save would ever succeed.
+        """
         pending, error = self._pending, self._end_pending()
+        if to_save and isinstance(error, Conflict) and not isinstance(error, Revoked):
+            raise error
         if pending is not None and error is not None:
             log.error("the save of %s@%d failed, and nothing of it is visible: %s", self.run, pending.step, error)
 
@@ -382,13 +393,3 @@ class _Pending:
     step: int
     last_step: int | None
     files: dict[str, bytes]
-
-
-def _throttled(store: Store, config: CheckpointerConfig) -> Store:
-    if config.throttle is None:
-        return store
-    turn = Turn(config.throttle, None if config.work_dir is None else Path(config.work_dir))
-    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
-    repository = replace(store.repository, storage=storage)
-    repository.listeners = store.repository.listeners  # a mirror hears of these saves, too
-    return Store(repository)

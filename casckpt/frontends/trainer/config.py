@@ -55,6 +55,8 @@ class CheckpointerConfig:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InvalidInput(f"{name}={value!r} is not usable; give an int of 1 or more, or None")
+        if not isinstance(self.fixed_steps, Iterable | None):
+            raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not usable; give a list of steps, or None")
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
         policy_of(self.keep)

@@ -43,14 +43,18 @@ class SaveOnSignal:
         self._received = 0
 
     def __enter__(self) -> Self:
-        try:
-            for one in self._signals:
+        for one in self._signals:
+            try:
                 self._before[one] = signal.signal(one, self._note)
-        except ValueError as error:
-            raise InvalidInput(f"signals can be handled in the main thread only ({error}); enter it there") from error
+            except (ValueError, OSError) as error:
+                self._restore()
+                raise InvalidInput(f"{one!r} cannot be handled here: {error}; enter it in the main thread") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
         while self._before:
             one, handler = self._before.popitem()
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import IO, Any
 
+from casckpt.checkpoint.store import Store
 from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
 
@@ -91,3 +93,14 @@ class ThrottledStore:
         if name in ("inner", "turn"):  # not set yet: it is being unpickled
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+def throttled(store: Store, count: int | None, folder: str | os.PathLike[str] | None) -> Store:
+    """``store``, of which at most ``count`` ranks of a node put at the same time; None for as many as there are."""
+    if count is None:
+        return store
+    turn = Turn(count, None if folder is None else Path(folder))
+    storage: Any = ThrottledStore(store.repository.storage, turn)  # the protocol by __getattr__, which mypy cannot see
+    repository = replace(store.repository, storage=storage)
+    repository.listeners = store.repository.listeners  # a mirror hears of these saves, too
+    return Store(repository)

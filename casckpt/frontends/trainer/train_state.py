@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.errors import MissingKey
+from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.digest import hex_digest
 
 RNG = "rng"
@@ -68,6 +68,8 @@ class TrainState(MutableMapping[str, Any]):
         return self._parts[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name == RNG and self._rng:
+            raise InvalidInput(f"{RNG!r} is where a TrainState has the random generators; give another name")
         self._parts[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -110,6 +112,8 @@ def _restored(part: Any, state: Any) -> Any:
         part.set_state(state)
     elif hasattr(part, "load_state_dict"):
         part.load_state_dict(state)
+    elif hasattr(part, "state_dict"):
+        raise InvalidInput(f"a {type(part).__name__} has a state_dict, but no load_state_dict: it cannot be set again")
     else:
         return state
     return part

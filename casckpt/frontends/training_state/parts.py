@@ -31,10 +31,14 @@ def as_model(model: AnyModel) -> nn.Module:
 
 
 def as_optimizers(optim: AnyOptimizer | None) -> tuple[Optimizer, ...]:
-    """All of them; none for None."""
+    """All of them; none for None. Raises InvalidInput for what has no parameter groups."""
     if optim is None:
         return ()
-    return tuple(optim) if isinstance(optim, list | tuple) else (optim,)  # type: ignore[return-value]  # narrowed by kind
+    found: tuple[Any, ...] = tuple(optim) if isinstance(optim, list | tuple) else (optim,)
+    for one in found:
+        if not hasattr(one, "param_groups"):
+            raise InvalidInput(f"an optimizer is a torch.optim.Optimizer or a list of them, not {type(one).__name__}")
+    return found
 
 
 class Parts(nn.Module):

@@ -330,6 +330,7 @@ def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> 
         ({"max_checkpoints": 0}, "max_checkpoints"),
         ({"save_interval": 1.5}, "save_interval"),
         ({"fixed_steps": [-1]}, "step -1"),
+        ({"fixed_steps": 5}, "fixed_steps=5"),
         ({"keep": {"keep_lats": 1}}, "keep_last"),
         ({"keep": 0}, "keep-last 0"),
         ({"run": ""}, "run ''"),
@@ -437,3 +438,33 @@ def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap
             CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)
     with pytest.raises(InvalidInput, match="nothing is due by an interval"):
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
+
+
+# --- used wrongly ---
+
+
+class Keeps:
+    """Something whose state can be taken, but not set."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+
+def test_what_cannot_be_used_is_refused_by_name() -> None:
+    model, optimizer = made()
+    checkpointer = Checkpointer(small(), run="sft", save_interval=2)
+    wrong: Any = optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(InvalidInput, match=r"an optimizer is a torch\.optim\.Optimizer or a list of them, not StepLR"):
+        checkpointer.save(1, model, wrong)
+    nothing: Any = None
+    with pytest.raises(InvalidInput, match="step None"):
+        checkpointer.save_if_due(nothing, model)
+    checkpointer.save(1, model, optimizer, {"epoch": 1})
+    plain: Any = {"epoch": 0}
+    with pytest.raises(InvalidInput, match="give resume a TrainState"):
+        checkpointer.resume(model, optimizer, plain)
+    with pytest.raises(InvalidInput, match="'rng' is where"):
+        TrainState()["rng"] = 5
+    state = TrainState(rng=False, keeps=Keeps())
+    with pytest.raises(InvalidInput, match="a Keeps has a state_dict, but no load_state_dict"):
+        state.load_state_dict(state.state_dict())

@@ -134,3 +134,38 @@ def test_one_save_runs_at_a_time() -> None:
         checkpointer.save(3, nn.Linear(2, 2))
     assert open_now == [1, 1, 1, 1]
     assert steps(store) == [("sft", step) for step in range(4)]
+
+
+def test_a_run_that_was_not_resumed_does_not_train_on_without_a_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    store, model = small(), nn.Linear(2, 2)
+    Checkpointer(store, run="sft").save(2, model)
+    Checkpointer(store, run="sft").save(4, model)
+    done = []
+
+    def again() -> None:
+        with Checkpointer(store, run="sft", save_interval=2) as checkpointer:
+            for step in range(1, 9):
+                done.append(step)
+                checkpointer.save_if_due(step, model)
+
+    with pytest.raises(Conflict, match="sft@2 exists already"):
+        again()
+    assert done == [1, 2, 3, 4]
+    assert not caplog.records
+    checkpointer = Checkpointer(store, run="sft")
+    checkpointer.save_async(2, model)
+    assert checkpointer.load("sft@2", model) is None  # a load is no save
+    assert "the save of sft@2 failed" in caplog.text
+
+
+def test_an_error_in_the_loop_is_not_hidden_by_that_of_a_save() -> None:
+    store = small()
+    Checkpointer(store, run="sft").save(2, nn.Linear(2, 2))
+
+    def loop() -> None:
+        with Checkpointer(store, run="sft") as checkpointer:
+            checkpointer.save_async(2, nn.Linear(2, 2))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()

@@ -244,6 +244,13 @@ def test_signals_are_for_the_main_thread(store: Store) -> None:
     assert isinstance(found[0], InvalidInput)
 
 
+def test_a_signal_that_cannot_be_handled_leaves_the_others_as_they_were(store: Store) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(InvalidInput, match="SIGKILL"):
+        SaveOnSignal(Checkpointer(store, run="sft"), [signal.SIGUSR1, signal.SIGKILL]).__enter__()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_save_that_failed_is_made_again_before_leaving(store_path: Path) -> None:
     storage = FaultyStore(LocalStore(store_path), [fail_before("put", key="objects/*.manifest")])
     checkpointer = Checkpointer(Store(Repository(storage)), run="sft")
