@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
+from types import EllipsisType
 from typing import TypeAlias
 
 from casckpt.errors import InvalidInput
@@ -89,6 +90,11 @@ class Box:
     def relative_to(self, outer: Box) -> Box:
         """The same box with its offset counted from that of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def within(self, outer: Box) -> tuple[slice | EllipsisType, ...]:
+        """What picks these elements out of an array that holds those of ``outer``, as a view even of a 0-d one."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return (*(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True)), ...)
 
 
 @lru_cache(maxsize=4096)

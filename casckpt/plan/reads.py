@@ -68,7 +68,12 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
             end = first + int(np.searchsorted(table.lo[first:last], hi, side="left"))
             for row in range(begin, end):
                 units = _units_of(table, row, lo, hi, verify)
-                yield from units if box == wanted.box else (unit for unit in units if intersect(unit.region, wanted))
+                # what is as long as the longest gap within a span holds some of what is wanted
+                yield from (
+                    unit
+                    for unit in units
+                    if box == wanted.box or unit.hi - unit.lo >= worth or intersect(unit.region, wanted)
+                )
 
 
 def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:

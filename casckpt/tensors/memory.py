@@ -7,13 +7,17 @@ where that cannot be, `copy_out` and `copy_in` move them piece by piece, so that
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from casckpt.format.regions import Box, Region, flat_boxes, full_box
+
+T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 
 
 class Memory(Protocol):
@@ -55,6 +59,10 @@ class TensorMemory:
         self.itemsize = data.element_size()
         self._bytes = tensor_bytes(self.data)
 
+    @cached_property
+    def _array(self) -> npt.NDArray[Any] | None:
+        return host_array(self.data)
+
     def view(self, lo: int, hi: int) -> memoryview | None:
         """The bytes in place."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
@@ -64,7 +72,15 @@ class TensorMemory:
         source = self.view(lo, hi)
         if source is not None:
             copy_bytes(buffer, source)
-            return
+        elif self._array is not None:
+            array, target = self._array, np.frombuffer(buffer, dtype=self._array.dtype)
+            for box, start in flat_boxes(Region(full_box(array.shape), lo, hi)):
+                piece = target[start - lo : start - lo + box.numel].reshape(box.shape)
+                np.copyto(piece, array[box.within(full_box(array.shape))])
+        else:
+            self._copy_by_torch(lo, hi, buffer)
+
+    def _copy_by_torch(self, lo: int, hi: int, buffer: memoryview) -> None:
         data = self.data if self.data.is_conj() or self.data.is_neg() else as_bits(self.data)
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         aligned = raw if _is_aligned(raw, data.dtype) else torch.empty_like(raw)
@@ -115,6 +131,16 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
     return data.view(_BITS.get(data.element_size(), data.dtype))
 
 
+def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
+    """The elements in place as `as_bits` has them; None if they are not in host memory, or not as they are read.
+
+    For copies by one thread, whose turn it is: torch shares each small copy among threads of its own, beside those
+    that load or save others.
+    """
+    as_is = data.device.type == "cpu" and not data.is_conj() and not data.is_neg()
+    return as_bits(data.detach()).numpy() if as_is else None
+
+
 def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``data`` that a box (relative to it) names."""
     for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
@@ -131,15 +157,11 @@ class Destination:
     """
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
-        data = data.detach()
-        same = data.dtype == stored
         self.region = region
         self.itemsize = stored.itemsize
-        self._bytes = tensor_bytes(data) if same else None
-        as_is = same and not data.is_conj() and not data.is_neg()
-        self._data = as_bits(data) if as_is else data
-        self._read_as = self._data.dtype if as_is else stored
-        self._keep = data
+        self._data = data.detach()
+        self._stored = stored
+        self._bytes = tensor_bytes(self._data) if self._data.dtype == stored else None
 
     def view(self, lo: int, hi: int) -> memoryview | None:
         """The bytes of elements [lo, hi) of the local data, in place; None if they must be copied in."""
@@ -147,22 +169,57 @@ class Destination:
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy what ``buffer``, which holds the elements of ``region``, has of this piece."""
-        raw = torch.frombuffer(buffer, dtype=torch.uint8)
-        source = (raw if _is_aligned(raw, self._read_as) else raw.clone()).view(self._read_as)
-        for box, start in flat_boxes(region):
-            held = source[start - region.lo : start - region.lo + box.numel].view(box.shape)
-            for target_box, target in self._pieces:
-                common = box.intersect(target_box)
-                if common is not None:
-                    piece = narrow(held, common.relative_to(box))
-                    narrow(target, common.relative_to(target_box)).copy_(piece)
+        self._target.copy_in(region, buffer)
 
     @cached_property
-    def _pieces(self) -> list[tuple[Box, torch.Tensor]]:
-        return [(box, self._piece(box, start)) for box, start in flat_boxes(self.region)]
+    def _target(self) -> _Arrays | _Tensors:
+        data = self._data
+        if data.dtype != self._stored or data.is_conj() or data.is_neg():
+            return _Tensors(self.region, data, self._stored)
+        bits = as_bits(data)
+        return (_Arrays if data.device.type == "cpu" else _Tensors)(self.region, bits, bits.dtype)
 
-    def _piece(self, box: Box, start: int) -> torch.Tensor:
-        if self.region.is_whole and tuple(self._data.shape) == self.region.box.shape:
-            return self._data
-        flat = self._data.view(-1)  # a part of a box is held flat; the front end made sure of it
-        return flat[start - self.region.lo : start - self.region.lo + box.numel].view(box.shape)
+
+class _Tensors:
+    """Where elements go that torch must move, or convert. ``stored``: as which they are read."""
+
+    def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
+        self._targets = _pieces(region, data)
+        self._stored = stored
+
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
+        for target, source in _pairs(region, elements, self._targets):
+            target.copy_(source)
+
+
+class _Arrays:
+    """Where elements go that are bits for the processor, whose thread copies them; see `host_array`."""
+
+    def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
+        self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
+        self._stored = torch.empty(0, dtype=stored).numpy().dtype
+
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
+        for target, source in _pairs(region, np.frombuffer(buffer, self._stored), self._targets):
+            np.copyto(target, source)
+
+
+def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that a region is made of, and their elements in ``data``."""
+    if region.is_whole and tuple(data.shape) == region.box.shape:
+        return [(region.box, data)]
+    flat = data.view(-1)  # a part of a box is held flat; the front end made sure of it
+    spans = [(box, start - region.lo) for box, start in flat_boxes(region)]
+    return [(box, flat[start : start + box.numel].view(box.shape)) for box, start in spans]
+
+
+def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterator[tuple[T, T]]:
+    """(target, source) views of the elements that are in both. ``held``: those of ``region``, flat."""
+    for box, start in flat_boxes(region):
+        source = held[start - region.lo : start - region.lo + box.numel].reshape(box.shape)
+        for target_box, target in targets:
+            common = box.intersect(target_box)
+            if common is not None:
+                yield target[common.within(target_box)], source[common.within(box)]

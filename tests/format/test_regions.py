@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from casckpt.errors import InvalidInput
@@ -170,6 +170,20 @@ def test_whole_and_empty() -> None:
 )
 def test_a_region_is_shown_as_slices(region: Region, text: str) -> None:
     assert str(region) == text
+
+
+@given(st.data())
+def test_a_box_picked_out_of_the_array_of_another(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    outer, other = data.draw(boxes(shape)), data.draw(boxes(shape))
+    inner = outer.intersect(other)
+    assume(inner is not None)
+    assert inner is not None
+    held = np.array(box_elements([outer], shape)).reshape(outer.shape)
+    picked = held[inner.within(outer)]
+    assert isinstance(picked, np.ndarray)
+    assert np.shares_memory(picked, held)
+    assert picked.reshape(-1).tolist() == box_elements([inner], shape)
 
 
 @pytest.mark.parametrize(
