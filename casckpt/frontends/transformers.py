@@ -47,12 +47,15 @@ HOME = "transformers"
 OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_WHEN = {"save_interval", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
 _FOREIGN = ("pytorch_model_fsdp_", "optimizer_", "global_step", "pytorch_model.bin")
 
 
 class CasCheckpointCallback(TrainerCallback):
-    """For ``Trainer(callbacks=[...])``. ``settings``: those of `CheckpointerConfig`; retention counts in the store.
+    """For ``Trainer(callbacks=[...])``. ``settings``: those of `CheckpointerConfig`, but for when to save.
+
+    Retention counts in the store.
 
     A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
     is logged by the next save, and raised at the end of the training. ``tag_best``: a tag for the best checkpoint so
@@ -70,6 +73,11 @@ class CasCheckpointCallback(TrainerCallback):
         tag_best: str | None = None,
         **settings: Any,
     ) -> None:
+        useless = sorted(_WHEN.intersection(settings))
+        if useless:
+            raise InvalidInput(
+                f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
+            )
         self.config = CheckpointerConfig(run=run, **{"overwrite": True, **settings})
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best

@@ -19,7 +19,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt  # noqa: E402 - after the skip
 from casckpt.checkpoint.store import Store  # noqa: E402 - after the skip
-from casckpt.errors import Conflict, Mismatch, NotFound, Unsupported  # noqa: E402
+from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported  # noqa: E402
 from casckpt.frontends.training_state import load_model_and_optim_state  # noqa: E402
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint  # noqa: E402
 from tests.frontends.test_accelerate import as_torchrun_says  # noqa: E402
@@ -150,6 +150,11 @@ def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store
     assert store.get("tag:best").step == best
     assert {step for _, step in steps(store)} == {best, 5, 6} | ({4} if best in {5, 6} else set())
     assert callback.checkpointer.summary is not None
+
+
+def test_when_to_save_is_said_to_the_trainer(store: Store) -> None:
+    with pytest.raises(InvalidInput, match="save_interval has no effect here: .* save_steps of Trainer"):
+        CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
 def test_a_training_that_crashed_goes_on_over_what_it_saved(tmp_path: Path, store: Store) -> None:
