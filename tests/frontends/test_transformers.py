@@ -153,7 +153,7 @@ def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store
 
 
 def test_when_to_save_is_said_to_the_trainer(store: Store) -> None:
-    with pytest.raises(InvalidInput, match="save_interval has no effect here: .* save_steps of Trainer"):
+    with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
 
 
