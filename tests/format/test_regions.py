@@ -181,7 +181,7 @@ def test_a_box_picked_out_of_the_array_of_another(data: st.DataObject) -> None:
     held = np.array(box_elements([outer], shape)).reshape(outer.shape)
     picked = held[inner.within(outer)]
     assert isinstance(picked, np.ndarray)
-    assert np.shares_memory(picked, held)
+    assert not picked.size or np.shares_memory(picked, held)
     assert picked.reshape(-1).tolist() == box_elements([inner], shape)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +56,19 @@ def together(parts: list[Measured]) -> Measured:
 
 
 class Meter:
-    """Runs from its making to `stop`. `mark_blocked` says when the caller could go on; by default that is the end."""
+    """Runs from its making to `stop`. `mark_blocked` says when the caller could go on; by default that is the end.
 
-    def __init__(self) -> None:
+    ``together``: called before time runs; waits for the other ranks, each of which makes its meter in a time of its
+    own.
+    """
+
+    def __init__(self, together: Callable[[], object] = lambda: None) -> None:
         gc.collect()
         _trim()
         self._tree = _Tree()
         self._blocked: float | None = None
         self._load = os.getloadavg()[0]
+        together()
         self._start = time.perf_counter()
 
     def mark_blocked(self) -> None:

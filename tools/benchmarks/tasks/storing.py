@@ -45,8 +45,7 @@ def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Me
     """Save a state durably."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
     before = files.stored(path)
-    here.barrier()
-    meter = Meter()
+    meter = Meter(here.barrier)
     figures = adapter.save(content, path)
     _make_durable(here, adapter, path)
     return _finished(meter, figures, path, before)
@@ -124,8 +123,7 @@ def _measured_load(here: Here, path: Path, cache: str, run: Callable[[], Figures
     here.barrier()
     if here.rank == 0:
         _prepare_cache(here, path, cache)
-    here.barrier()
-    meter = Meter()
+    meter = Meter(here.barrier)
     figures = run()
     measured = meter.stop()
     measured.extra = dict(figures or {})
