@@ -159,6 +159,13 @@ def test_a_reference_resumes_too(tmp_path: Path) -> None:
         CasCheckpointIO(store, run="sft").load_checkpoint("sft@99")
 
 
+def test_a_path_where_nothing_is(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft")
+    for path in (tmp_path / "none.ckpt", "none.ckpt", "memory://none/x.ckpt"):
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*none.*; give the path of one, or a reference"):
+            io.load_checkpoint(path)
+
+
 def test_a_file_for_all_that_reads_files(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     model = Model(width=32)

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import casckpt
+from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
 from tests.support.saves import steps
 
@@ -101,6 +102,12 @@ def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) ->
     more = ranks.run(3, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on three ranks
     assert sorted(more) == [9, 10, 11]
     assert not store.verify().is_damaged
+
+
+def test_a_plug_in_that_would_be_passed_by_is_refused(tmp_path: Path) -> None:
+    strategy = CasModelParallelStrategy(tmp_path, run="sft")
+    with pytest.raises(InvalidInput, match="would pass by CasCheckpointIO; leave that plug-in out"):
+        Trainer(strategy=strategy, accelerator="cpu", plugins=[CasCheckpointIO(tmp_path, run="sft")])
 
 
 def fitted_by_ddp(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> Any:

@@ -10,6 +10,7 @@ from casckpt.errors import NotFound
 from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.repository.refs import TAG
 
 
 class Files:
@@ -60,13 +61,16 @@ class Files:
                 self._janitor.ask(found.run)
 
     def named(self, pointer: Pointer) -> str:
-        """What a path names: by its file, or as a reference. Raises NotFound for a save that did not end."""
+        """What a path names: by its file, or as a reference. Raises NotFound: no such file, or a save did not end."""
         named = pointer.read()
         if named is not None:
             return named
         if pointer.is_pending():
             raise NotFound(f"{pointer.path} names a save that did not end; load another one, or {self.run}@latest")
-        return os.fspath(pointer.path)  # a reference, or the error that says what there is
+        text = os.fspath(pointer.path)
+        if text.startswith(("/", ".")) or "://" in text or (text.endswith(".ckpt") and not text.startswith(TAG)):
+            raise NotFound(f"there is no file {text}; give the path of one, or a reference, such as {self.run}@latest")
+        return text
 
     def close(self) -> None:
         """Wait for a gc that runs."""

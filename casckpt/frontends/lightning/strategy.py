@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -28,6 +29,17 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().__init__(**options)
         self._book = Files(as_store(store), run, gc=gc)
         self._allow_pickle = allow_pickle
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """None is used."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise InvalidInput(
+            f"CasModelParallelStrategy saves by itself, and would pass by {type(io).__name__}; leave that plug-in out"
+        )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing: the live shards are saved."""
