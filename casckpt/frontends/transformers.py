@@ -49,7 +49,8 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _WHEN = {"save_interval", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
 _MAX_FILE = 256 << 20  # bytes of a file that is no safetensors
-_FOREIGN = ("pytorch_model_fsdp_", "optimizer_", "global_step", "pytorch_model.bin")
+_FOREIGN = ("pytorch_model_fsdp", "optimizer_", "optimizer.bin", "global_step", "pytorch_model.bin")
+_USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your own"
 
 
 class CasCheckpointCallback(TrainerCallback):
@@ -89,6 +90,12 @@ class CasCheckpointCallback(TrainerCallback):
         if self._checkpointer is None:
             self._checkpointer = self.config.build(self.store)
         return self._checkpointer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises Unsupported for a training whose folders will be refused."""
+        for name in ("fsdp", "deepspeed"):
+            if getattr(args, name, None):
+                raise Unsupported(f"the folders of a Trainer with {name} are not taken apart here; {_USE_ANOTHER}")
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
@@ -231,8 +238,7 @@ def _refuse_foreign(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name.startswith(_FOREIGN):
             raise Unsupported(
-                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; save by "
-                "casckpt.frontends.trainer.Checkpointer"
+                f"{path} is of FSDP, DeepSpeed or a pickled model, which is not taken apart; {_USE_ANOTHER}"
             )
 
 

@@ -152,6 +152,13 @@ def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store
     assert callback.checkpointer.summary is not None
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, kind: str) -> None:
+    callback = CasCheckpointCallback(store, run="sft")
+    with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not taken apart"):
+        callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
+
+
 def test_when_to_save_is_said_to_the_trainer(store: Store) -> None:
     with pytest.raises(InvalidInput, match=r"save_interval has no effect here: .* save_steps of Trainer"):
         CasCheckpointCallback(store, run="sft", save_interval=100, max_checkpoints=3)
@@ -246,9 +253,11 @@ def test_several_files_and_files_below(tmp_path: Path, store: Store) -> None:
         else:
             assert identical(load_file(folder / name), load_file(back / name))
 
-    (folder / "pytorch_model_fsdp_0").mkdir()
-    with pytest.raises(Unsupported, match="FSDP"):
-        callback.on_save(args, state, None)
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer.bin"):
+        (folder / name).mkdir()
+        with pytest.raises(Unsupported, match="FSDP"):
+            callback.on_save(args, state, None)
+        (folder / name).rmdir()
     state.global_step = 9
     with pytest.raises(NotFound, match="checkpoint-9 is not there"):
         callback.on_save(args, state, None)
