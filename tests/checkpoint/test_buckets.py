@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 RACERS, SAVERS, SAVES = 8, 4, 5
+NEW = 250  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
 MIB = 1 << 20
 
 
@@ -125,7 +126,7 @@ def test_eight_hosts_that_save_one_step_agree_on_what_it_is(ranks: Pool, place: 
 
 def training(rank: int, step: int) -> dict[str, Any]:
     """Something that all runs share, something that a run keeps, something new."""
-    return {"base": cells(20, seed=1), "own": cells(10, seed=100 + rank), "new": cells(10, seed=1000 * rank + step)}
+    return {"base": cells(20, seed=1), "own": cells(10, seed=100 + rank), "new": cells(NEW, seed=1000 * rank + step)}
 
 
 def save_or_collect(rank: int, size: int, place: Place, folder: Path) -> int:
@@ -134,9 +135,12 @@ def save_or_collect(rank: int, size: int, place: Place, folder: Path) -> int:
     done = [folder / f"done-{number}" for number in range(size - 1)]
     if rank < size - 1:
         wait_for("collecting")
-        for step in range(SAVES):
-            store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
-        done[rank].touch()
+        try:
+            for step in range(SAVES):
+                store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
+                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))  # kept until the next one
+        finally:
+            done[rank].touch()
         return 0
     deleted = 0
     while True:
