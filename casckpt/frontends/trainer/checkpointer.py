@@ -314,7 +314,8 @@ class Checkpointer:
     def _newest(self, step: int | None = None) -> Commit | None:
         try:
             return self.store.get(f"{self.run}@{'latest' if step is None else step}").commit
-        except NotFound:
+        except NotFound as error:
+            log.info("%s", error)  # a slip of the pen would start a training anew
             return None
 
     def _save_options(

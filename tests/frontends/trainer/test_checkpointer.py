@@ -268,6 +268,15 @@ def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
     assert checkpointer.checkpoint_dirname(20) == "step20"
 
 
+def test_a_run_that_is_not_there_is_told_of_where_a_training_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
+    store, model = small(), nn.Linear(2, 2)
+    Checkpointer(store, run="pretrain").save(1, model)
+    caplog.set_level(logging.INFO, "casckpt")
+    assert Checkpointer(store, run="pretrian").resume(model) is None
+    assert "there is no checkpoint of run 'pretrian'" in caplog.text
+    assert "did you mean pretrain?" in caplog.text
+
+
 def test_one_listing_is_one_list_call() -> None:
     storage = FaultyStore(memory())
     checkpointer = Checkpointer(small(storage), run="sft")
