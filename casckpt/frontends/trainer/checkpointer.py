@@ -240,14 +240,17 @@ class Checkpointer:
         *,
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
+        strict: bool = True,
     ) -> Any:
         """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
 
         ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
-        None is returned; False: it is not read. A checkpoint of weights alone loads. Raises as `Store.load` does.
+        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``: see
+        `load_model_and_optim_state`. Raises as `Store.load` does.
         """
         self._settle()
-        wanted = Wanted(optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download)
+        pre_download = self.config.pre_download
+        wanted = Wanted(optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict)
         options = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,

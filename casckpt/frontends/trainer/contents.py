@@ -93,12 +93,13 @@ def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, A
 class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
-    ``pre_download``: into the cache of this host first.
+    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint.
     """
 
     optim: bool | None
     train: bool | None
     pre_download: bool
+    strict: bool
 
 
 class Restoring:
@@ -123,7 +124,7 @@ class Restoring:
         elif groups is None and not stored.keys_below("model"):
             state = self._load_bare(stored, model, train)
         else:
-            state = self._load_named(Loading(stored, groups, strict=True), stored, model, optims, train)
+            state = self._load_named(Loading(stored, groups, self._wanted.strict), stored, model, optims, train)
         return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
 
     def _check_there(self, stored: Stored) -> None:
@@ -156,7 +157,7 @@ class Restoring:
         made: list[ModelTemplate] = []
         self._ranks.exchange(lambda: made.append(ModelTemplate(as_model(model))), lambda done: done)
         loaded = self._fill(stored, made[0].values)
-        made[0].install(loaded.missing_keys, strict=True)
+        made[0].install(loaded.missing_keys, self._wanted.strict)
         if train:
             self._fill(stored, train)
         return train
@@ -175,7 +176,7 @@ class Restoring:
     def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
         if self._wanted.pre_download:
             self._ranks.exchange(lambda: self._store.pre_download(stored.checkpoint, state), lambda done: done)
-        return self._store.load(state, stored.checkpoint, **self._options)
+        return self._store.load(state, stored.checkpoint, strict=self._wanted.strict, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:

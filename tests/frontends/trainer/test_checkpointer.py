@@ -126,6 +126,23 @@ def test_weights_alone_load_wherever_they_came_from(where: str) -> None:
         checkpointer.load("base@0", nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("where", ["model", "top"])
+def test_a_model_with_other_parts_takes_what_it_has_if_that_is_wanted(where: str) -> None:
+    store, (model, _) = small(), trained()
+    weights = {**model.state_dict(), "old.head": torch.ones(3)}
+    store.save({"model": weights} if where == "model" else weights, run="base", step=0)
+    other, new = Network(1), nn.Linear(2, 2)
+    other.add_module("new", new)
+    before = copy.deepcopy(new.state_dict())
+    checkpointer = Checkpointer(store, run="sft")
+    with pytest.raises((MissingKey, Mismatch), match=r"strict=False to leave them"):
+        checkpointer.load("base@0", other)
+    checkpointer.load("base@0", other, strict=False)
+    found = dict(other.state_dict())
+    assert identical({key: found[key] for key in model.state_dict()}, dict(model.state_dict()))
+    assert identical(dict(new.state_dict()), dict(before))
+
+
 def test_other_front_ends_read_it_and_it_reads_theirs() -> None:
     store, (model, optimizer) = small(), trained()
     save_model_and_optim_state(store, model, optimizer, run="other", step=1)
