@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.opened import Slot, Slots
-from casckpt.checkpoint.workers import run_all, useful_threads
+from casckpt.checkpoint.workers import run_all, usable_cores, useful_threads
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
@@ -85,7 +85,7 @@ class _Target:
 
 @dataclass
 class Download:
-    """All reads of one load by one rank of ``ranks``."""
+    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host."""
 
     repo: Repository
     manifest: Manifest
@@ -93,6 +93,7 @@ class Download:
     threads: int
     progress: Callable[[int], None] = lambda nbytes: None
     ranks: int = 1
+    ranks_here: int = 1
 
     def run(self, wants: Sequence[Want]) -> None:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
@@ -103,6 +104,9 @@ class Download:
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
         slots = Slots(self.repo, self.manifest, batches, shared=shared)
+        cores = usable_cores(self.ranks_here)
+        if batches and not traits.remote and threads > cores and slots.is_in_memory(batches[0].blob):
+            threads = cores  # reads wait for nothing else
         scratches = BufferPool(threads, most)
         stop = Event()
         try:

@@ -6,10 +6,12 @@ Everything that can be known to be wrong is found before the first byte changes:
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ class LoadOptions:
     threads: int = 4
     rank: int = 0
     ranks: int = 1
+    ranks_here: int = 1  # on this host
     progress: Callable[[int], None] = lambda nbytes: None
 
 
@@ -98,21 +101,24 @@ def load_together(
     """
     settings: list[LoadOptions] = []
 
-    def hello() -> set[tuple[TxId, ManifestId]]:
+    def hello() -> tuple[str, set[tuple[TxId, ManifestId]]]:
         given = options()
         settings.append(replace(given, progress=telling(ranks, given.progress)))
-        return repo.manifests.names()
+        return gethostname(), repo.manifests.names()
 
-    def find(held: Sequence[set[tuple[TxId, ManifestId]]]) -> list[tuple[Commit, Manifest | None]]:
+    def find(told: Sequence[tuple[str, set[tuple[TxId, ManifestId]]]]) -> list[tuple[Commit, Manifest | None, int]]:
         commit = resolve()
         manifest, name = manifests.get(repo, commit), (commit.committed.uploader, commit.id)
-        whole, short = (commit, manifest), (commit, None)
-        return [short if name in names else whole for names in held]
+        on_host = Counter(host for host, _ in told)
+        answers = {}  # one object for all that are told the same
+        for host, names in told:
+            answers[host, name in names] = (commit, None if name in names else manifest, on_host[host])
+        return [answers[host, name in names] for host, names in told]
 
-    commit, told = ranks.exchange(hello, find)
+    commit, told, ranks_here = ranks.exchange(hello, find)
     if told is not None and ranks.rank != 0:
         repo.manifests.add(commit.committed.uploader, told, told.nbytes)
-    loading = _Loading(told or manifests.get(repo, commit), settings[0])
+    loading = _Loading(told or manifests.get(repo, commit), replace(settings[0], ranks_here=ranks_here))
     ranks.exchange(lambda: loading.plan(state), lambda done: done)
     ranks.exchange(lambda: loading.run(repo, state), lambda done: done)
     return commit, loading.missing, loading.unread
@@ -275,7 +281,9 @@ class _Plan:
     def download(self, repo: Repository) -> Download:
         """What reads it."""
         options, manifest = self.options, self.contents.manifest
-        return Download(repo, manifest, options.verify, options.threads, options.progress, options.ranks)
+        return Download(
+            repo, manifest, options.verify, options.threads, options.progress, options.ranks, options.ranks_here
+        )
 
     def _built(self) -> dict[str, Any]:
         values = dict(self._values)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import TypeVar
 
+from casckpt.errors import NotFound, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.plan.reads import Batch
@@ -92,6 +93,14 @@ class Slots:
             self._slots[blob] = Slot(repo, ref, shared=shared, keep=fills and 2 * nbytes >= ref.size)
         for batch in batches:
             self._slots[batch.blob].left += 1
+
+    def is_in_memory(self, blob: int) -> bool:
+        """Does this host's page cache hold a blob? False where it cannot be told, or the blob not be opened."""
+        try:
+            reader = self._slots[blob].reader()
+        except (NotFound, StorageError):  # who reads it will say
+            return False
+        return isinstance(reader, LocalReader) and reader.is_cached
 
     @contextmanager
     def use(self, blob: int) -> Iterator[Slot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from threading import Thread
@@ -16,6 +17,12 @@ _WORTH_A_THREAD = 64 << 10
 def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
     """``threads``, or 1 where the pieces are so small that the interpreter is what all threads would wait for."""
     return threads if nbytes >= pieces * _WORTH_A_THREAD else 1
+
+
+def usable_cores(ranks: int = 1) -> int:
+    """How many cores each of ``ranks`` processes on this host has for itself: 1 or more."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:

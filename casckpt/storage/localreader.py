@@ -2,7 +2,8 @@
 
 A file of which the cache lacks a good part is read directly (O_DIRECT) into an aligned buffer and copied from there.
 That is faster than to have the kernel fill its cache first, and leaves the cache to others. What is cached is told by
-mincore: a read with RWF_NOWAIT would tell too, but it makes the kernel read ahead, and the disk read everything twice.
+cachestat or mincore: a read with RWF_NOWAIT would tell too, but it makes the kernel read ahead, and the disk read
+everything twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from casckpt.storage.base import BLOCK, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
+from casckpt.storage.syscalls import Lacking, cached_pages
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
@@ -47,12 +49,20 @@ class LocalReader:
         self._counts = counts
         # the same file opened around the cache; -1 where that cannot or shall not be, None where it is not known yet
         self._direct: int | None = -1 if shared else None
+        self._cached: bool | None = None
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         """Size in bytes when the file was opened."""
         return self._size
+
+    @property
+    def is_cached(self) -> bool:
+        """Does the page cache hold most of it? Asked once."""
+        if self._cached is None:
+            self._cached = is_cached(self._fd, self._size)
+        return self._cached
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `casckpt.storage.base.Reader`."""
@@ -78,7 +88,7 @@ class LocalReader:
         with self._lock:
             if self._direct is None:
                 self._direct = -1
-                if _DIRECT and not is_cached(self._fd, self._size):
+                if _DIRECT and not self.is_cached:
                     with suppress(OSError):  # the file system, or the platform, has no such thing
                         self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
             return self._direct
@@ -121,7 +131,16 @@ class LocalReader:
 
 def is_cached(fd: int, size: int) -> bool:
     """Does the page cache hold most of a file? Also True where the system does not say."""
-    if size == 0 or not hasattr(_LIBC, "mincore"):
+    if size == 0:
+        return True
+    with suppress(Lacking):
+        return cached_pages(fd, size) >= _MOST * -(-size // mmap.PAGESIZE)
+    return _is_resident(fd, size)
+
+
+def _is_resident(fd: int, size: int) -> bool:
+    """The same by a map of the file, which takes ten times as long."""
+    if not hasattr(_LIBC, "mincore"):
         return True
     try:
         with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 FILE_MODE = 0o444  # objects never change; the umask of the process takes away what it wants to keep private
 _RENAME_NOREPLACE = 1
+_CACHESTAT = 451  # on every architecture
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -118,3 +119,13 @@ def allocate(fd: int, size: int) -> None:
 def sync(fd: int) -> None:
     """fsync: fdatasync may leave a new size behind."""
     os.fsync(fd)
+
+
+def cached_pages(fd: int, nbytes: int) -> int:
+    """How many pages of the first ``nbytes`` of a file the page cache holds (cachestat, Linux 6.5)."""
+    if not hasattr(_LIBC, "syscall"):
+        raise Lacking
+    span, found = (ctypes.c_uint64 * 2)(0, nbytes), (ctypes.c_uint64 * 5)()  # found: cached, dirty, and so on
+    if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, found, ctypes.c_uint(0)):
+        raise Lacking  # an older kernel, one that does not tell this user, or a sandbox
+    return int(found[0])

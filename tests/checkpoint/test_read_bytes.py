@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import casckpt
+from casckpt.checkpoint import download, workers
 from casckpt.checkpoint.store import Store
 from casckpt.repository.repository import Repository
+from casckpt.storage import localreader
 from casckpt.tensors.values import Shard
 from tests.support.faulty import FaultyStore
 from tests.support.repositories import memory
@@ -164,3 +168,24 @@ def test_any_ranges_at_once(numel: int, data: st.DataObject) -> None:
     assert verified == sum(4 * (min(numel, (i + 1) * PER) - i * PER) for i in cells_)
     for (lo, hi), shard in zip(bounds, shards, strict=True):
         assert torch.equal(shard.data, weight[lo:hi])
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.arange(1 << 20)}, step=0)
+    monkeypatch.setattr(localreader, "is_cached", lambda fd, size: cached)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    used: list[int] = []
+
+    def run_all(call: Callable[[Any], None], tasks: Sequence[Any], threads: int) -> None:
+        used.append(threads)
+        workers.run_all(call, tasks, threads)
+
+    monkeypatch.setattr(download, "run_all", run_all)
+    target = torch.zeros(1 << 20, dtype=torch.int64)
+    store.load({"w": target}, "default@0", threads=4)
+    assert torch.equal(target, torch.arange(1 << 20))
+    assert used == [1 if cached else 4]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 import pytest
 
-from casckpt.checkpoint.workers import run_all
+from casckpt.checkpoint.workers import run_all, usable_cores
 from casckpt.errors import StorageError
 
 
@@ -67,3 +68,11 @@ def test_an_interrupt_is_raised_and_the_rest_is_left() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_all(call, range(10_000), 2)
     assert len(done) < 10_000
+
+
+def test_ranks_on_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [usable_cores(ranks) for ranks in (1, 3, 4, 16, 100)] == [16, 5, 4, 1, 1]
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cores() == 3

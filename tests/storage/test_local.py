@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from casckpt.storage.base import AlreadyExists, Entry, ObjectStore, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.local import LocalStore
 from casckpt.storage.newfile import Way
+from casckpt.storage.syscalls import Lacking, cached_pages
 from tests.storage.contract import MIB, Peek, SharedContract, StorageContract, noise
 
 KEY = "objects/x/a"
@@ -609,6 +611,29 @@ def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypa
         with store.open("a", shared=shared) as reader:
             reader.read_into(0, [memoryview(bytearray(2 << 20))])
     assert asked == [2 << 20]
+
+
+def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        for _ in range(2):
+            told = localreader._is_resident(file.fileno(), 1 << 20)
+            with suppress(Lacking):  # of an older kernel, which is asked the other way
+                assert (cached_pages(file.fileno(), 1 << 20) >= 192) == told
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_a_kernel_that_does_not_count_pages_is_asked_by_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(fd: int, nbytes: int) -> int:
+        raise Lacking
+
+    monkeypatch.setattr(localreader, "cached_pages", lacking)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        assert localreader.is_cached(file.fileno(), 1 << 20)
 
 
 def test_what_was_just_written_to_the_cache_is_cached(tmp_path: Path) -> None:
