@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
@@ -52,6 +52,7 @@ class S3Client:
         config = {**_CONFIG, **options.get("config_kwargs", {})}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
+        self._patience = float(config["read_timeout"])
         # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
@@ -80,7 +81,22 @@ class S3Client:
         self._put(key, data, mark)
 
     def _put(self, key: str, data: memoryview, mark: str, **condition: str) -> None:
-        self._call("put_object", Key=self.prefix + key, Body=Body(data), Metadata={_MARK: mark}, **condition)
+        arguments = {"Key": self.prefix + key, "Metadata": {_MARK: mark}, **condition}
+        try:
+            self.run(self._upload(data, arguments))
+        except TimeoutError as error:
+            raise TimeoutError(f"the server took nothing for {self._patience:.0f} s") from error
+
+    async def _upload(self, data: memoryview, arguments: Mapping[str, Any]) -> None:
+        """The client's own timeout begins when all was sent: a server that does not want to read would hold us up."""
+        clock = asyncio.get_running_loop().time
+
+        def progress() -> None:
+            with suppress(RuntimeError):  # it is over
+                limit.reschedule(clock() + self._patience)
+
+        async with asyncio.timeout(self._patience) as limit:
+            await self.send("put_object", Body=Body(data, progress), **arguments)
 
     def mark(self, key: str) -> str | None:
         """See `casckpt.storage.remotebase.Client`."""
@@ -117,6 +133,8 @@ class S3Client:
         except ClientError as error:
             if status_of(error) == 404:
                 return None
+            if status_of(error) in (400, 403):
+                self._call("list_objects_v2", MaxKeys=1)  # its refusal says why; that of a HEAD has no text
             raise
         return found
 

@@ -16,6 +16,7 @@ from botocore.exceptions import (
     NoCredentialsError,
     PartialCredentialsError,
     ResponseStreamingError,
+    SSLError,
 )
 from botocore.exceptions import ConnectionError as Unreached
 from botocore.parsers import ResponseParserError
@@ -47,6 +48,7 @@ _ADVICE = {
     "client_kwargs={'region_name': ...}",
     "EntityTooLarge": "the object is too large for one request: make a store with smaller blobs",
 }
+_TLS = "does the endpoint speak https, and is its certificate known (client_kwargs={'verify': 'ca.pem'})?"
 _NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
 _NO_CONDITION = (
     "the server does not know conditional puts, so two jobs could both win the race for one name: use another server, "
@@ -60,6 +62,8 @@ def explain(error: Exception) -> Failure:
         return _explain_answer(error)
     if isinstance(error, _NO_CREDENTIALS):
         return Failure(f"no credentials were found: {_GIVE}, or anon=True for a public bucket")
+    if isinstance(error, SSLError):
+        return Failure(f"{_line(error)}; {_TLS}", again=True)
     if isinstance(error, _LOST):
         return Failure(f"{_line(error)}; check the network and the endpoint, and try again", again=True)
     return Failure(f"{_line(error)}; check the storage_options")

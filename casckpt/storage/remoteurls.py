@@ -60,6 +60,8 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
         raise InvalidInput(
             f"a {scheme}:// URL of a store has no query and no other part: give {scheme}://bucket/prefix"
         )
+    if not rest.isprintable():
+        raise InvalidInput(f"{rest[:200]!r} has characters that cannot be seen: correct the {scheme}:// URL")
     if any(part in ("", ".", "..") for part in parts) or not _BUCKET.fullmatch(host.partition(":")[0]):
         raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: give {scheme}://bucket/prefix")
     package = _NEEDS.get(scheme)

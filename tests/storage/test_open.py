@@ -64,7 +64,7 @@ def test_an_unknown_scheme() -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", ["", "/", "/a", "b//a", "b/../a", "b/./a", "b/a?x=1", "b/a#x", "file::s3", "-b/a", "b\\a"]
+    "rest", ["", "/", "/a", "b//a", "b/../a", "b/./a", "b/a?x=1", "b/a#x", "file::s3", "-b/a", "b\\a", "b/a\n"]
 )
 def test_nonsense_of_buckets(rest: str) -> None:
     with pytest.raises(InvalidInput, match="s3://"):

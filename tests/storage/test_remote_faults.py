@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -143,10 +144,18 @@ def test_wrong_credentials(seaweed_server: Server, naps: Naps) -> None:
     for wrong, says in ({"secret": "guess"}, "secret key does not fit"), ({"key": "nobody"}, "does not know this"):
         options = seaweed_server.options | wrong
         storage = RemoteStore(Place("s3", f"{bucket}/store", options), backoff=Backoff(sleep=naps))
-        with pytest.raises(StorageError, match=says) as caught:
-            storage.put("a", b"1")
-        assert not any(secret in str(caught.value) for secret in ("guess", "nobody", *map(str, options.values())))
+        for act in (lambda: storage.put("a", b"1"), lambda: storage.size("a"), lambda: list(storage.list(""))):  # noqa: B023 - called here
+            with pytest.raises(StorageError, match=says) as caught:
+                act()
+            assert not any(secret in str(caught.value) for secret in ("guess", "nobody", *map(str, options.values())))
     assert naps.seconds == []
+
+
+def test_https_where_http_is_spoken(moto_server: Server, naps: Naps) -> None:
+    options = {**moto_server.options, "endpoint_url": moto_server.endpoint.replace("http:", "https:")}
+    storage = RemoteStore(Place("s3", "bucket/store", options), backoff=Backoff(sleep=naps))
+    with pytest.raises(StorageError, match="does the endpoint speak https"):
+        storage.size("a")
 
 
 def test_no_credentials(moto_server: Server, monkeypatch: pytest.MonkeyPatch, naps: Naps) -> None:
@@ -300,3 +309,16 @@ def test_a_call_in_the_loop_of_the_client_is_an_error_and_no_hang(storage: Remot
 
     with pytest.raises(Unsupported, match="event loop"):
         asyncio.run_coroutine_threadsafe(call(), loop).result(timeout=30)
+
+
+@pytest.mark.parametrize("nbytes", [1, 64 * MIB])
+def test_a_server_that_takes_nothing_is_an_error_and_no_hang(nbytes: int, naps: Naps) -> None:
+    """It accepts connections and is silent; the client would wait for ever to be told to go on, or to send more."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        place = Place("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})
+        storage = RemoteStore(place, backoff=Backoff(attempts=2, sleep=naps))
+        with pytest.raises(StorageError, match=r"s3://bucket/store/a, tried 2 times: .*the server took nothing"):
+            storage.put("a", memoryview(bytearray(nbytes)))
+        with pytest.raises(StorageError, match=r"tried 2 times: .*[Tt]imeout"):
+            storage.size("a")
