@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
-from threading import Event, Lock
+from threading import BoundedSemaphore, Event, Lock
 
 from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.sources import Cell, Source
-from casckpt.checkpoint.workers import run_all, useful_threads
+from casckpt.checkpoint.workers import run_all, usable_cores, useful_threads
 from casckpt.format import blob as blob_format
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.manifest import BlobRef
@@ -145,29 +145,35 @@ class Upload:
         writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
         buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
+        turns = BoundedSemaphore(usable_cores())
         try:
-            run_all(lambda _: self._work(queue, buffers, stop, placed), range(workers), workers)
+            run_all(lambda _: self._work(queue, buffers, turns, stop, placed), range(workers), workers)
         finally:
             buffers.close()
 
-    def _work(self, queue: _Queue, buffers: BufferPool, stop: Event, placed: dict[int, Placed]) -> None:
+    def _work(
+        self, queue: _Queue, buffers: BufferPool, turns: BoundedSemaphore, stop: Event, placed: dict[int, Placed]
+    ) -> None:
         try:
             with buffers.borrow() as buffer:
-                while not stop.is_set() and self._fill(queue, buffer.view, placed):
-                    pass
+                while not stop.is_set():
+                    with turns:  # or all would fill at once, and then all wait for the disk at once
+                        blob = self._fill(queue, buffer.view, placed)
+                    if blob is None:
+                        return
+                    blobs.put(self.repo, self.uploader, blob.hash, buffer.view[: blob.size])
         except BaseException:
             stop.set()  # the other workers need not write what will never be committed
             raise
 
-    def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, Placed]) -> bool:
-        """Fill one blob and put it. False when nothing was left to do."""
+    def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, Placed]) -> BlobRef | None:
+        """Fill one blob, whose bytes then begin the buffer, and name it. None when nothing new is left."""
         capacity, used, runs = len(buffer) - blob_format.DATA_OFFSET, 0, []
-        number, worked = self._next_number(), False
-        while capacity - used > capacity // _WORTH_FILLING or not worked:
+        number = self._next_number()
+        while capacity - used > capacity // _WORTH_FILLING:
             cells = queue.take(capacity - used)
             if not cells:
                 break
-            worked = True
             for cell in cells:
                 at = blob_format.DATA_OFFSET + used
                 target = buffer[at : at + cell.nbytes]
@@ -177,9 +183,12 @@ class Upload:
                     runs.append((self.sources[cell.source].dtype, cell.nbytes))
                     used += cell.nbytes
                 self.progress(cell.nbytes)
-        if used:
-            self._put(number, buffer[: blob_format.DATA_OFFSET + used], runs)
-        return worked
+        if not used:
+            return None
+        data = buffer[: blob_format.DATA_OFFSET + used]
+        data[: blob_format.DATA_OFFSET] = blob_format.encode_header(runs)
+        ref = self.written[number] = BlobRef(BlobHash(hex_digest(data)), len(data), self.uploader)
+        return ref
 
     def _next_number(self) -> int:
         with self._lock:
@@ -196,12 +205,6 @@ class Upload:
             place = Placed(digest, False, *found) if found else Placed(digest, True, number, offset)
             self._claims[digest] = place
         return place, found is None
-
-    def _put(self, number: int, data: memoryview, runs: Iterable[tuple[str, int]]) -> None:
-        data[: blob_format.DATA_OFFSET] = blob_format.encode_header(list(runs))
-        name = BlobHash(hex_digest(data))
-        blobs.put(self.repo, self.uploader, name, data)
-        self.written[number] = BlobRef(name, len(data), self.uploader)
 
 
 def _digest_of(cell: Cell) -> CellDigest:
