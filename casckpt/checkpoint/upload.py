@@ -31,13 +31,14 @@ from casckpt.plan.cells import UNKNOWN
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
 from casckpt.repository.repository import Repository
-from casckpt.storage.buffers import BufferPool
+from casckpt.storage.buffers import BufferPool, KeptBuffers
 
 log = logging.getLogger(__name__)
 _TASK_BYTES = 8 << 20
 _TASK_CELLS = 4096
 _SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
 _SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
+_BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
@@ -139,31 +140,27 @@ class Upload:
 
     def _pack(self, unknown: list[Cell], placed: dict[int, Placed]) -> None:
         capacity = self.repo.marker.blob_bytes
-        queue, stop = _Queue(unknown), Event()
         total = sum(cell.nbytes for cell in unknown)
         useful = useful_threads(self.threads, total, len(unknown))
         writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
-        buffers = BufferPool(workers, blob_format.DATA_OFFSET + min(capacity, max(total, 1)))
-        turns = BoundedSemaphore(usable_cores())
-        try:
-            run_all(lambda _: self._work(queue, buffers, turns, stop, placed), range(workers), workers)
-        finally:
-            buffers.close()
+        size = blob_format.DATA_OFFSET + min(capacity, max(total, 1))
+        packing = _Packing(_Queue(unknown), placed)
+        with _BUFFERS.pool(workers, size) as buffers:
+            run_all(lambda _: self._work(packing, buffers, size), range(workers), workers)
 
-    def _work(
-        self, queue: _Queue, buffers: BufferPool, turns: BoundedSemaphore, stop: Event, placed: dict[int, Placed]
-    ) -> None:
+    def _work(self, packing: _Packing, buffers: BufferPool, size: int) -> None:
         try:
-            with buffers.borrow() as buffer:
-                while not stop.is_set():
-                    with turns:  # or all would fill at once, and then all wait for the disk at once
-                        blob = self._fill(queue, buffer.view, placed)
+            with buffers.borrow() as borrowed:
+                buffer = borrowed.view[:size]
+                while not packing.stop.is_set():
+                    with packing.turns:
+                        blob = self._fill(packing.queue, buffer, packing.placed)
                     if blob is None:
                         return
-                    blobs.put(self.repo, self.uploader, blob.hash, buffer.view[: blob.size])
+                    blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         except BaseException:
-            stop.set()  # the other workers need not write what will never be committed
+            packing.stop.set()  # the other workers need not write what will never be committed
             raise
 
     def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, Placed]) -> BlobRef | None:
@@ -232,6 +229,16 @@ class _Queue:
                 end += 1
             self._next = end
             return self._cells[first:end]
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """What the workers share. ``turns``: or all would fill at once, and then all wait for the disk at once."""
+
+    queue: _Queue
+    placed: dict[int, Placed]
+    stop: Event = field(default_factory=Event)
+    turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
 
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:

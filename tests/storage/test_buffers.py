@@ -10,7 +10,7 @@ import pytest
 
 from casckpt.errors import InvalidInput
 from casckpt.storage.base import BLOCK
-from casckpt.storage.buffers import AlignedBuffer, BufferPool, address, plain_bytes
+from casckpt.storage.buffers import AlignedBuffer, BufferPool, KeptBuffers, address, plain_bytes
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 3 << 20])
@@ -122,3 +122,45 @@ def test_pool_closes_its_idle_buffers() -> None:
     pool.close()
     with pytest.raises(ValueError, match="released"):
         _ = buffer.view
+
+
+def test_buffers_are_kept_for_who_needs_no_more() -> None:
+    kept = KeptBuffers()
+    with kept.pool(2, 100) as first:
+        pass
+    for count, nbytes in ((2, 100), (1, 7)):
+        with kept.pool(count, nbytes) as again:
+            assert again is first
+    for count, nbytes in ((3, 100), (2, 101)):
+        with kept.pool(count, nbytes) as other:
+            assert other is not first
+            assert (other.count, other.nbytes) == (count, nbytes)
+
+
+def test_two_transfers_at_once_share_no_buffer() -> None:
+    kept = KeptBuffers()
+    with kept.pool(1, 10) as first, kept.pool(1, 10) as second:
+        assert first is not second
+    with kept.pool(1, 10) as later:
+        assert later is first  # it ended last
+
+
+def test_what_failed_leaves_its_buffers_usable() -> None:
+    kept = KeptBuffers()
+    with pytest.raises(ValueError, match="mine"), kept.pool(1, 10) as pool, pool.borrow():
+        raise ValueError("mine")
+    with kept.pool(1, 10) as again, again.borrow() as buffer:
+        assert again is pool
+        assert buffer.nbytes == 10
+
+
+def test_more_than_is_meant_to_be_kept_is_given_back() -> None:
+    kept = KeptBuffers(most=100)
+    with kept.pool(2, 51) as pool:
+        pass
+    with pytest.raises(InvalidInput):
+        pool.acquire()
+    with kept.pool(2, 50) as small:
+        pass
+    with kept.pool(2, 50) as again:
+        assert again is small
