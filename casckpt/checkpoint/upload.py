@@ -145,23 +145,37 @@ class Upload:
         writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
         size = blob_format.DATA_OFFSET + min(capacity, max(total, 1))
-        packing = _Packing(_Queue(unknown), placed)
+        packing = _Packing(self._queues(unknown), placed)
         with _BUFFERS.pool(workers, size) as buffers:
             run_all(lambda _: self._work(packing, buffers, size), range(workers), workers)
 
     def _work(self, packing: _Packing, buffers: BufferPool, size: int) -> None:
         try:
             with buffers.borrow() as borrowed:
-                buffer = borrowed.view[:size]
-                while not packing.stop.is_set():
-                    with packing.turns:
-                        blob = self._fill(packing.queue, buffer, packing.placed)
-                    if blob is None:
-                        return
-                    blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
+                for queue in packing.queues:
+                    self._empty(queue, packing, borrowed.view[:size])
         except BaseException:
             packing.stop.set()  # the other workers need not write what will never be committed
             raise
+
+    def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
+        """What may have changed, and apart from it what is moved out of a worn blob: likely to stay as it is.
+
+        In one blob with what changes again it would be moved at every other save.
+        """
+        moved = [cell for cell in unknown if cell.cut.blob != UNKNOWN and not self.known.usable(cell.cut.blob)]
+        if not moved:
+            return [_Queue(unknown)]
+        ids = {id(cell) for cell in moved}
+        return [_Queue([cell for cell in unknown if id(cell) not in ids]), _Queue(moved)]
+
+    def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
+        while not packing.stop.is_set():
+            with packing.turns:
+                blob = self._fill(queue, buffer, packing.placed)
+            if blob is None:
+                return
+            blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
 
     def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, Placed]) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it. None when nothing new is left."""
@@ -235,7 +249,7 @@ class _Queue:
 class _Packing:
     """What the workers share. ``turns``: or all would fill at once, and then all wait for the disk at once."""
 
-    queue: _Queue
+    queues: Sequence[_Queue]
     placed: dict[int, Placed]
     stop: Event = field(default_factory=Event)
     turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))

@@ -271,6 +271,18 @@ class TestWorn:
         assert worn[0].hash not in {blob.hash for blob in manifest_of(store, "default@2").blobs}
         assert saved(store, state, 3) == 0
 
+    def test_what_is_moved_out_of_a_worn_blob_is_not_moved_again(self) -> None:
+        store, per = small(), BLOB // CELL
+        state = {"body": cells(per + 2), "head": cells(2 * per - 2)}
+        store.save(state, step=0)
+        written = []
+        for step in range(1, 7):
+            state["head"] += 1
+            written.append(data_bytes(store, state, step))
+        head = (2 * per - 2) * CELL
+        assert written == [head, head + 2 * CELL, head, head, head, head]
+        assert same_state(store.read("default@6"), state)
+
     def test_half_of_a_blob_is_not_worn(self) -> None:
         store, per = small(), BLOB // CELL
         state = {"w": cells(per)}
