@@ -96,7 +96,8 @@ def megatron_region(tensor: Any) -> Region:
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
     """``data`` for a Megatron-style tensor, without a copy: in the shape of its box, or flat."""
     local: torch.Tensor = (data.to_local() if is_dtensor(data) else data).detach()
-    return local if flat_range(tensor) is not None else local[(None,) * tensor.prepend_axis_num]
+    as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
+    return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
 
 
 def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
@@ -105,11 +106,14 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
     if found is None:
         raise InvalidInput(f"{tensor.key!r} has no data (None); give its tensor", key=tensor.key)
     region, flat = megatron_region(tensor), flat_range(tensor)
-    return Shard(
-        megatron_data(tensor, found),
-        tuple(tensor.global_shape),
-        region.box.offset,
-        region.box.shape,
-        None if flat is None else (region.lo, region.hi),
-        replicated=replicated,
-    )
+    try:
+        return Shard(
+            megatron_data(tensor, found),
+            tuple(tensor.global_shape),
+            region.box.offset,
+            region.box.shape,
+            None if flat is None else (region.lo, region.hi),
+            replicated=replicated,
+        )
+    except InvalidInput as error:
+        raise InvalidInput(f"{tensor.key!r}: {error}", key=tensor.key) from error

@@ -68,7 +68,10 @@ def _claim(value: Any) -> Claim:
         return ObjectClaim(value.key, tuple(value.global_shape), tuple(value.global_offset), main)
     if not is_sharded_tensor(value):
         kind = type(value).__name__
-        raise CheckpointingException(f"a {kind} is neither a ShardedTensor nor a ShardedObject; build factories first")
+        raise CheckpointingException(
+            f"{value.key!r}: a {kind} is neither a ShardedTensor nor a ShardedObject; build factories first",
+            key=value.key,
+        )
     regular, flat = value.axis_fragmentations is not None, flat_range(value) is not None
     form = [("global shape", tuple(value.global_shape)), ("dtype", dtype_name(value.dtype)), ("regular grid", regular)]
     form += [("local shape", tuple(value.local_shape))] if regular else []

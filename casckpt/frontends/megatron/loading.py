@@ -16,13 +16,14 @@ from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
 from casckpt.frontends.megatron.mapping import apply_factory_merges
 from casckpt.frontends.megatron.nesting import (
     Nested,
+    dict_list_map_inplace,
     dict_list_map_outplace,
     extract_matching_values,
     merge,
     nested_values,
 )
 from casckpt.frontends.megatron.place import CheckpointDir, place_of
-from casckpt.frontends.megatron.reading import object_key
+from casckpt.frontends.megatron.reading import object_key, read_common
 from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies, part_shape
 from casckpt.frontends.megatron.saving import check_strategies, is_empty
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
@@ -81,10 +82,14 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
             sharings = plan_sharing(claims) if fully_parallel else everyone(None, ranks.size)
             return [(missing, sharing) for sharing in sharings]
 
-        missing, sharing = ranks.exchange(lambda: loading.plan(strict), decide)
-        common = loading.ask_for_common()
+        def plan() -> tuple[list[Claim], set[str]]:
+            planned = loading.plan(strict)
+            loading.put_into(read_common(stored, allow_pickle))
+            return planned
+
+        missing, sharing = ranks.exchange(plan, decide)
         loading.read(ranks, sharing, process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
-        loaded = loading.put_together(common, allow_pickle)
+        loaded = loading.merged()
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
 
 
@@ -189,9 +194,13 @@ class Loading:
         check_missing(self.strict, self.stored.where, have - used)
         return have - used
 
-    def ask_for_common(self) -> dict[str, str]:
-        """Let the common part be read too: the number of each of its keys."""
-        return {key: self._request.add(key) for key in self.stored.common_keys}
+    def put_into(self, common: dict[Any, Any]) -> None:
+        """Put what is not persistent, and what is to be loaded, to their places beside the common part.
+
+        Raises CheckpointingException if that has a value there.
+        """
+        merge(common, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
+        self._state = merge(common, dict_list_map_outplace(lambda value: value, self._sharded))
 
     def read(self, ranks: Ranks, sharing: Sharing | None, **options: Any) -> None:
         """Read all that was asked for, or take it from others. Raises what `Store.load` raises."""
@@ -206,18 +215,16 @@ class Loading:
         if sharing is not None:
             hand_on(ranks, sharing, [part.data for part in self._parts])
 
-    def put_together(self, common: dict[str, str], allow_pickle: bool) -> dict[Any, Any]:
-        """The state dict of what was read."""
-        values = {key: self._request.values[number] for key, number in common.items()}
-        state = self.stored.common(values, allow_pickle)
-        merge(state, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
-        merge(state, self.loaded())
-        merged: dict[Any, Any] = apply_factory_merges(state, self._factories)
-        return merged
+    def merged(self) -> Any:
+        """The whole state dict, of what was read and of what `put_into` put beside it."""
+        return apply_factory_merges(dict_list_map_inplace(self._loaded, self._state), self._factories)
 
     def loaded(self) -> Nested:
         """The sharded values alone, as they were read."""
-        return dict_list_map_outplace(lambda value: self._results[id(value)](), self._sharded)
+        return dict_list_map_outplace(self._loaded, self._sharded)
+
+    def _loaded(self, value: Any) -> Any:
+        return self._results[id(value)]() if id(value) in self._results else value
 
 
 def _values(built: Nested) -> list[Any]:

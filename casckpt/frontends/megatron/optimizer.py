@@ -24,11 +24,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    """Where its elements lie, and its shape; nothing if it has none."""
+    local = None if tensor is None else _local(tensor)
+    return () if local is None or not local.numel() else (local.data_ptr(), *local.shape)
+
+
 def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> dict[int, int]:
     """From ``id(parameter)`` to its number in the optimizer; of tied ones the first."""
     numbers: dict[int, int] = {}
     for number, param in enumerate(optim_params_iter):
-        numbers.setdefault(id(_local(param)), number)
+        numbers.setdefault(id(param), number)
     return numbers
 
 
@@ -37,12 +43,21 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, Any]:
     """From the number of a parameter in the optimizer to its ShardedTensor or factory in the model's state dict.
 
-    They are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``). Warns if
-    none of them is found.
+    They are matched by identity, so the state dict must hold the parameters themselves (``keep_vars=True``); of a
+    DTensor the local part will do. Warns if none of them is found.
     """
-    numbers = get_optim_param_to_id_map(optim_params_iter)
+    params = list(optim_params_iter)
+    numbers = get_optim_param_to_id_map(params)
+    # Each call of to_local makes another tensor, of the same memory.
+    memories = {at: number for number, param in enumerate(params) if is_dtensor(param) and (at := _memory(param))}
     sharded, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    found = {numbers[id(value.data)]: value for value in nested_values(sharded) if id(value.data) in numbers}
+    found = {}
+    for value in nested_values(sharded):
+        number = numbers.get(id(value.data))
+        if number is None and memories:
+            number = memories.get(_memory(value.data))
+        if number is not None:
+            found[number] = value
     if not found:
         log.warning(
             "no tensor of the model's state dict is a parameter of the optimizer; make it with keep_vars=True, and "

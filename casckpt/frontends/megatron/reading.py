@@ -23,12 +23,15 @@ def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool 
     Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
     """
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir), common=True)
-        request = Request()
-        numbers = {key: request.add(key) for key in stored.common_keys}
-        request.run(stored, no_dist=True, allow_pickle=allow_pickle)
-        values = {key: request.values[number] for key, number in numbers.items()}
-        return stored.common(values, allow_pickle)
+        return read_common(Stored.read(place_of(checkpoint_dir), common=True), allow_pickle)
+
+
+def read_common(stored: Stored, allow_pickle: bool) -> dict[Any, Any]:
+    """See `load_common_state_dict`."""
+    request = Request()
+    labels = {key: request.add(key) for key in stored.common_keys}
+    request.run(stored, no_dist=True, allow_pickle=allow_pickle)
+    return stored.common({key: request.values[label] for key, label in labels.items()}, allow_pickle)
 
 
 def load_content_metadata(
@@ -47,9 +50,9 @@ def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]
     with checkpointing_errors():
         stored = Stored.read(place_of(checkpoint_dir))
         request = Request()
-        numbers = {key: request.add(key) for key in stored.tensors}
+        labels = {key: request.add(key) for key in stored.tensors}
         request.run(stored, no_dist=True)
-        return {key: request.values[number] for key, number in numbers.items()}
+        return {key: request.values[label] for key, label in labels.items()}
 
 
 def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:

@@ -21,7 +21,7 @@ from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
 from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
-from casckpt.frontends.megatron.stored import NOTES_NAME, encoded_notes
+from casckpt.frontends.megatron.stored import NOTES_NAME, encoded_notes, is_object_key
 from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.state import flatten
 from casckpt.tensors.values import Shard
@@ -212,6 +212,11 @@ class Saving:
                     f"{key!r} is the key of something sharded, and stands at the top of the common state; rename one",
                     key=key,
                 )
+        for key in map(str, (*shards, *common)):
+            if is_object_key(key):
+                raise CheckpointingException(
+                    f"{key!r} has the form of the key of an object, and would be loaded as one; rename it", key=key
+                )
         return {**common, **shards, **objects}
 
 
@@ -241,6 +246,16 @@ def _check_lists(x: Nested, path: Path) -> frozenset[str]:
             every = ", ".join(sorted(frozenset().union(*kinds)))
             raise CheckpointingException(f"the list at {path} mixes {every}, and could not be put together; use a dict")
         return kinds[0] if kinds else frozenset(("plain values",))
+    if isinstance(x, tuple):
+        _check_inside(x, path)
     if is_sharded_base(x):
         return frozenset(("sharded values",))
     return frozenset(("what is not saved",) if is_nonpersistent(x) else ("plain values",))
+
+
+def _check_inside(x: Any, path: Path) -> None:
+    """Raise CheckpointingException for what is sharded, or not saved, in a tuple: all of that is a leaf."""
+    if is_sharded_base(x) or is_nonpersistent(x):
+        raise CheckpointingException(f"{path} is a {type(x).__name__} in a tuple, where none is looked for; use a list")
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list | tuple) else ():
+        _check_inside(value, (*path, key))

@@ -101,7 +101,7 @@ class Stored:
         """The shards of objects, without data, by unique key."""
         found = {}
         for element, _ in self._children:
-            if _OBJECT.fullmatch(str(element)):
+            if is_object_key(str(element)):
                 found[str(element)] = ShardedObject.empty_from_unique_key(str(element))
         return found
 
@@ -160,11 +160,11 @@ class Stored:
         """Let an object, a leaf or a container of the tree, be read; what gives its value after that."""
         node = self._nodes.get(key) or find(self._tree, key)
         if not isinstance(node, Container):
-            number = request.add(key)
-            return lambda: request.values[number]
+            label = request.add(key)
+            return lambda: request.values[label]
         below = [join(path) for path, _ in leaves(node)]
-        numbers = {name: request.add(f"{key}.{name}") for name in below}
-        return lambda: inflate(node, lambda name, _: request.values[numbers[name]], lambda _: True)
+        labels = {name: request.add(f"{key}.{name}") for name in below}
+        return lambda: inflate(node, lambda name, _: request.values[labels[name]], lambda _: True)
 
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
         """The common part, nested as it was saved, of its leaves by flat key; and of common.pt, if it has that."""
@@ -186,21 +186,28 @@ class Stored:
 
 
 class Request:
-    """What is to be read of a checkpoint, each thing under a number of its own."""
+    """What is to be read of a checkpoint, each thing under a label of its own: its name, or one that begins with it."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._names: dict[str, str] = {}
 
     def add(self, name: str, into: Shard | None = None) -> str:
-        """Read ``name``, a flat key, into a shard, or (None) as something new. The number under which it will be."""
-        number = str(len(self.values))
-        self.values[number], self._names[number] = into, name
-        return number
+        """Read ``name``, a flat key, into a shard, or (None) as something new. The label under which it will be."""
+        label = name
+        while label in self.values:
+            label = f"{label} (item {len(self.values)})"
+        self.values[label], self._names[label] = into, name
+        return label
 
     def run(self, stored: Stored, **options: Any) -> None:
         """Read it all. ``options``: as in `Store.load`. Raises what that raises."""
         stored.store.load(self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, **options)
+
+
+def is_object_key(key: str) -> bool:
+    """Has it the form of the unique key of a shard of an object?"""
+    return _OBJECT.fullmatch(key) is not None
 
 
 def encoded_notes(common_tensors: Iterable[str]) -> bytes:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from casckpt.frontends.megatron import (
     CheckpointingException,
@@ -22,6 +24,9 @@ from casckpt.frontends.megatron import (
     optim_state_to_sharding_state,
     save,
 )
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 
 def halves(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
@@ -106,3 +111,16 @@ def test_state_of_an_unknown_parameter_is_refused() -> None:
         optim_state_to_sharding_state(state, {})
     optim_state_to_sharding_state(state, {}, exclude_keys=("m",))
     assert state["state"] == {5: {}}
+
+
+def numbered_dtensors(rank: int, size: int) -> tuple[list[int], dict[int, str]]:
+    mesh = init_device_mesh("cpu", (size,))
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(3)]
+    data: list[Any] = [param if rank else param.to_local() for param in params]  # type: ignore[attr-defined] # DTensors
+    model = [ShardedTensor.from_rank_offsets(f"p{i}", value, (0, rank, size)) for i, value in enumerate(data)]
+    found = get_param_id_to_sharded_param_map(model, params)
+    return list(get_optim_param_to_id_map(params).values()), {number: one.key for number, one in found.items()}
+
+
+def test_parameters_that_are_dtensors_are_known_by_their_local_part(ranks: Pool) -> None:
+    assert ranks.run(2, numbered_dtensors) == [([0, 1, 2], {0: "p0", 1: "p1", 2: "p2"})] * 2
