@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPMessage
 from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
@@ -20,6 +21,7 @@ from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
 from casckpt.storage.remotebase import Failure
 from casckpt.storage.remotes3body import Body
+from casckpt.storage.remotes3direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remotes3errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remotes3facts import examine
 
@@ -60,8 +62,18 @@ class S3Client:
         self._thread = asyncio.run_coroutine_threadsafe(_thread(), self._loop).result()
         try:
             self.run(self._fs.set_session())  # what is wrong with the options shows here
+            self.direct = self._direct(config, options.get("client_kwargs", {}))
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
+
+    def _direct(self, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
+        """For ranged reads past the client, where that reaches the same server in the same way."""
+        if not can_reach(self.run(self._fs.set_session()).meta.endpoint_url, config):
+            return None
+        verify = client.get("verify")
+        if verify is None:
+            verify = self._fs.session.get_config_variable("ca_bundle")
+        return DirectReads(float(config["connect_timeout"]), self._patience, True if verify is None else verify)
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
@@ -196,6 +208,14 @@ class S3Client:
     async def send(self, operation: str, **arguments: Any) -> Any:
         """One request, with what the options say about all requests. No parameter is dropped in silence."""
         client = await self._fs.set_session()
+        return await getattr(client, operation)(**self._arguments(client, operation, arguments))
+
+    async def sign_read(self, **arguments: Any) -> Signed:
+        """What `send` would send as ``get_object``."""
+        client = await self._fs.set_session()
+        return await sign(client, **self._arguments(client, "get_object", arguments))
+
+    def _arguments(self, client: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
         known = model.input_shape.members
         if "IfNoneMatch" in arguments and "IfNoneMatch" not in known:
@@ -204,7 +224,12 @@ class S3Client:
         sent = {name: value for name, value in extra.items() if name in known} | arguments
         if "Metadata" in arguments:
             sent["Metadata"] = {**extra.get("Metadata", {}), **arguments["Metadata"]}
-        return await getattr(client, operation)(Bucket=self.bucket, **sent)
+        return {"Bucket": self.bucket, **sent}
+
+    def only_by_client(self) -> None:
+        """A ranged read worked through the client. If none ever did past it, no other is tried there."""
+        if self.direct is not None and not self.direct.works:
+            self.direct = None
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run in fsspec's loop, which has a thread of its own; stop it if this thread is interrupted."""
@@ -232,7 +257,7 @@ class S3Object:
         if self._size is None:
             with self._client.absence(self._key):
                 answer = self._client.run(self._client.send("head_object", Key=self._client.prefix + self._key))
-            self._is_the_same(answer, answer["ContentLength"])
+            self._is_the_same(answer.get("ETag"), answer["ContentLength"])
         return self._size or 0
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -240,29 +265,47 @@ class S3Object:
         end = offset + sum(buffer.nbytes for buffer in buffers)
         try:
             with self._client.absence(self._key):
-                self._client.run(self._read(offset, end, buffers))
+                if not self._read_directly(offset, end, buffers):
+                    self._client.run(self._read(offset, end, buffers))
+                    self._client.only_by_client()
         except ClientError as error:
             if status_of(error) != 416:
                 raise
             size = size_from(error.response["ResponseMetadata"]["HTTPHeaders"].get("content-range"))
             raise ShortObject(self._key, self.size() if size is None else size) from error
 
+    def _request(self, offset: int, end: int) -> dict[str, str]:
+        return {"Key": self._client.prefix + self._key, "Range": f"bytes={offset}-{end - 1}"}
+
+    def _read_directly(self, offset: int, end: int, buffers: Sequence[memoryview]) -> bool:
+        """False: the client has to ask."""
+        direct = self._client.direct
+        if direct is None:
+            return False
+
+        def check(headers: HTTPMessage) -> None:
+            size = size_from(headers.get("Content-Range"))
+            if size is None:
+                raise Unsupported("this server does not say which range it answers: it cannot be used")
+            self._is_the_same(headers.get("ETag"), size)
+            if size < end:
+                raise ShortObject(self._key, size)
+
+        return direct.read(self._client.run(self._client.sign_read(**self._request(offset, end))), buffers, check)
+
     async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
-        answer = await self._client.send(
-            "get_object", Key=self._client.prefix + self._key, Range=f"bytes={offset}-{end - 1}"
-        )
+        answer = await self._client.send("get_object", **self._request(offset, end))
         async with answer["Body"] as body:
             size = size_from(answer.get("ContentRange"))
             if size is None and offset:
                 raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
-            self._is_the_same(answer, answer["ContentLength"] if size is None else size)
+            self._is_the_same(answer.get("ETag"), answer["ContentLength"] if size is None else size)
             if self.size() < end:
                 raise ShortObject(self._key, self.size())
             await _fill(body, buffers)
 
-    def _is_the_same(self, answer: Mapping[str, Any], size: int) -> None:
+    def _is_the_same(self, etag: str | None, size: int) -> None:
         """Note which version of the object answers; an error if it is not the one that answered before."""
-        etag = answer.get("ETag")
         if self._size is None:
             self._etag, self._size = etag, size
         elif (self._etag, self._size) != (etag, size):

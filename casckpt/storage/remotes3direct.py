@@ -1,0 +1,192 @@
+"""Ranged reads of S3 objects past the client's event loop: bytes go from the socket straight into place.
+
+The client has one thread for the answers to all requests, and copies each several times. So it only signs a request
+here; the thread that wants the bytes sends it over a connection of our own, and receives them.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from botocore.exceptions import ClientError, ResponseStreamingError
+from botocore.httpsession import get_cert_path
+from botocore.utils import get_environ_proxies
+
+_HOOK = "before-send.s3.GetObject"
+_REST = 10.0  # seconds: servers, and what lies before them, forget connections that rest for longer
+_BUSY = frozenset({429, 500, 502, 503, 504})
+_UNKNOWN_WAYS = frozenset({"client_cert", "connector_args", "http_session_cls", "proxies", "proxies_config"})
+_signing: ContextVar[bool] = ContextVar("signing", default=False)
+
+
+class _Ready(Exception):
+    """A request, the only argument, is signed, and must not be sent by the client."""
+
+
+class _Unreached(Exception):
+    """No connection could be made."""
+
+
+@dataclass(frozen=True)
+class Signed:
+    """A request to get a range of an object."""
+
+    url: str
+    headers: Mapping[str, str | bytes]
+
+
+async def sign(client: Any, **arguments: Any) -> Signed:
+    """What ``client`` (of aiobotocore) would send as ``get_object(**arguments)``."""
+    client.meta.events.register(_HOOK, _hand_over, unique_id="casckpt")
+    _signing.set(True)  # in the task that runs this
+    try:
+        await client.get_object(**arguments)
+    except _Ready as ready:
+        return Signed(ready.args[0].url, dict(ready.args[0].headers.items()))
+    raise RuntimeError("the S3 client has sent a request that it was to sign only")
+
+
+def _hand_over(request: Any, **_: Any) -> None:
+    if _signing.get():
+        raise _Ready(request)
+
+
+def can_reach(url: str, config: Mapping[str, Any]) -> bool:
+    """Is the server reached by plain connections? ``config``: of the client. Proxies, say, are left to the client."""
+    return not (_UNKNOWN_WAYS & config.keys() or get_environ_proxies(url))
+
+
+class DirectReads:
+    """Connections to a server. A thread that reads has one for itself; afterwards it waits for the next.
+
+    ``connect``, ``patience``: seconds to wait for a connection, and for the next bytes. ``verify``: whether the server
+    must prove who it is, or by which file of certificates. ``works``: something was read.
+    """
+
+    def __init__(self, connect: float, patience: float, verify: bool | str) -> None:
+        self.works = False
+        self._connect, self._patience, self._verify = connect, patience, verify
+        self._waiting: deque[tuple[float, str, HTTPConnection]] = deque()
+        weakref.finalize(self, _close_all, self._waiting)
+
+    def read(self, request: Signed, buffers: Sequence[memoryview], check: Callable[[HTTPMessage], None]) -> bool:
+        """Fill the buffers; ``check`` sees the headers first. False: the client has to ask, and to explain the answer.
+
+        Raises the errors of `casckpt.storage.remotes3errors.FAILURES` for what may go better the next time.
+        """
+        try:
+            with self._ask(request) as answer:
+                if answer.status in _BUSY:
+                    raise _busy(answer)
+                if answer.status != 206:
+                    return False
+                check(answer.headers)
+                for buffer in buffers:
+                    _fill(answer, buffer)
+        except _Unreached as error:
+            if not self.works:
+                return False
+            raise error.args[0] from None
+        except TimeoutError as error:
+            raise TimeoutError(f"the server sent nothing for {self._patience:.0f} s") from error
+        except HTTPException as error:
+            raise ResponseStreamingError(error=f"{type(error).__name__}: {error}") from error
+        self.works = True
+        return True
+
+    @contextmanager
+    def _ask(self, request: Signed) -> Iterator[HTTPResponse]:
+        """The answer. A connection is kept if all of the answer was read."""
+        where = urlsplit(request.url)
+        connection, answer = self._send(request, where)
+        done = False
+        try:
+            yield answer
+            done = answer.isclosed() and not answer.will_close
+        finally:
+            answer.close()
+            if done:
+                self._waiting.append((time.monotonic(), where.netloc, connection))
+            else:
+                connection.close()
+
+    def _send(self, request: Signed, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
+        while (used := self._rested(where.netloc)) is not None:
+            with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has ended it meanwhile
+                return used, _exchange(used, request, where)
+        fresh = self._open(where)
+        return fresh, _exchange(fresh, request, where)
+
+    def _rested(self, place: str) -> HTTPConnection | None:
+        """The connection that rested for the shortest time, if it may still be used."""
+        with suppress(IndexError):
+            while True:
+                since, whither, connection = self._waiting.pop()
+                if whither == place and time.monotonic() - since < _REST:
+                    return connection
+                connection.close()
+        return None
+
+    def _open(self, where: SplitResult) -> HTTPConnection:
+        if where.scheme == "https":
+            connection: HTTPConnection = HTTPSConnection(where.netloc, timeout=self._connect, context=self._tls)
+        else:
+            connection = HTTPConnection(where.netloc, timeout=self._connect)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise _Unreached(error) from error
+        connection.sock.settimeout(self._patience)
+        return connection
+
+    @cached_property
+    def _tls(self) -> ssl.SSLContext:
+        if not self._verify:
+            context = ssl.create_default_context()
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            return context
+        return ssl.create_default_context(cafile=get_cert_path(self._verify))
+
+
+def _exchange(connection: HTTPConnection, request: Signed, where: SplitResult) -> HTTPResponse:
+    target = where.path + (f"?{where.query}" if where.query else "")
+    try:
+        connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in request.headers)
+        for name, value in request.headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection.getresponse()
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _fill(answer: HTTPResponse, buffer: memoryview) -> None:
+    done = 0
+    while done < buffer.nbytes:
+        received = answer.readinto(buffer[done:])
+        if not received:
+            raise ResponseStreamingError(error=f"the answer ended {buffer.nbytes - done} bytes early")
+        done += received
+
+
+def _busy(answer: HTTPResponse) -> ClientError:
+    said = {"Code": answer.reason, "Message": "to a ranged read"}
+    return ClientError({"Error": said, "ResponseMetadata": {"HTTPStatusCode": answer.status}}, "GetObject")
+
+
+def _close_all(waiting: deque[tuple[float, str, HTTPConnection]]) -> None:
+    for _, _, connection in waiting:
+        connection.close()
