@@ -13,8 +13,12 @@ from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
 from casckpt.storage.remotebase import Failure
 
-# Those whose pipe_file(mode="create") is one request that the server refuses. fsspec's own looks first and writes
-# then, so that two can win; with these a probe decides.
+_LONGEST = 300  # characters of what an error says: some hold whole answers
+_TRANSIENT: Final = frozenset({408, 409, 425, 429})
+_MISSING = "there is no such bucket or container: create it first, or correct the URL"
+_DENIED = "check the credentials in storage_options, and what they allow"
+# Those whose pipe_file(mode="create") is one request that the server refuses, and whose clients try again themselves.
+# fsspec's own looks first and writes then, so that two can win; with these a probe decides.
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/?")  # all that stands in a store
 _READ_ONLY: Final = frozenset({"http", "https"})
@@ -35,12 +39,17 @@ class FsspecClient:
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
-        line = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if isinstance(error, PermissionError):
-            return Failure(f"{line}; check the credentials in storage_options")
+        text, status = " ".join(str(error).split())[:_LONGEST], _status(error)
+        line = f"{type(error).__name__}: {text}"
+        if isinstance(error, FileNotFoundError) or status == 404:  # that an object is not there is told before
+            return Failure(f"{line}; {_MISSING}", kind=NotFound)
+        if isinstance(error, PermissionError) or status in (401, 403):
+            return Failure(f"{line}; {_DENIED}")
         if isinstance(error, NotImplementedError | ImportError | TypeError):
             return Failure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
-        return Failure(f"{line}; check the network and the storage_options, and try again", again=True)
+        # those clients have tried it again themselves, with long pauses
+        again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
+        return Failure(f"{line}; check the network and the storage_options, and try again", again=again)
 
     def create(self, key: str, data: memoryview, mark: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
@@ -100,6 +109,8 @@ class FsspecClient:
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
             found = self._linked(path) if self.read_only else self._fs.find(path, detail=True)
+        if not isinstance(found, dict):  # adlfs: an object has the name of the folder
+            return [], None
         entries = [self._entry(path, about) for path, about in found.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
 
@@ -180,3 +191,12 @@ class FsspecObject:
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
+
+
+def _status(error: Exception) -> int:
+    """The HTTP status that an error of some client tells, 0 if none."""
+    for name in ("status_code", "status", "code"):  # of Azure, aiohttp, gcsfs
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

@@ -14,6 +14,7 @@ from casckpt.storage.remotebase import Client
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 _NEEDS = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "s3": "s3fs"}
+_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,6 @@ def is_known(scheme: str) -> bool:
 
 
 def _missing(scheme: str) -> str:
-    package = _NEEDS.get(scheme)
-    extra = "pip install 'casckpt[s3]'" if scheme == "s3" else f"pip install {package or 'what fsspec names for it'}"
-    return f"{scheme}:// storages need another package: {extra}"
+    extra = _EXTRAS.get(_NEEDS.get(scheme, ""))
+    what = f"'casckpt[{extra}]'" if extra else "what fsspec names for it"
+    return f"{scheme}:// storages need another package: pip install {what}"

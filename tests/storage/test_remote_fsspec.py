@@ -112,3 +112,23 @@ def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
     with pytest.raises(StorageError, match="tried 8 times: Odd: the cloud is gone"):
         list(storage.list(""))
+
+
+@pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
+def test_what_cannot_be_mended_is_not_tried_again(
+    status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answer(Exception):
+        """As clients of clouds tell what the server said."""
+
+        status_code = status
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Answer
+
+    naps: list[float] = []
+    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=naps.append))
+    monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
+    with pytest.raises(StorageError if status != 404 else NotFound, match=says):
+        list(storage.list(""))
+    assert naps == []
