@@ -60,9 +60,9 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     ``preprocess_common_before_consistancy_check`` gives them). ``async_sharded_save``: copy the tensors, save in the
     background, and return a request whose ``finalize_fns`` wait for it. ``content_metadata``: see
     `load_content_metadata`. ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main
-    ones alone; they must hold the same (``check_replicas=True`` compares). ``options``: further ones of `Store.save`
-    (``metadata``, ``ephemeral``, ``allow_pickle``, ``dedup``, ``threads``, ...). ``sharded_strategy`` and
-    ``common_strategy`` are there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
+    ones alone; they must hold the same. ``options``: further ones of `Store.save` (``metadata``, ``ephemeral``,
+    ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ...). ``sharded_strategy`` and ``common_strategy`` are
+    there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
 
     Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
     exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
@@ -70,7 +70,8 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
-        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel)
+        compared = bool(options.get("check_replicas"))
+        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, compared)
         place, replaces = saving.agree(
             ranks,
             lambda: place_of(checkpoint_dir),
@@ -127,6 +128,7 @@ class Saving:
     rank: int
     content_metadata: Mapping[str, Any] | None = None
     fully_parallel: bool = False
+    compared: bool = False
     sharded: list[Any] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     mine: Sequence[bool] = ()
@@ -173,8 +175,8 @@ class Saving:
         return claims
 
     def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """Of each rank's sharded values, which it is to hand in."""
-        main = main_regions(gathered) if self.fully_parallel else set()
+        """Of each rank's sharded values, which it is to hand in: main replicas, and others that write or are compared."""
+        main = main_regions(gathered) if self.fully_parallel or self.compared else set()
 
         def hands_in(claim: Claim) -> bool:
             if claim.main or isinstance(claim, ObjectClaim):
