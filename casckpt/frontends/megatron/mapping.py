@@ -321,6 +321,10 @@ class ShardedTensorFactory(ShardedBase):
             )
         return self.build_fn(self.key, self.data, self.replica_id)
 
+    def merge(self, built: Nested) -> Any:
+        """What ``merge_fn`` makes of what was loaded for what `build` built."""
+        return self.merge_fn(built)
+
     def validate_metadata_integrity(self) -> None:
         """There is nothing that could be checked before `build`."""
 

@@ -175,7 +175,7 @@ class Saving:
         return claims
 
     def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
-        """Of each rank's sharded values, which it is to hand in: main replicas, and others that write or are compared."""
+        """Of each rank's sharded values, which it is to hand in: others than main replicas to write, or to compare."""
         main = main_regions(gathered) if self.fully_parallel or self.compared else set()
 
         def hands_in(claim: Claim) -> bool:

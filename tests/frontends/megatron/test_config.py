@@ -77,6 +77,15 @@ def test_the_config_of_what_was_saved(tmp_path: Path) -> None:
     assert check_is_distributed_checkpoint(f"{tmp_path}#a@4") is False
 
 
+def test_the_fields_of_a_config() -> None:
+    config = CheckpointingConfig("torch_dist")
+    assert (config.sharded_backend, config.sharded_backend_version) == ("torch_dist", 1)
+    assert (config.common_backend, config.common_backend_version) == ("torch", 1)
+    assert CheckpointingConfig("a", 2, "b", 3) == CheckpointingConfig(
+        common_backend_version=3, common_backend="b", sharded_backend_version=2, sharded_backend="a"
+    )
+
+
 @pytest.mark.parametrize(
     "data",
     [b"{", b"\xff", b"[]", b"5", b"{}", b'{"sharded_backend": 1}', b'{"sharded_backend": "x", "common_backend": 1}'],

@@ -31,7 +31,12 @@ def flat(data: int, shape: tuple[int, ...], at: slice, *offsets: tuple[int, int,
 
 
 def test_the_fields_of_a_part() -> None:
-    part = ShardedTensor.from_rank_offsets("k", torch.ones(2, 3), (0, 1, 4), (2, 2, 3), prepend_axis_num=1)
+    data = torch.ones(2, 3)
+    part = ShardedTensor.from_rank_offsets("k", data, (0, 1, 4), (2, 2, 3), prepend_axis_num=1, replica_id=(0, 1))
+    assert part.key == "k"
+    assert part.data is data
+    assert part.replica_id == (0, 1)
+    assert (part.prepend_axis_num, part.allow_shape_mismatch, part.flattened_range) == (1, False, None)
     assert part.local_shape == (2, 3)
     assert part.global_shape == (4, 2, 9)
     assert part.global_offset == (1, 0, 6)
@@ -171,6 +176,12 @@ def test_an_object_has_a_key_of_its_own() -> None:
     assert ShardedObject.empty_from_unique_key("a/shard_0.3_1").global_shape == (1, -1)
 
 
+def test_the_fields_of_an_object() -> None:
+    one = ShardedObject("a", [1], (1, 8), (0, 3), 2)
+    assert (one.key, one.data, one.global_shape, one.global_offset, one.replica_id) == ("a", [1], (1, 8), (0, 3), 2)
+    assert ShardedObject("a", [1], (1,), (0,)).replica_id == 0
+
+
 @pytest.mark.parametrize("text", ["a", "a/shard_1", "a/shard_x_1", "a/shard_1_2_3"])
 def test_any_other_text_names_no_object(text: str) -> None:
     with pytest.raises(CheckpointingException, match="names no shard"):
@@ -216,6 +227,14 @@ def test_a_factory_builds_with_three_arguments_or_four() -> None:
     assert silent.build() == "z"
     with pytest.raises(CheckpointingException, match="takes three arguments"):
         ShardedTensorFactory("k", data, three, torch.cat, 5, slice(0, 1)).build()
+
+
+def test_the_fields_of_a_factory() -> None:
+    data = torch.ones(2)
+    factory = ShardedTensorFactory("k", data, three, torch.stack)
+    assert (factory.key, factory.data, factory.replica_id, factory.flattened_range) == ("k", data, 0, None)
+    assert (factory.build_fn, factory.merge_fn) == (three, torch.stack)
+    assert factory.merge([data, data]).shape == (2, 2)
 
 
 def test_factories_are_replaced_in_place_and_undone() -> None:

@@ -84,7 +84,9 @@ def test_replicas_that_differ_are_refused_where_they_are_compared(
     tmp_path: Path, ranks: Pool, fully_parallel: bool
 ) -> None:
     found = ranks.run(3, differing, f"{tmp_path}#a@1", fully_parallel)
-    assert all(re.search(r"CheckpointingException.*'w' differs between ranks 0 and [12]", text) for text in found), found
+    assert all(re.search(r"CheckpointingException.*'w' differs between ranks 0 and [12]", text) for text in found), (
+        found
+    )
     assert casckpt.open(tmp_path).checkpoints() == []
 
 
