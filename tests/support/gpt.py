@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -66,18 +67,29 @@ def embedding(name: str, rank: Rank, dtype: torch.dtype) -> torch.Tensor:
 
 def swiglu(layer: int, rank: Rank) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Gate and up lie in one local tensor, but apart in the global one."""
+    make, make_flat = megatron.ShardedTensor.from_rank_offsets, megatron.ShardedTensor.from_rank_offsets_flat
+    shape = (FFN * 4 // rank.of.tp, HIDDEN)
 
     def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: slice | None) -> Any:
         parts = []
-        for half, local in enumerate(data.chunk(2)):
+        for half in range(2):
             offsets: Offsets = ((0, layer, LAYERS), (1, half * rank.of.tp + rank.tp, 2 * rank.of.tp))
-            part = megatron.ShardedTensor.from_rank_offsets(
-                key, local.clone(), *offsets, replica_id=replica_id, prepend_axis_num=1
-            )
-            parts.append(part)
+            more: dict[str, Any] = {"replica_id": replica_id, "prepend_axis_num": 1}
+            if flattened_range is None:
+                parts.append(make(key, data.chunk(2)[half].clone(), *offsets, **more))
+                continue
+            lo, hi = (min(max(end - half * prod(shape), 0), prod(shape)) for end in _ends(flattened_range))
+            if lo < hi:
+                start = half * prod(shape) - flattened_range.start
+                mine = data[start + lo : start + hi].clone()
+                parts.append(make_flat(key, mine, shape, *offsets, flattened_range=slice(lo, hi), **more))
         return parts
 
     return build, torch.cat
+
+
+def _ends(flat: slice) -> tuple[int, int]:
+    return flat.start, flat.stop
 
 
 def model(rank: Rank, name: str, dtype: torch.dtype = torch.bfloat16, prefix: str = "") -> dict[str, Any]:
@@ -113,7 +125,7 @@ def flat(rank: Rank, name: str, prefix: str) -> dict[str, Any]:
     """The same as a distributed optimizer holds it: of each flattened local tensor, a part for each rank."""
     state = {}
     for key, value in model(replace(rank, dp=0), name, torch.float32, prefix).items():
-        if isinstance(value, megatron.ShardedTensor) and megatron.is_main_replica(value.replica_id):
+        if megatron.is_main_replica(value.replica_id):
             state[key] = [_slice(value, lo, hi) for lo, hi in _cuts(rank, value.data)]
     return state
 
@@ -126,7 +138,7 @@ def _cuts(rank: Rank, data: torch.Tensor | None) -> list[tuple[int, int]]:
     return [(lo, inner), (inner, hi)] if lo < inner else [(lo, hi)]
 
 
-def _slice(value: megatron.ShardedTensor, lo: int, hi: int) -> megatron.ShardedTensor:
+def _slice(value: Any, lo: int, hi: int) -> Any:
     assert value.data is not None
     return replace(value, data=value.data.flatten()[lo:hi].clone(), flattened_range=slice(lo, hi), replica_id=0)
 
@@ -139,12 +151,17 @@ def state(rank: Rank) -> dict[str, Any]:
         )
         for local, layer in enumerate(rank.layers)
     }
+    own = megatron.LocalNonpersistentObject
     return {
         "model": model(rank, "weight") | objects,
         "optimizer": {
             "state": {"exp_avg": model(rank, "exp_avg", torch.float32, "optimizer.state.exp_avg.")},
             "flat": flat(rank, "exp_avg_sq", "optimizer.state.exp_avg_sq."),
-            "param_groups": [{"lr": 0.1, "params": megatron.LocalNonpersistentObject([rank.tp, rank.pp])}],
+            "param_groups": [
+                {"lr": 0.1, "betas": (0.9, 0.95), "step": 100, "params": own([rank.tp, rank.pp])},
+                {"lr": 0.2, "weight_decay": 0.0, "step": 100, "params": own([])},
+            ],
+            "common_step": torch.tensor(100.0),
         },
         "iteration": 7,
     }

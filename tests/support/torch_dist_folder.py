@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from casckpt.frontends.megatron import LocalNonpersistentObject
 from tests.support import gpt
 from tests.support.gpt import Topology
 from tests.support.megatron_core import core, theirs
@@ -26,9 +27,9 @@ SIZE = 2
 
 def state(rank: int, topology: Topology) -> dict[str, Any]:
     """Without the state of the optimizer: a part of that is flat, which this version refuses."""
-    whole = gpt.state(topology.at(rank))
-    groups = whole["optimizer"]["param_groups"]
-    return {"model": whole["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}
+    place = topology.at(rank)
+    groups = [{"lr": 0.1, "params": LocalNonpersistentObject([place.tp, place.pp])}]
+    return {"model": gpt.state(place)["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}
 
 
 def write(rank: int, meeting: str) -> None:

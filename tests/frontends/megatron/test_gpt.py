@@ -75,8 +75,16 @@ def test_what_is_in_the_store_is_whole_and_has_the_keys_of_megatron(where: str) 
     assert torch.equal(full["layers.attention"], torch.stack(layers))
     moments = gpt.whole("exp_avg_sq/embedding", gpt.VOCAB, gpt.HIDDEN)
     assert torch.equal(full["optimizer.state.exp_avg_sq.embedding.weight"][: gpt.VOCAB], moments)
+    assert torch.equal(full["optimizer.state.exp_avg_sq.layers.fc1"], torch.stack([swiglu(i) for i in range(4)]))
+    assert full["optimizer"]["param_groups"][0] == {"lr": 0.1, "betas": (0.9, 0.95), "step": 100}
+    assert full["optimizer"]["common_step"] == 100
     assert full["iteration"] == 7
     assert full["layers._extra_state/shard_2_4"] == {"layer": 2, "scale": (1.5, 2)}
+
+
+def swiglu(layer: int) -> torch.Tensor:
+    """Gate and up of one layer, one after the other, as the halves of one tensor."""
+    return gpt.whole(f"exp_avg_sq/fc1/{layer}", 2, gpt.FFN * 4, gpt.HIDDEN).flatten(0, 1)
 
 
 def test_fully_parallel_the_replicas_share_the_writing(tmp_path: Path, where: str, ranks: Pool) -> None:
