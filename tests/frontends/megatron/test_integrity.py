@@ -98,18 +98,26 @@ class Unbuilt:
 
 
 def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool]:
+    """The error, and is the store as it was before, and usable?"""
+    megatron.save({"w": part(rank)}, f"{path}#before@1")
+    before = files(path)
     error = outcome_of(lambda: megatron.save(BAD[name].make(rank), f"{path}#a@1"))
+    unchanged = files(path) == before
     good = outcome_of(lambda: megatron.save({"w": part(rank)}, f"{path}#after@1"))
-    return type(error).__name__, str(error), good is None
+    return type(error).__name__, str(error), unchanged and good is None
+
+
+def files(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_state_is_refused_on_every_rank(name: str, tmp_path: Path, ranks: Pool) -> None:
     found = ranks.run(2, refused, tmp_path, name)
-    for kind, text, usable_after in found:
-        assert (kind, usable_after) == ("CheckpointingException", True), text
+    for kind, text, unchanged_and_usable in found:
+        assert (kind, unchanged_and_usable) == ("CheckpointingException", True), text
     assert any(re.search(BAD[name].message, text) for _, text, _ in found), found
-    assert [ckpt.run for ckpt in casckpt.open(tmp_path).checkpoints()] == ["after"]
+    assert [ckpt.run for ckpt in casckpt.open(tmp_path).checkpoints()] == ["before", "after"]
 
 
 def nothing_written(rank: int, size: int, path: Path) -> bool:
