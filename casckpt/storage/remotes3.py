@@ -55,6 +55,7 @@ class S3Client:
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
         self._patience = float(config["read_timeout"])
+        self._answer = self._patience + float(config["connect_timeout"])
         # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
@@ -121,7 +122,7 @@ class S3Client:
             return self.run(self._get(key, limit))
 
     async def _get(self, key: str, limit: int) -> bytes:
-        answer = await self.send("get_object", Key=self.prefix + key)
+        answer = await self.ask("get_object", Key=self.prefix + key)
         async with answer["Body"] as body:
             if answer["ContentLength"] > limit:
                 size = answer["ContentLength"]
@@ -203,7 +204,15 @@ class S3Client:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def _call(self, operation: str, **arguments: Any) -> Any:
-        return self.run(self.send(operation, **arguments))
+        return self.run(self.ask(operation, **arguments))
+
+    async def ask(self, operation: str, **arguments: Any) -> Any:
+        """`send`, to its answer: aiohttp waits for ever behind a ``100 Continue`` that it did not ask for."""
+        try:
+            async with asyncio.timeout(self._answer):
+                return await self.send(operation, **arguments)
+        except TimeoutError as error:
+            raise TimeoutError(f"the server did not answer for {self._answer:.0f} s") from error
 
     async def send(self, operation: str, **arguments: Any) -> Any:
         """One request, with what the options say about all requests. No parameter is dropped in silence."""
@@ -256,7 +265,7 @@ class S3Object:
         """See `casckpt.storage.remotebase.Ranged`."""
         if self._size is None:
             with self._client.absence(self._key):
-                answer = self._client.run(self._client.send("head_object", Key=self._client.prefix + self._key))
+                answer = self._client.run(self._client.ask("head_object", Key=self._client.prefix + self._key))
             self._is_the_same(answer.get("ETag"), answer["ContentLength"])
         return self._size or 0
 
@@ -294,7 +303,7 @@ class S3Object:
         return direct.read(self._client.run(self._client.sign_read(**self._request(offset, end))), buffers, check)
 
     async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
-        answer = await self._client.send("get_object", **self._request(offset, end))
+        answer = await self._client.ask("get_object", **self._request(offset, end))
         async with answer["Body"] as body:
             size = size_from(answer.get("ContentRange"))
             if size is None and offset:
