@@ -136,6 +136,21 @@ def test_rounds_are_rotated_and_the_first_does_not_count(monkeypatch: pytest.Mon
     assert [row.values("durable") for row in rows] == [[2.0, 3.0]] * 3
 
 
+def test_a_case_may_have_enough_of_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from benchmarks.harness import Case, Enough, run_rounds
+    from benchmarks.measure import Measured
+    from benchmarks.results import Row
+
+    def once(number: int) -> Measured:
+        if number:
+            raise Enough
+        return Measured(blocked=1.0, durable=1.0)
+
+    row = run_rounds([Case(Row("", "peer", ""), once)], 3, lambda text: None, warm_up=0)[0]
+    assert (len(row.rounds), row.note, row.summary["durable"].median) == (1, "", 1.0)
+
+
 def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")

@@ -17,6 +17,10 @@ class Void(Exception):
     """The benchmark is void: somebody gave wrong bytes, or casckpt itself failed."""
 
 
+class Enough(Exception):
+    """A case has had all the rounds that it shall have; those that it had count."""
+
+
 @dataclass
 class Case:
     """One row to be: ``run`` does one round of it, whose number it is given. ``ours``: its failure ends the run."""
@@ -31,17 +35,21 @@ def run_rounds(cases: Sequence[Case], rounds: int, tell: Tell, *, warm_up: int =
 
     A peer that fails is left out from then on, and its row says why. Raises `Void`.
     """
-    failed: set[int] = set()
+    over: set[int] = set()
     for number in range(rounds + warm_up):
         for place in range(len(cases)):
             which = (place + number) % len(cases)
-            if which in failed:
+            if which in over:
                 continue
             case = cases[which]
             tell(f"{'warm-up' if number < warm_up else f'round {number - warm_up + 1} of {rounds}'}: {case.row.name}")
-            measured = _attempt(case, number)
+            try:
+                measured = _attempt(case, number)
+            except Enough:
+                over.add(which)
+                continue
             if measured is None:
-                failed.add(which)
+                over.add(which)
                 case.row.rounds.clear()
             elif number >= warm_up:
                 case.row.rounds.append(measured)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.harness import Case
+from benchmarks.harness import Case, Enough
 from benchmarks.measure import Measured
 from benchmarks.results import OURS, Check, Row, ScenarioResult, over
-from benchmarks.scenarios.base import Absent, Bench, Options
+from benchmarks.scenarios.base import Bench, Options
 from benchmarks.scenarios.saving import time_of
 
 _RANKS = (4, 256, 1024, 4096)
 _KINDS = ("replicas", "shards", "hsdp")
 _TENSORS = 1000
-_PATIENCE = 60.0  # seconds that a round may be expected to take, with the making of what is planned
-_TELLING = 1.0  # seconds: less may be anything
+_MANY = 4096  # ranks for which DCP has one round: with the making of what it plans, that takes minutes
 _ROUNDS = 3
 
 
@@ -22,7 +21,7 @@ def plan(options: Options) -> ScenarioResult:
     """What rank 0 does with what all ranks told it, the first time; both keep the plan while nothing changes.
 
     "replicas": all ranks hold the same; "shards": each holds its rows; "hsdp": rows over 8 ranks, the same in each
-    group of 8. DCP is spared where its last round, grown in proportion, would take more than a minute.
+    group of 8. For 4,096 ranks DCP has one round.
     """
     ranks, tensors = ((4, 16), 50) if options.quick else (_RANKS, _TENSORS)
     options.rounds = min(options.rounds, _ROUNDS)
@@ -32,31 +31,21 @@ def plan(options: Options) -> ScenarioResult:
 
 
 def _cases(bench: Bench, kind: str, ranks: tuple[int, ...], tensors: int) -> list[Case]:
+    def run(task: str, count: int, rounds: int) -> Callable[[int], Measured]:
+        def runner(number: int) -> Measured:
+            if number >= rounds:
+                raise Enough
+            return bench.team().measure(task, kind=kind, ranks=count, tensors=tensors)
+
+        return runner
+
     found = []
-    last: dict[str, tuple[int, float]] = {}
     for count in ranks:
-        for who, task in ((OURS, "planning:ours"), ("dcp", "planning:dcp")):
-            row = Row(_group(kind, count), who, "")
-            run = _runner(bench, task, kind, ranks=count, tensors=tensors, last=last if who != OURS else {})
-            found.append(Case(row, run, ours=who == OURS))
+        group, once = _group(kind, count), count >= _MANY
+        found.append(Case(Row(group, OURS, ""), run("planning:ours", count, _ROUNDS), ours=True))
+        row = Row(group, "dcp", "one round" if once else "")
+        found.append(Case(row, run("planning:dcp", count, 1 if once else _ROUNDS)))
     return found
-
-
-def _runner(
-    bench: Bench, task: str, kind: str, *, ranks: int, tensors: int, last: dict[str, tuple[int, float]]
-) -> Callable[[int], Measured]:
-    """``last``: (ranks, seconds) of the largest plan so far, by task."""
-
-    def run(_: int) -> Measured:
-        known = last.get(task)
-        if known and known[1] > _TELLING and known[1] * ranks / known[0] > _PATIENCE:
-            raise Absent(f"{known[1]:.0f} s a round for {known[0]} ranks; not tried")
-        measured = bench.team().measure(task, kind=kind, ranks=ranks, tensors=tensors)
-        if not known or known[0] <= ranks:
-            last[task] = (ranks, measured.durable + measured.extra.get("making", 0.0))
-        return measured
-
-    return run
 
 
 def _group(kind: str, ranks: int) -> str:
