@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,7 @@ from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remoteurls import Place
 from casckpt.storage.retries import Backoff
 from tests.support import servers
+from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.proxy import Proxy, Trouble
 from tests.support.ranks import outcome_of, tell, wait_for
 from tests.support.repositories import manifest_id
@@ -160,6 +162,62 @@ def test_four_save_while_a_gc_runs_again_and_again(ranks: Pool, place: Place, tm
     for rank in range(SAVERS):
         assert same_state(store.read(f"run-{rank}@latest"), training(rank, SAVES - 1))
     assert deleted > 0
+
+
+HELD = {"new": cells(40, seed=9)}
+
+
+class Held:
+    """A save on a host of its own, which stops before its commit until `go`."""
+
+    def __init__(self, place: Place, cache: Path) -> None:
+        self._reached, self._free = threading.Event(), threading.Event()
+        storage = FaultyStore(RemoteStore(place), [call_first("put", self._stop, key="commits/*")])
+        store = Store(Repository(storage, cache))
+        self._pool = ThreadPoolExecutor(1)
+        self._saved = self._pool.submit(lambda: store.save(HELD, run="held", step=1))
+        assert self._reached.wait(60)
+
+    def _stop(self, _: Call) -> None:
+        self._reached.set()
+        if not self._free.wait(60):
+            raise StorageError("the test let the save wait for ever")
+
+    def go(self) -> None:
+        """Let it commit; done when it has."""
+        self._free.set()
+        self._saved.result(60)
+        self._pool.shutdown()
+
+
+def with_garbage(place: Place, cache: Path) -> Store:
+    """A store in which a gc has something to delete, and so to wait for."""
+    store = opened(place, cache)
+    for step in range(2):
+        store.save({"new": cells(2, seed=step)}, run="r", step=step)
+    store.forget("r@0")
+    return store
+
+
+def test_a_gc_waits_for_a_save_that_has_uploaded(place: Place, tmp_path: Path) -> None:
+    collector = with_garbage(place, tmp_path / "gc")
+    held = Held(place, tmp_path / "save")
+    result = collector.gc(min_age=0, wait=0)
+    held.go()
+    assert [one.reason for one in result.waiting] == ["transaction"]
+    assert result.deleted_blobs == 0
+    assert same_state(opened(place, tmp_path / "other").read("held@1"), HELD)
+    assert collector.gc(min_age=0).deleted_blobs == 1
+
+
+def test_a_gc_looks_again_at_what_was_committed_meanwhile(place: Place, tmp_path: Path) -> None:
+    """The save commits between the gc's look at commits and its look at transactions."""
+    with_garbage(place, tmp_path / "gc")
+    held = Held(place, tmp_path / "save")
+    storage = FaultyStore(RemoteStore(place), [call_first("list", lambda _: held.go(), key="transactions/")])
+    result = Store(Repository(storage, tmp_path / "gc")).gc(min_age=0, wait=0)
+    assert (result.deleted_blobs, result.waiting) == (1, ())
+    assert same_state(opened(place, tmp_path / "other").read("held@1"), HELD)
 
 
 # a server that dies
