@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from packaging.version import Version
 
 from casckpt.frontends import megatron
+
+VERSION = Version(version("megatron-core"))
+
+
+def since(wanted: str, what: str) -> pytest.MarkDecorator:
+    """Skip a test of what came with a later Megatron-core than the one that is here."""
+    return pytest.mark.skipif(VERSION < Version(wanted), reason=f"{what} came with Megatron-core {wanted}")
 
 
 def core(name: str = "") -> Any:
@@ -34,3 +49,12 @@ def theirs(state: Any) -> Any:
         return getattr(mapping, type(leaf).__name__)(**values)
 
     return megatron.dict_list_map_outplace(converted, state)
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Let Megatron-core's code run that waits for a GPU, or makes a number on one, whether it needs one or not."""
+    with patch.object(torch.cuda, "synchronize", lambda *_: None), patch.object(
+        torch.cuda, "current_device", lambda: "cpu"
+    ):
+        yield

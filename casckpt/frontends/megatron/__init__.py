@@ -27,6 +27,7 @@ from casckpt.frontends.megatron.config import (
     save_config,
 )
 from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.folders import write_folder
 from casckpt.frontends.megatron.integrity import validate_sharding_integrity
 from casckpt.frontends.megatron.loading import load
 from casckpt.frontends.megatron.mapping import (
@@ -137,6 +138,7 @@ __all__ = [
     "save",
     "save_config",
     "validate_sharding_integrity",
+    "write_folder",
 ]
 
 

@@ -31,8 +31,8 @@ OURS = CheckpointingConfig(BACKEND, VERSION)
 
 
 def encoded(config: Any) -> bytes:
-    """A config, ours or Megatron-core's, as JSON."""
-    return json.dumps({field.name: getattr(config, field.name) for field in fields(CheckpointingConfig)}).encode()
+    """A config, ours or Megatron-core's, as JSON. From 0.19 on theirs says nothing of the common part."""
+    return json.dumps({name: getattr(config, name, value) for name, value in asdict(OURS).items()}).encode()
 
 
 def decoded(data: bytes) -> CheckpointingConfig | None:

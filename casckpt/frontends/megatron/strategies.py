@@ -1,53 +1,60 @@
 """Strategies for Megatron-core's own ``save`` and ``load``. Importing this module imports Megatron-core.
 
-Megatron keeps a folder for each checkpoint, with ``metadata.json`` and ``common.pt``; the tensors and objects go into
-the store, and ``casckpt.json`` in the folder says where. ``common.pt`` goes along as an attachment, so that the
-checkpoint in the store is whole without the folder.
+The tensors and objects go into the store; in the folder that Megatron keeps, ``casckpt.json`` says where. ``common.pt``
+goes along as an attachment, so that the checkpoint in the store is whole without the folder.
 
-Up to 0.16, Megatron takes any subclass of its base strategies, and `register_strategies` lets it find ours by
-``metadata.json``. From 0.17 on it replaces all but subclasses of its own torch_dist strategy by that, and takes for a
-load whatever has a ``load``.
+Up to 0.16, Megatron takes any subclass of its base strategies, and has a registry of those for a load. From 0.17 on it
+replaces all but subclasses of its own torch_dist strategy by that, without a word, takes for a load whatever has a
+``load``, and its own where none is given. From 0.19 on it hands the common part over as one more object.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import inspect
+import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
-from casckpt.errors import NotFound
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.config import BACKEND, VERSION
+from casckpt.frontends.megatron.endings import Ending, wait_for_end
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
+from casckpt.frontends.megatron.folders import Folder, check_common, is_pointed, place_in, point
 from casckpt.frontends.megatron.integrity import Claim
 from casckpt.frontends.megatron.loading import Loading
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import Place
 from casckpt.frontends.megatron.reading import tensors_metadata
-from casckpt.frontends.megatron.saving import Saving, background
+from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.sharing import Sharing, plan_sharing
 from casckpt.frontends.megatron.stored import COMMON_NAME, Stored
-from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-POINTER_NAME = "casckpt.json"
-_COMMON_KEY = "common_state"  # the object that the common part is from Megatron-core 0.19 on
+_WRITES_COMMON = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to 0.18
+_COMMON_KEY = "common_state"  # of the object that the common part is after that
 _NUMBER = re.compile(r"[0-9]+$")
+_THEIR_LOADS = {
+    name: getattr(TorchDistLoadShardedStrategy, name)
+    for name in ("load", "load_tensors_metadata", "load_sharded_metadata")
+}
 
-Folder: TypeAlias = str | os.PathLike[str]
 StepOf: TypeAlias = int | Callable[[Path], int] | None
 
 # So that our objects pass Megatron's isinstance, as its own pass our tests of attributes.
@@ -106,40 +113,54 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             self.store.save(saving.state, **options)
             finish()
 
-    def async_save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> async_utils.AsyncRequest:
-        """Copy the tensors, begin to save, and return a request whose finalize_fns wait for the end."""
+    def async_save(
+        self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: str = "mcore"
+    ) -> async_utils.AsyncRequest:
+        """Copy the tensors, begin to save, and return a request whose finalize_fns wait for the end.
+
+        ``async_strategy``: whose queue is to schedule the request, as Megatron-core calls it: "mcore" or "nvrx". Its
+        ``async_fn`` has nothing to do but to wait, so that the queue knows when the save is over.
+        """
+        endings: list[Ending] = []
         with _errors_of_both():
-            saving, options, finish = self._prepared(sharded_state_dict, Path(checkpoint_dir))
-            wait = background(self.store, saving.state, options)
+            saving, options, finish = self._prepared(
+                sharded_state_dict, Path(checkpoint_dir), begin=lambda: endings.append(Ending())
+            )
+            future = self.store.save_async(saving.state, **options)
+        future.add_done_callback(lambda _: endings[0].reached())
 
         def finalize() -> None:
             with _errors_of_both():
-                wait()
+                future.result()
                 finish()
 
-        return async_utils.AsyncRequest(None, (), [finalize])
+        return _request_class(async_strategy)(wait_for_end, (endings[0].path,), [finalize])
 
-    def _prepared(self, state: Nested, folder: Path) -> tuple[Saving, dict[str, Any], Callable[[], None]]:
+    def _prepared(
+        self, state: Nested, folder: Path, begin: Callable[[], None] = lambda: None
+    ) -> tuple[Saving, dict[str, Any], Callable[[], None]]:
         """This rank's part, the arguments of `Store.save`, and what is to be done when that is through."""
         ranks = open_ranks(self.process_group)
         saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel)
-        files: dict[str, bytes] = {}
+        common: list[_Common] = []  # on rank 0
 
         def locate() -> Place:
+            begin()
             if ranks.rank == 0:
-                files[COMMON_NAME] = _common_file(state, folder)
+                common.append(_common(state, folder))
             return Place(self.store, f"{self.run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
-        saving.leave_out(_COMMON_KEY)
+        if any(one.handed_over for one in common):
+            saving.leave_out(_COMMON_KEY)
+        files = {COMMON_NAME: common[0].file} if common else {}
         run, step = place.run_and_step()
         given = {
             **self.options, "run": run, "step": step, "process_group": self.process_group,
             "attachments": {**self.options.get("attachments", {}), **saving.files, **files},
             "overwrite": self.overwrite or replaces,
         }  # fmt: skip
-        pointer = json.dumps({"store": self.store.url, "run": run, "step": step}).encode()
-        return saving, given, lambda: _point(ranks, folder, pointer)
+        return saving, given, lambda: _point(ranks, folder, place, common)
 
     def _step(self, folder: Path) -> int:
         if isinstance(self.step, int):
@@ -152,25 +173,41 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         return int(found[0])
 
 
-def _common_file(state: Nested, folder: Path) -> bytes:
-    """What is in common.pt; it is written here where Megatron hands the common part over as an object."""
+class _Common(NamedTuple):
+    """The contents of common.pt. ``handed_over``: as an object; Megatron does not write the file itself."""
+
+    file: bytes
+    handed_over: bool
+
+
+def _common(state: Nested, folder: Path) -> _Common:
     path = folder / COMMON_NAME
-    common = state.get(_COMMON_KEY) if isinstance(state, dict) else None
-    if common is not None and not path.exists():
-        with new_file(path, force=True) as temporary:
-            torch.save(common.data, temporary)
-    return path.read_bytes()
+    if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
+        return _Common(path.read_bytes(), handed_over=False)
+    buffer = io.BytesIO()
+    torch.save(state[_COMMON_KEY].data, buffer)
+    return _Common(buffer.getvalue(), handed_over=True)
 
 
-def _point(ranks: Ranks, folder: Path, pointer: bytes) -> None:
-    """Say in the folder where the checkpoint is."""
+def _point(ranks: Ranks, folder: Path, place: Place, common: Sequence[_Common]) -> None:
+    """Say in the folder where the checkpoint is. ``common``: on rank 0 one."""
 
     def write() -> None:
-        if ranks.rank == 0:
-            with new_file(folder / POINTER_NAME, force=True) as path:
-                path.write_bytes(pointer)
+        for one in common:
+            point(folder, place, one.file if one.handed_over else None)
 
     ranks.exchange(write, lambda done: done)
+
+
+def _request_class(async_strategy: str) -> Any:
+    """That of the queue that is to schedule it. "nvrx" is what Megatron says where nobody has chosen."""
+    if async_strategy == "nvrx":
+        try:
+            from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+        except ImportError:
+            return async_utils.AsyncRequest
+        return AsyncRequest
+    return async_utils.AsyncRequest
 
 
 class CasLoadShardedStrategy:
@@ -205,11 +242,16 @@ class CasLoadShardedStrategy:
             stored = Stored.together(ranks, lambda: self._place(checkpoint_dir))
             loading = Loading(stored, sharded_state_dict)
 
+            def plan() -> tuple[list[Claim], set[str]]:
+                if ranks.rank == 0:
+                    check_common(stored, checkpoint_dir)
+                return loading.plan("raise_unexpected")
+
             def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[Sharing | None]:
                 claims = [claims for claims, _ in gathered]
                 return [*plan_sharing(claims)] if self.fully_parallel else everyone(None, ranks.size)
 
-            sharing = ranks.exchange(lambda: loading.plan("raise_unexpected"), decide)
+            sharing = ranks.exchange(plan, decide)
             loading.read(
                 ranks, sharing, process_group=self.process_group, allow_pickle=self.allow_pickle, **self.options
             )
@@ -243,26 +285,41 @@ class CasLoadShardedStrategy:
                 raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
 
     def _place(self, folder: Folder) -> Place:
-        path = Path(folder) / POINTER_NAME
-        try:
-            found = json.loads(path.read_bytes())
-            store, ref = found["store"], f"{found['run']}@{found['step']}"
-        except FileNotFoundError as error:
-            raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
-        except (ValueError, TypeError, KeyError) as error:
-            raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
-        return Place(self.store or as_store(store), ref)
+        return place_in(folder, self.store)
 
 
 def register_strategies(store: AnyStore | None = None) -> None:
-    """Let Megatron-core up to 0.16 find the strategy by itself: ``dist_checkpointing.load(state, folder)``.
+    """Let Megatron-core find the strategy by itself: ``dist_checkpointing.load(state, folder)``.
 
-    Raises CheckpointingException for a later one, which has no registry.
+    Up to 0.16 it has a registry. After that its own loader, which is what it takes, is taught to hand a folder over to
+    ours if that says where in a store the checkpoint is; all others it loads as before. ``store``: see
+    `CasLoadShardedStrategy`.
     """
-    from megatron.core.dist_checkpointing.strategies import base
-
-    if not hasattr(base, "register_default_strategy"):
-        raise CheckpointingException("Megatron-core has no registry any more; give it a CasLoadShardedStrategy()")
-    base.LoadShardedStrategy.register(CasLoadShardedStrategy)
     strategy = CasLoadShardedStrategy(store)
-    base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, BACKEND, VERSION, strategy)
+    try:
+        from megatron.core.dist_checkpointing.strategies.base import (
+            LoadShardedStrategy,
+            StrategyAction,
+            register_default_strategy,
+        )
+    except ImportError:
+        for name in _THEIR_LOADS:
+            setattr(TorchDistLoadShardedStrategy, name, _handing_over(name, strategy))
+    else:
+        LoadShardedStrategy.register(CasLoadShardedStrategy)
+        register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, strategy)
+
+
+def _handing_over(name: str, strategy: CasLoadShardedStrategy) -> Callable[..., Any]:
+    """A method of Megatron's loader, which calls ours for folders of ours."""
+    original = _THEIR_LOADS[name]
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def method(*arguments: Any, **named: Any) -> Any:
+        folder = signature.bind(*arguments, **named).arguments["checkpoint_dir"]
+        if is_pointed(folder):
+            return getattr(strategy, name)(*arguments[1:], **named)
+        return original(*arguments, **named)
+
+    return method

@@ -39,7 +39,8 @@ def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **option
     dist.barrier()
     core()
     strategy = megatron.CasSaveShardedStrategy(path / "store", run="gpt", **options)
-    core().save(theirs(own_state(rank, topology)), str(folder), sharded_strategy=strategy)
+    state = theirs(own_state(rank, topology))
+    core().save(state, str(folder), sharded_strategy=strategy, content_metadata={"form": "gpt"})
 
 
 def loaded_by_core(rank: int, size: int, path: Path, topology: Topology, registered: bool = False) -> list[Any]:
@@ -49,7 +50,7 @@ def loaded_by_core(rank: int, size: int, path: Path, topology: Topology, registe
     strategy = None if registered else megatron.CasLoadShardedStrategy()
     template = theirs(gpt.emptied(own_state(rank, topology)))
     found = core().load(template, str(path / "iter_0000012"), sharded_strategy=strategy)
-    return differences(found, gpt.expected(own_state(rank, topology)))
+    return differences(found, {**gpt.expected(own_state(rank, topology)), "content_metadata": {"form": "gpt"}})
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,7 @@ def test_the_folder_says_where_the_checkpoint_is(path: Path) -> None:
 def test_what_core_saved_is_in_the_store_with_its_common_part(path: Path) -> None:
     where, topology = f"{path}/store#gpt@12", Topology()
     found = megatron.load(gpt.emptied(own_state(0, topology)), where)
+    assert found.pop("content_metadata") == megatron.load_content_metadata(where) == {"form": "gpt"}
     assert differences(found, gpt.expected(own_state(0, topology))) == []
     attention = casckpt.open(path / "store").read("gpt@12", keys=["layers.attention"])["layers.attention"]
     assert attention.shape == (gpt.LAYERS, gpt.HIDDEN, gpt.HIDDEN)
@@ -135,6 +137,8 @@ def other_entry_points(rank: int, size: int, path: Path) -> dict[str, Any]:
         "metadata": core().load_tensors_metadata(folder)["layers.norm"].global_shape,
         "plain": sorted(core().load_plain_tensors(folder))[-2:],
         "common": core().load_common_state_dict(folder)["iteration"],
+        "sharded": sorted(core(".serialization").load_sharded_metadata(folder))[-1],
+        "content": core(".serialization").load_content_metadata(folder),
         "missing": "layers._extra_state" in returned[1],
         "unexpected": returned[2],
         "absent": outcome_of(lambda: core().load(asked, folder)),
@@ -148,6 +152,8 @@ def test_the_other_entry_points_of_core(path: Path, ranks: Pool) -> None:
     assert found["metadata"] == (4, 8)
     assert found["plain"] == ["optimizer.state.exp_avg.layers.fc1", "optimizer.state.exp_avg.layers.norm"]
     assert found["common"] == 7
+    assert found["sharded"] == "optimizer.state.exp_avg.layers.norm"
+    assert found["content"] == {"form": "gpt"}
     assert found["missing"] is True
     assert found["unexpected"] == {"nowhere"}
     assert "'nowhere'" in found["absent"]
@@ -158,6 +164,31 @@ def test_the_other_entry_points_of_core(path: Path, ranks: Pool) -> None:
 def strings(rank: int, size: int, path: Path) -> dict[str, Any]:
     found = other_entry_points(rank, size, path)
     return {key: str(value) if isinstance(value, Exception) else value for key, value in found.items()}
+
+
+def under_each_strictness(rank: int, size: int, path: Path) -> dict[str, Any]:
+    """What comes back for one key that is there and one that is not; the checkpoint has more."""
+    kinds, mapping = core(".validation").StrictHandling, core(".mapping")
+
+    def load(strict: Any) -> Any:
+        asked = {key: mapping.ShardedTensor.from_rank_offsets(key, torch.ones(4, 8)) for key in ("layers.norm", "x")}
+        found = core().load(asked, str(path / "iter_0000012"), megatron.CasLoadShardedStrategy(), strict=strict)
+        state, missing, unexpected = found if isinstance(found, tuple) else (found, None, None)
+        return sorted(asked.keys() & state), unexpected, missing and "layers._extra_state" in missing
+
+    found = {kind.value: outcome_of(lambda kind=kind: load(kind)) for kind in kinds}  # type: ignore[misc] # mypy has no type for a lambda with a default
+    return {name: "raises" if isinstance(one, Exception) else one for name, one in found.items()}
+
+
+def test_strictness(path: Path, ranks: Pool) -> None:
+    without = (["layers.norm"], None, None)
+    assert ranks.run(1, under_each_strictness, path) == [
+        {
+            "assume_ok_unexpected": "raises", "raise_unexpected": "raises", "raise_all": "raises",
+            "log_unexpected": without, "log_all": without, "ignore_all": without,
+            "return_unexpected": (["layers.norm"], {"x"}, set()), "return_all": (["layers.norm"], {"x"}, True),
+        }  # fmt: skip
+    ]
 
 
 def in_the_background(rank: int, size: int, path: Path) -> list[Any]:

@@ -1,0 +1,95 @@
+"""The folder that Megatron-core keeps for a checkpoint in a store: ``metadata.json``, ``common.pt``, ``casckpt.json``.
+
+``casckpt.json`` says where in a store the checkpoint is. Its attachment ``common.pt`` is the same as the file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+from casckpt.errors import NotFound
+from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
+from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
+from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
+from casckpt.frontends.megatron.reading import load_common_state_dict
+from casckpt.frontends.megatron.stored import COMMON_NAME, Stored
+from casckpt.frontends.new_files import new_file
+from casckpt.frontends.stores import AnyStore, as_store
+
+POINTER_NAME = "casckpt.json"
+_TORCH_DIST = ".metadata"  # what Megatron-core's own strategy writes last
+
+Folder: TypeAlias = str | os.PathLike[str]
+
+
+def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle: bool = False) -> None:
+    """Make the folder from which Megatron-core loads a checkpoint; one process makes the call.
+
+    For what another front end saved, or where the folder that `CasSaveShardedStrategy` made is lost. ``allow_pickle``:
+    see `load_common_state_dict`. Raises CheckpointingException (also a NotFound) if there is no checkpoint.
+    """
+    with checkpointing_errors():
+        stored = Stored.read(place_of(checkpoint_dir), common=True)
+        common = stored.file or _saved(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
+        target = Path(folder)
+        point(target, Place(stored.store, stored.where), common)
+        _write(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))
+
+
+def point(folder: Path, place: Place, common: bytes | None) -> None:
+    """Say in a folder where the checkpoint is. ``common``: of the file common.pt; None: it is there."""
+    run, step = place.run_and_step()
+    if common is not None:
+        _write(folder / COMMON_NAME, common)
+    _write(folder / POINTER_NAME, json.dumps({"store": place.store.url, "run": run, "step": step}).encode())
+    (folder / _TORCH_DIST).unlink(missing_ok=True)  # of what was there before: Megatron would load that
+
+
+def is_pointed(folder: Folder) -> bool:
+    """Is the checkpoint of a folder in a store, and has torch_dist not written over it since?"""
+    return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
+
+
+def place_in(folder: Folder, store: AnyStore | None = None) -> Place:
+    """Where the checkpoint of a folder is; ``store``: in this one. Raises NotFound, CheckpointingException."""
+    path = Path(folder, POINTER_NAME)
+    if path.exists() and not is_pointed(folder):
+        raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
+    try:
+        found = json.loads(path.read_bytes())
+        url, ref = found["store"], f"{found['run']}@{found['step']}"
+    except FileNotFoundError as error:
+        raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
+    return Place(as_store(url if store is None else store), ref)
+
+
+def check_common(stored: Stored, folder: Folder) -> None:
+    """Raise CheckpointingException if common.pt, which Megatron reads in the folder, is of another save."""
+    path = Path(folder, COMMON_NAME)
+    if COMMON_NAME not in stored.store.attachments(stored.checkpoint) or not path.exists():
+        return
+    if path.read_bytes() != stored.store.read_attachment(stored.checkpoint, COMMON_NAME):
+        raise CheckpointingException(
+            f"{path} is not the one that was saved with {stored.where}: a later save into the folder did not end, or "
+            f"it was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, {os.fspath(folder)!r}) puts back "
+            "what was saved"
+        )
+
+
+def _saved(common: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return buffer.getvalue()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with new_file(path, force=True) as temporary:
+        temporary.write_bytes(data)
