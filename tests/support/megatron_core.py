@@ -22,7 +22,7 @@ VERSION = Version(version("megatron-core"))
 
 def since(wanted: str, what: str) -> pytest.MarkDecorator:
     """Skip a test of what came with a later Megatron-core than the one that is here."""
-    return pytest.mark.skipif(VERSION < Version(wanted), reason=f"{what} came with Megatron-core {wanted}")
+    return pytest.mark.skipif(Version(wanted) > VERSION, reason=f"{what} came with Megatron-core {wanted}")
 
 
 def core(name: str = "") -> Any:
@@ -54,7 +54,8 @@ def theirs(state: Any) -> Any:
 @contextmanager
 def without_cuda() -> Iterator[None]:
     """Let Megatron-core's code run that waits for a GPU, or makes a number on one, whether it needs one or not."""
-    with patch.object(torch.cuda, "synchronize", lambda *_: None), patch.object(
-        torch.cuda, "current_device", lambda: "cpu"
+    with (
+        patch.object(torch.cuda, "synchronize", lambda *_: None),
+        patch.object(torch.cuda, "current_device", lambda: "cpu"),
     ):
         yield

@@ -54,7 +54,9 @@ def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
     """A save that goes on until it is let go: what Megatron's queue makes of it before, and after."""
     core()
     go_on = threading.Event()
-    strategy = megatron.CasSaveShardedStrategy(path / "store", run="a", step=1, progress=lambda _: go_on.wait() and None)
+    strategy = megatron.CasSaveShardedStrategy(
+        path / "store", run="a", step=1, progress=lambda _: go_on.wait() and None
+    )
     state = own_state(rank, REPLICAS)
     named = "async_strategy" in inspect.signature(core().save).parameters
     further = {"async_strategy": async_strategy} if named else {}

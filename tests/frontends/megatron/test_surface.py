@@ -114,6 +114,7 @@ extract_sharded_tensors_or_nonpersistent    test_selecting.test_parts
 CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 register_strategies                         test_strategies.test_core_finds_the_strategy_that_is_registered
+write_folder                                test_core_failures.test_a_folder_made_of_what_our_own_save_wrote
 """
 ROWS: dict[str, str] = dict(line.split() for line in TABLE.strip().splitlines())
 
