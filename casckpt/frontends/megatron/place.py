@@ -41,16 +41,25 @@ def _opened(url: str) -> Store:
 
 
 def place_of(checkpoint_dir: CheckpointDir) -> Place:
-    """Take a checkpoint_dir apart. Raises CheckpointingException for a mere folder, InvalidInput for a bad URL."""
+    """Take a checkpoint_dir apart. Raises CheckpointingException for what is none, InvalidInput for a bad URL."""
     if isinstance(checkpoint_dir, At):
         return Place(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
-    text = os.fspath(checkpoint_dir)
+    text = _text(checkpoint_dir)
     store, found, ref = text.rpartition("#")
     if not found or not store or not ref:
         raise CheckpointingException(
             f"{text!r} is no place in a store: give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
         )
     return Place(_store(store), ref)
+
+
+def _text(checkpoint_dir: str | os.PathLike[str]) -> str:
+    if not isinstance(checkpoint_dir, str | os.PathLike):
+        raise CheckpointingException(
+            f"a checkpoint_dir is not a {type(checkpoint_dir).__name__}: give STORE#RUN@STEP, as ckpts#sft@100, or "
+            "casckpt.at(store, run=, step=)"
+        )
+    return os.fspath(checkpoint_dir)
 
 
 def _store(store: AnyStore) -> Store:
@@ -62,4 +71,4 @@ def _store(store: AnyStore) -> Store:
 
 def folder_of(checkpoint_dir: CheckpointDir) -> Path | None:
     """The folder, where a checkpoint_dir is a mere one, as Megatron itself writes them."""
-    return None if isinstance(checkpoint_dir, At) or "#" in os.fspath(checkpoint_dir) else Path(checkpoint_dir)
+    return None if isinstance(checkpoint_dir, At) or "#" in _text(checkpoint_dir) else Path(checkpoint_dir)

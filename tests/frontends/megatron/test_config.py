@@ -68,6 +68,14 @@ def test_what_is_no_place_to_save_to(tmp_path: Path, where: str, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("call", [save, load])
+def test_what_is_no_place_at_all(tmp_path: Path, call: Any) -> None:
+    for where in (casckpt.open(tmp_path), None, 5, b"store#a@1"):
+        with pytest.raises(CheckpointingException, match=f"not a {type(where).__name__}: give STORE#RUN@STEP"):
+            call(state(), where)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_config_of_what_was_saved(tmp_path: Path) -> None:
     where = f"{tmp_path}#a@3"
     assert maybe_load_config(where) is None
