@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Box, Region, full_box
+from casckpt.format.regions import Box, Region, Shape, full_box
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.values import Shard
 
@@ -117,3 +117,16 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
         )
     except InvalidInput as error:
         raise InvalidInput(f"{tensor.key!r}: {error}", key=tensor.key) from error
+
+
+def part_shape(shape: Shape, stored: Shape) -> Shape | None:
+    """The shape of the parts of a tensor of ``shape`` that is stored as ``stored``; None if it is not stored so.
+
+    Megatron-core up to 0.15 stores flat tensors of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
+    """
+    if len(stored) != len(shape) + 1 or not prod(stored):
+        return None
+    if any(extent % count for extent, count in zip(shape, stored[:-1], strict=True)):
+        return None
+    part = tuple(extent // count for extent, count in zip(shape, stored[:-1], strict=True))
+    return part if prod(part) == stored[-1] else None

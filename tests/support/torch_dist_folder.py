@@ -1,18 +1,22 @@
-"""A checkpoint as Megatron-core itself writes it, with its strategy ``torch_dist``, on two ranks.
+"""Checkpoints as Megatron-core itself writes them, with its strategy ``torch_dist``.
 
-``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist`` anew. It is kept as files because that
-strategy forks processes of its own, and takes a GPU for granted.
+``python -m tests.support.torch_dist_folder`` writes ``tests/data/torch_dist`` anew; with an unpacked wheel of version
+0.15.3 in PYTHONPATH, the flat state of ``tests/data/torch_dist_flat``, which later versions refuse. They are kept as
+files because that strategy forks processes of its own, and takes a GPU for granted.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
@@ -22,7 +26,8 @@ from tests.support.gpt import Topology
 from tests.support.megatron_core import core, theirs
 
 FOLDER = Path(__file__).parents[1] / "data/torch_dist"
-SIZE = 2
+FLAT_FOLDER = FOLDER.with_name("torch_dist_flat")
+SAVED, SAVED_FLAT = Topology(tp=2), Topology(tp=2, dp=2)
 
 
 def state(rank: int, topology: Topology) -> dict[str, Any]:
@@ -32,16 +37,31 @@ def state(rank: int, topology: Topology) -> dict[str, Any]:
     return {"model": gpt.state(place)["model"], "args": Namespace(lr=0.1), "groups": groups, "iteration": 7}
 
 
-def write(rank: int, meeting: str) -> None:
+def flat_state(rank: int, topology: Topology) -> dict[str, Any]:
+    """State of an optimizer that is flat, padded where the parameter is."""
+    return {"flat": gpt.flat(topology.at(rank), "exp_avg_sq", "optimizer.state.exp_avg_sq."), "iteration": 7}
+
+
+def write(rank: int, meeting: str, flat: bool) -> None:
     """One rank's part."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=SIZE)
-    with patch("torch.cuda.synchronize"), patch("torch.cuda.current_device", lambda: "cpu"):
-        core().save(theirs(state(rank, Topology(tp=SIZE))), str(FOLDER))
+    topology = SAVED_FLAT if flat else SAVED
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=topology.size)
+    with (
+        patch("torch.cuda.synchronize"),
+        patch("torch.cuda.current_device", lambda: "cpu"),
+        patch.object(np, "product", np.prod, create=True),  # which numpy 2 has no more
+    ):
+        mine = flat_state(rank, topology) if flat else state(rank, topology)
+        core().save(theirs(mine), (FLAT_FOLDER if flat else FOLDER).name)  # the name is in the metadata
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    FOLDER.mkdir(parents=True)
+    flat = version("megatron-core").startswith("0.15.")
+    folder = FLAT_FOLDER if flat else FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.chdir(folder.parent)
     with tempfile.TemporaryDirectory() as meeting:
-        spawn(write, (f"{meeting}/file",), SIZE)  # type: ignore[no-untyped-call]
+        size = (SAVED_FLAT if flat else SAVED).size
+        spawn(write, (f"{meeting}/file", flat), size)  # type: ignore[no-untyped-call]

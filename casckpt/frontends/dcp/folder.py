@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, Unsupported
 from casckpt.frontends.dcp.opened import archive
+from casckpt.frontends.dcp.unflattened import places, unflatten
 from casckpt.storage.files import Files
 
 METADATA: Final = ".metadata"
@@ -52,12 +53,18 @@ def is_megatron(config: bytes) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows DCP's metadata and plans, and nothing else."""
+    """Knows DCP's metadata and plans, of Megatron's versions too, and, unless it may be ``anything``, nothing else."""
+
+    def __init__(self, data: io.BytesIO, *, anything: bool) -> None:
+        super().__init__(data)
+        self._anything = anything
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
+        if found is None and self._anything:
+            return super().find_class(module, name)
         if found is None:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return found
@@ -69,16 +76,15 @@ class Folder:
     def __init__(self, files: Files, *, allow_pickle: bool) -> None:
         self._files, self._allow_pickle = files, allow_pickle
         self._boxed = is_megatron(files.read(MEGATRON)) if MEGATRON in files.names() else False
-        self.metadata = self._read_metadata(allow_pickle)
-        self._places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data or {}
+        self.metadata, self._cuts = unflatten(self._read_metadata())
+        self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)
 
-    def _read_metadata(self, allow_pickle: bool) -> Metadata:
+    def _read_metadata(self) -> Metadata:
         data = self._files.read(METADATA)
         try:
-            kind = pickle.Unpickler if allow_pickle else _Unpickler
-            found = kind(io.BytesIO(data)).load()
+            found = _Unpickler(io.BytesIO(data), anything=self._allow_pickle).load()
         except _UNREADABLE as error:
-            if isinstance(error, pickle.UnpicklingError) and not allow_pickle:
+            if isinstance(error, pickle.UnpicklingError) and not self._allow_pickle:
                 raise InvalidInput(
                     f"{self._files.url}/{METADATA} is more than DCP's own metadata ({error}), and reading it runs code "
                     "from it; pass allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
@@ -135,7 +141,8 @@ class Folder:
             raise Damaged(f"{key!r} cannot be read from {where} at {place.offset}: {error}", key=key) from error
         if not isinstance(found, torch.Tensor):
             raise Refused(f"{key!r} is no tensor in {place.relative_path}, but in the metadata it is", key=key)
-        return found
+        cut = self._cuts.get(item.index)
+        return found if cut is None else cut.out_of(found)
 
     def _unboxed(self, data: bytes) -> bytes:
         """The one value of a list, as Megatron keeps objects; the data as they are if only a pickle could tell."""

@@ -24,13 +24,13 @@ from casckpt.frontends.megatron.nesting import (
 )
 from casckpt.frontends.megatron.place import CheckpointDir, place_of
 from casckpt.frontends.megatron.reading import object_key, read_common
-from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies, part_shape
+from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies
 from casckpt.frontends.megatron.saving import check_strategies, is_empty
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.sharing import Sharing, hand_on, plan_sharing
 from casckpt.frontends.megatron.stored import Request, Stored
 from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
-from casckpt.tensors.foreign import flat_range, megatron_shard
+from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
@@ -17,16 +16,6 @@ from casckpt.format.regions import Box, Shape, flat_boxes
 from casckpt.tensors.foreign import flat_range, megatron_data, megatron_region
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
-
-
-def part_shape(shape: Shape, stored: Shape) -> Shape | None:
-    """The shape of the parts of a tensor of ``shape`` that is stored as ``stored``; None if it is not stored so."""
-    if len(stored) != len(shape) + 1 or not prod(stored):
-        return None
-    if any(extent % count for extent, count in zip(shape, stored[:-1], strict=True)):
-        return None
-    part = tuple(extent // count for extent, count in zip(shape, stored[:-1], strict=True))
-    return part if prod(part) == stored[-1] else None
 
 
 @dataclass(frozen=True)

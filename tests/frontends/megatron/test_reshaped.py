@@ -11,7 +11,7 @@ from hypothesis import given
 import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.megatron import ShardedTensor, load
-from casckpt.frontends.megatron.reshaped import part_shape
+from casckpt.tensors.foreign import part_shape
 from tests.frontends.megatron.test_resharding import CUTS, FRAGMENTS, PREPENDED, SHAPE, WHOLE, parts
 
 counter = iter(range(10**9))

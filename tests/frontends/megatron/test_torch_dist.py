@@ -17,7 +17,7 @@ from tests.frontends.megatron.test_gpt import differences
 from tests.support import gpt
 from tests.support.gpt import Topology
 from tests.support.megatron_core import core
-from tests.support.torch_dist_folder import FOLDER, state
+from tests.support.torch_dist_folder import FLAT_FOLDER, FOLDER, flat_state, state
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -57,6 +57,42 @@ def test_metadata_of_versions_up_to_0_15(tmp_path: Path) -> None:
     (tmp_path / "folder/.metadata").write_bytes(pickle.dumps(older))
     dcp_to_casckpt(tmp_path / "folder", tmp_path / "store", run="core", step=7)
     assert loaded(0, 1, f"{tmp_path}/store#core@7", Topology()) == []
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("flat")
+    dcp_to_casckpt(FLAT_FOLDER, path, run="core", step=7)
+    return f"{path}#core@7"
+
+
+def loaded_flat(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
+    found = megatron.load(gpt.emptied(flat_state(rank, topology)), where)
+    return differences(found, gpt.expected(flat_state(rank, topology)))
+
+
+@pytest.mark.parametrize("topology", [Topology(tp=4), Topology(pp=2, cut=0.3), Topology(tp=2, dp=2)], ids=str)
+def test_flat_state_loads_in_another_configuration(flat: str, topology: Topology, ranks: Pool) -> None:
+    assert ranks.run(topology.size, loaded_flat, flat, topology) == [[]] * topology.size
+
+
+def test_flat_state_has_the_shape_of_its_parameter(flat: str) -> None:
+    """The vocabulary is padded to 16 rows there, and to 12 in one process."""
+    path, _, ref = flat.partition("#")
+    shapes = {key: info.shape for key, info in casckpt.open(path).get(ref).tensors.items()}
+    prefix = "optimizer.state.exp_avg_sq"
+    assert shapes == {
+        f"{prefix}.embedding.weight": (16, gpt.HIDDEN),
+        f"{prefix}.layers.attention": (gpt.LAYERS, gpt.HIDDEN, gpt.HIDDEN),
+        f"{prefix}.layers.norm": (gpt.LAYERS, gpt.HIDDEN),
+        f"{prefix}.layers.fc1": (gpt.LAYERS, 8 * gpt.FFN, gpt.HIDDEN),
+    }
+    assert loaded_flat(0, 1, flat, Topology()) == []
+
+
+def test_its_metadata_is_read_where_pickle_is_allowed(tmp_path: Path) -> None:
+    dcp_to_casckpt(FLAT_FOLDER, tmp_path, run="core", step=7, allow_pickle=True)
+    assert loaded_flat(0, 1, f"{tmp_path}#core@7", Topology()) == []
 
 
 class Odd:
