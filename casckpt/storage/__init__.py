@@ -31,6 +31,8 @@ def open_storage(
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise InvalidInput(f"{url!r} does not name a store: give a path or a URL")
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        raise InvalidInput("storage_options are names and values: give a dict")  # which are not shown, some are secrets
     found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
     opener = _OPENERS.get(scheme)

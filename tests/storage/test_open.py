@@ -90,3 +90,11 @@ def test_options_are_for_remote_storages(tmp_path: Path) -> None:
     for url in (str(tmp_path), tmp_path.as_uri(), "memory://x"):
         with pytest.raises(InvalidInput, match="anon"):
             open_storage(url, storage_options={"anon": True})
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/store", "folder"])
+def test_options_that_are_no_dict(url: str) -> None:
+    options: Any = ["secret"]
+    with pytest.raises(InvalidInput, match="give a dict") as caught:
+        open_storage(url, options)
+    assert "secret" not in str(caught.value)
