@@ -22,7 +22,7 @@ from casckpt.repository.mirrored import note, unmirrored
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.replicating import Part, Replica, Work, known_blobs, occupant, replicate, taken, twin
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import set_tag, tags
+from casckpt.repository.tags import get_tag, set_tag, tags
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
@@ -246,6 +246,11 @@ def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tu
     for name, tag in tags(source).items():
         commit = there.get(tag.manifest) if tag.manifest in here else None
         if commit is not None and (name not in before or before[name].txid != commit.txid):
-            set_tag(target, name, commit)
-            done.append(name)
+            try:
+                set_tag(target, name, commit)
+            except Conflict:
+                now = get_tag(target, name)
+                if now is None or now.txid != commit.txid:
+                    raise
+            done.append(name)  # another process that copies the same may have been first
     return tuple(done)

@@ -251,6 +251,32 @@ def test_a_place_that_is_taken_at_the_last_moment(source: Repository, tmp_path: 
     check_clean(target)
 
 
+def test_two_that_copy_the_same_tags_at_once(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    tags.set_tag(source, "best", resolve(source, "run@1"))
+
+    def first() -> None:
+        copy(source, elsewhere(tmp_path, inner, seed=9), with_tags=True)
+
+    storage = FaultyStore(inner, [call_first("put", meanwhile(first), key="tags/*")])
+    result = copy(source, elsewhere(tmp_path, storage), with_tags=True)
+    assert result.tags == ("best",)
+    assert {name: tag.generation for name, tag in tags.tags(elsewhere(tmp_path, inner)).items()} == {"best": 0}
+
+
+def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, source: Repository) -> None:
+    inner = memory()
+    tags.set_tag(source, "best", resolve(source, "run@1"))
+
+    def other() -> None:
+        target = elsewhere(tmp_path, inner, seed=9)
+        tags.set_tag(target, "best", resolve(target, "run@2"))
+
+    storage = FaultyStore(inner, [call_first("put", meanwhile(other), key="tags/*")])
+    with pytest.raises(Conflict, match="moved by somebody else"):
+        copy(source, elsewhere(tmp_path, storage), with_tags=True)
+
+
 def test_what_the_destination_forgot_stays_so_unless_it_is_named(source: Repository, target: Repository) -> None:
     copy(source, target)
     commits.forget(target, resolve(target, "run@0"))
