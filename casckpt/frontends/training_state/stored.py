@@ -82,7 +82,7 @@ class Stored:
     def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
         """The part of the tree for each of ``names`` that has state, and for what else stands beside them."""
         node = find(self._tree, STATE)
-        children = dict(node.children) if isinstance(node, Container) else {}
+        children = self._at_the_top(names) | (dict(node.children) if isinstance(node, Container) else {})
         nodes: dict[Element, Node] = {name: children.pop(name) for name in names if name in children}
         if not children:
             return nodes
@@ -92,6 +92,16 @@ class Stored:
                 nodes[name] = below
                 children.pop(name.partition(".")[0], None)
         return nodes | children
+
+    def _at_the_top(self, names: Mapping[str, Any]) -> dict[Element, Node]:
+        """The same of state that stands at the top of the tree by its flat keys, as Megatron style leaves it."""
+        start, found = f"{STATE}.", dict[str, list[tuple[Element, Node]]]()
+        for element, node in self._tree.children if isinstance(self._tree, Container) else ():
+            if str(element).startswith(start):
+                key = str(element).removeprefix(start)
+                name = _owner(key, names)
+                found.setdefault(name, []).append((key.removeprefix(f"{name}."), node))
+        return {name: Container(DICT, tuple(children)) for name, children in found.items()}
 
     def template(self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool]) -> dict[Element, Any]:
         """State to be filled by `Store.load`: the flat keys below ``optim.state`` that ``keep`` answers for."""
@@ -111,6 +121,14 @@ class Stored:
         if not covers(self.manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         return entry
+
+
+def _owner(key: str, names: Mapping[str, Any]) -> str:
+    """The longest of ``names`` that a flat key lies below; all but its last part if there is none."""
+    name = above = key.rpartition(".")[0]
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name or above
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:

@@ -103,3 +103,31 @@ def test_it_loads_a_model_and_its_optimizer_by_their_names(tmp_path: Path) -> No
 def test_a_save_of_the_same_state_in_another_style_writes_nothing(store: casckpt.Store) -> None:
     again = store.save({"model": {"w": WEIGHT}, "optim": {"m": WEIGHT}}, run="a", step=6)
     assert again.stats.bytes_written == 0
+
+
+def test_a_model_and_its_optimizer_load_by_the_keys_of_the_native_api(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, optim = trained()
+    groups = [{"lr": 0.5, "betas": (0.9, 0.999), "params": [name for name, _ in model.named_parameters()]}]
+    state: dict[str, Any] = {"optim": {"param_groups": groups}}
+    for name, param in model.named_parameters():
+        state[name] = ShardedTensor.from_rank_offsets(f"model.{name}", param)
+        for what, value in optim.state[param].items():
+            state[f"{name} {what}"] = ShardedTensor.from_rank_offsets(f"optim.state.{name}.{what}", value)
+    save(state, f"{tmp_path}#a@1")
+
+    other, fresh = trained()
+    casckpt.load_model_and_optim_state(tmp_path, "a@1", other, fresh)
+    for mine, loaded in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, loaded)
+        assert optim.state[mine].keys() == fresh.state[loaded].keys()
+        assert all(torch.equal(value, fresh.state[loaded][what]) for what, value in optim.state[mine].items())
+    assert fresh.param_groups[0]["lr"] == 0.5
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.rand(1, 6)).sum().backward()
+    optim.step()
+    return model, optim
