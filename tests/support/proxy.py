@@ -31,6 +31,7 @@ from urllib.parse import unquote, urlsplit
 
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
+_REFUSED = "<?xml version='1.0'?><Error><Code>{}</Code><Message>No.</Message></Error>"
 _LATE = 0.05  # seconds
 _RESET = struct.pack("ii", 1, 0)  # closing the socket then sends a reset
 
@@ -75,6 +76,7 @@ class Proxy:
         self._planned: list[_Planned] = []
         self._random: random.Random | None = None
         self._share = 0.0
+        self._refused: tuple[str, frozenset[str], int] | None = None
         self._actions: dict[int, Callable[[], None]] = {}
         self._lock = threading.Lock()
         self._scheme = "http" if certificate is None else "https"
@@ -105,6 +107,11 @@ class Proxy:
         with self._lock:
             self._random, self._share = random.Random(seed), share
 
+    def refuse(self, code: str, *methods: str, after: int = 0) -> None:
+        """From the next but so many on, all requests of these methods (none: all) are answered 403 and this code."""
+        with self._lock:
+            self._refused = (code, frozenset(methods), len(self.seen) + after)
+
     def at(self, number: int, action: Callable[[], None]) -> None:
         """Do something when the request of this number comes (0: the first from now on), before it is passed on."""
         with self._lock:
@@ -115,11 +122,20 @@ class Proxy:
         with self._lock:
             self._planned.clear()
             self._actions.clear()
+            self._refused = None
             self._share = 0.0
 
     def count(self, method: str, path: str = "*") -> int:
         """How many such requests came."""
         return sum(_fits(one, method, path) for one in self.seen)
+
+    def refusal_of(self, request: Seen) -> str | None:
+        """The code with which a request that was noted last is refused."""
+        with self._lock:
+            if self._refused is None:
+                return None
+            code, methods, first = self._refused
+            return code if len(self.seen) > first and (not methods or request.method in methods) else None
 
     def trouble_of(self, request: Seen) -> Trouble | None:
         """Note a request; what is to happen to it."""
@@ -185,6 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._chunks() if self._is_chunked else self.rfile.read(size)
         if trouble is Trouble.BUSY:
             self._answer(503, "Slow Down", [("Content-Type", "application/xml")], _BUSY)
+            return
+        code = self.server.proxy.refusal_of(request)
+        if code is not None:
+            self._answer(403, "Forbidden", [("Content-Type", "application/xml")], _REFUSED.format(code).encode())
             return
         if trouble is Trouble.LATE:
             time.sleep(_LATE)
