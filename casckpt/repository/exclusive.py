@@ -58,7 +58,7 @@ def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = R
 
 
 def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> str:
-    storage.put(key, entropy(_PAYLOAD))
+    _wins(storage, key, entropy(_PAYLOAD))  # nobody else has this name: a refusal is of our own put, its answer lost
     if _wins(storage, key, entropy(_PAYLOAD)):
         return "it let a second create replace the first one, and said nothing"
     return ""
@@ -71,9 +71,10 @@ def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racer
     won = [data for data, first in zip(payloads, firsts, strict=True) if first]
     if len(won) > 1:
         return f"{len(won)} of {racers} that created one key at the same time were told that they had"
-    if won and storage.get(key, limit=_PAYLOAD) != won[0]:
+    found = None if storage.size(key) is None else storage.get(key, limit=_PAYLOAD)
+    if won and found != won[0]:
         return "the one that was told it had created a key had not: another one's bytes are there"
-    return "" if won else "of several that created one key at the same time none was told that it had"
+    return "" if found in payloads else "of several that created one key at the same time none had"
 
 
 def _wins(storage: ObjectStore, key: str, data: bytes) -> bool:

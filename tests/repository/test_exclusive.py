@@ -11,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from casckpt.errors import StorageError, Unsupported
+from casckpt.repository.doctor import examine
 from casckpt.repository.exclusive import PREFIX, RACERS, probe
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, ObjectStore, Traits
@@ -172,3 +173,16 @@ def test_a_failing_probe_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         repo.create()
     assert repo.create()
+
+
+class Losing(Unknown):
+    """Loses its first answers, and says to the puts that are made again that the key is taken."""
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        super().put(key, data, settle=settle)
+        raise AlreadyExists(key)
+
+
+def test_answers_that_get_lost_are_no_verdict(tmp_path: Path) -> None:
+    assert probe(Losing(), counter()) == ""
+    assert all(found.ok is not False for found in examine(Repository(Losing(), tmp_path)))
