@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientTimeout
 
 import casckpt
 from casckpt.errors import NotFound, StorageError, Unsupported
@@ -17,6 +21,7 @@ from casckpt.storage.base import ObjectStore
 from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remotebase import Client
 from casckpt.storage.remotefsspec import FsspecClient
+from casckpt.storage.remoteurls import Place
 from casckpt.storage.retries import Backoff
 from tests.storage.contract import Peek, StorageContract
 from tests.support import servers
@@ -132,3 +137,44 @@ def test_what_cannot_be_mended_is_not_tried_again(
     with pytest.raises(StorageError if status != 404 else NotFound, match=says):
         list(storage.list(""))
     assert naps == []
+
+
+class Unwell(BaseHTTPRequestHandler):
+    """Answers 503 to everything, and 404 below /none/."""
+
+    def do_GET(self) -> None:
+        self.send_error(404 if self.path.startswith("/none/") else 503)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Not to stderr."""
+
+
+def test_a_web_server_that_is_not_well_does_not_lack_its_objects() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unwell) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        for folder, absent in (("store", False), ("none", True)):
+            place = Place("http", f"127.0.0.1:{server.server_address[1]}/{folder}", {})
+            storage = RemoteStore(place, backoff=Backoff(attempts=2, sleep=lambda seconds: None))
+            with pytest.raises(NotFound if absent else StorageError) as caught:
+                storage.get("casckpt.json", limit=9)
+            assert ("deleted, or never written" in str(caught.value)) == absent
+            if absent:
+                assert storage.size("casckpt.json") is None
+            else:
+                with pytest.raises(StorageError, match="503"):
+                    storage.size("casckpt.json")
+        server.shutdown()
+
+
+def test_a_silent_web_server_is_given_up_on() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = Place("http", f"127.0.0.1:{silent.getsockname()[1]}/store", {})
+        assert place()._fs.client_kwargs["timeout"].sock_read == 60  # type: ignore[attr-defined]  # of fsspec
+        options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=0.1)}}
+        storage = RemoteStore(replace(place, options=options), backoff=Backoff(attempts=2, sleep=lambda seconds: None))
+        for act in (lambda: storage.size("a"), lambda: list(storage.list(""))):
+            with pytest.raises(StorageError, match=r"tried 2 times: .*Timeout"):
+                act()
