@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,10 +114,10 @@ def background(store: Store, state: State, options: Mapping[str, Any]) -> Callab
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 tells a rank. ``mine``: of its sharded values, which it hands in. ``common``: that of rank 0."""
+    """What rank 0 tells a rank. ``mine``: of its sharded values, which it hands in. ``common``: see `_packed`."""
 
     mine: Sequence[bool]
-    common: Any
+    common: bytes | None
     replaces: bool
 
 
@@ -149,12 +150,12 @@ class Saving:
         def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
             if validate:
                 check_claims(gathered)
-            replaces, common = is_only_config(places[0]), self._compared if validate else None
+            replaces, common = is_only_config(places[0]), _packed(self._compared) if validate else None
             return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
 
         verdict = ranks.exchange(look, decide)
         self.mine = verdict.mine
-        if validate and self.rank:
+        if verdict.common is not None and self.rank:
             self._warn_of_differences(verdict.common)
         return places[0], verdict.replaces
 
@@ -189,8 +190,12 @@ class Saving:
         """Save nothing under this key."""
         self.mine = [mine and one.key != key for one, mine in zip(self.sharded, self.mine, strict=True)]
 
-    def _warn_of_differences(self, common: Any) -> None:
-        left, right, mismatch = diff(common, self._compared)
+    def _warn_of_differences(self, common: bytes) -> None:
+        try:
+            left, right, mismatch = diff(pickle.loads(common), self._compared)  # noqa: S301 - from a rank of the same job
+        except Exception as error:  # noqa: BLE001 - a rank that raised here would leave the others waiting in the save
+            log.warning("the common state of rank %d could not be compared with that of rank 0: %r", self.rank, error)
+            return
         if left or right or mismatch:
             log.warning(
                 "the common state of rank %d is not that of rank 0, which is saved: only on rank 0 %s, only here %s, "
@@ -220,6 +225,14 @@ class Saving:
                     f"{key!r} has the form of the key of an object, and would be loaded as one; rename it", key=key
                 )
         return {**common, **shards, **objects}
+
+
+def _packed(common: Any) -> bytes | None:
+    """For the ranks that compare theirs; None if it does not pickle: the save says what cannot be stored."""
+    try:
+        return pickle.dumps(common)
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
+        return None
 
 
 def _files(common: dict[Any, Any]) -> dict[str, bytes]:

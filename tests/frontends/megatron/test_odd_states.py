@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import casckpt
 from casckpt.frontends.megatron import (
     CheckpointingException,
     LocalNonpersistentObject,
@@ -197,3 +198,45 @@ def test_any_dtype_and_any_memory(tmp_path: Path, dtype: torch.dtype, shape: tup
 
 def bytes_of(value: torch.Tensor) -> bytes:
     return bytes(value.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+class DoesNotComeBack:
+    """Of a class whose pickles are of no use."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+class IsNotComparable:
+    """As plain as a dict, but for that."""
+
+    def __ne__(self, other: object) -> bool:
+        raise LookupError("it depends")
+
+    __hash__ = None  # type: ignore[assignment] # as of anything that compares its contents
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "does not pickle": lambda: lambda: 1,
+    "does not come back": DoesNotComeBack,
+    "cannot be compared": IsNotComparable,
+}
+
+
+def odd_common_part(rank: int, size: int, where: str, name: str) -> list[str]:
+    state = {"w": tensor("w", torch.ones(2), replica_id=rank), "odd": ODD[name]()}
+    refused = outcome_of(lambda: save(dict(state), f"{where}@1"))
+    compared = outcome_of(lambda: save(dict(state), f"{where}@2", allow_pickle=True))
+    good = outcome_of(lambda: save({"w": state["w"]}, f"{where}@3"))
+    return [repr(refused), repr(compared), repr(good)]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: Path, ranks: Pool, name: str) -> None:
+    found = ranks.run(2, odd_common_part, f"{tmp_path}#a", name, timeout=10)
+    for refused, compared, good in found:
+        assert "CheckpointingException" in refused
+        assert "odd: a" in refused
+        assert good == "None"
+        assert compared == ("None" if name != "does not pickle" else compared)
+    assert 3 in [ckpt.step for ckpt in casckpt.open(tmp_path).checkpoints()]
