@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
-from casckpt.format.regions import Shape, full_box
+from casckpt.format.regions import Box, Shape, full_box
 from casckpt.frontends.megatron.errors import ShardedMismatch, checkpointing_errors
 from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
 from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
@@ -112,7 +112,7 @@ class Loading:
         self._template = sharded_state_dict
         self._request = Request()
         self._results: dict[int, Any] = {}
-        self._zeroed: list[torch.Tensor] = []
+        self._padding: list[torch.Tensor] = []
         self._copies: list[Copies] = []
         self._parts: list[_Part] = []
 
@@ -183,8 +183,18 @@ class Loading:
                 f"{self.stored.where}; allow_shape_mismatch=True pads and cuts, in the same number of dimensions",
                 key=value.key,
             )
-        self._zeroed.append(data)
-        return list(_clipped(value, data, stored))
+        return list(self._clipped(value, data, stored))
+
+    def _clipped(self, value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
+        """The parts of ``data`` that a tensor of another global shape has; what else there is becomes 0."""
+        for box, piece in boxes_of(value, data):
+            common = box.intersect(full_box(stored))
+            if common is None:
+                self._padding.append(piece)
+                continue
+            here = common.relative_to(box)
+            self._padding += _outside(piece, here)
+            yield Shard(narrow(piece, here), stored, common.offset)
 
     def missing(self, used: frozenset[str]) -> set[str]:
         """What no rank asked for, of the keys that all ranks ``used``."""
@@ -207,9 +217,9 @@ class Loading:
         for number, part in enumerate(self._parts):
             for shard in part.shards if sharing is None or sharing.is_read(number) else ():
                 self._request.add(part.key, shard)
-        for data in self._zeroed:
-            data.detach().zero_()
         self._request.run(self.stored, **options)
+        for data in self._padding:
+            data.zero_()
         for one in self._copies:
             one.run()
         if sharing is not None:
@@ -240,9 +250,8 @@ def _data(value: Any) -> torch.Tensor:
     return torch.empty(tuple(value.local_shape) if flat is None else (len(flat),), dtype=value.dtype)
 
 
-def _clipped(value: Any, data: torch.Tensor, stored: Shape) -> Iterator[Shard]:
-    """The parts of ``data`` that a tensor of another global shape has."""
-    for box, piece in boxes_of(value, data):
-        common = box.intersect(full_box(stored))
-        if common is not None:
-            yield Shard(narrow(piece, common.relative_to(box)), stored, common.offset)
+def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
+    """What of ``data`` does not lie in a box of it; corners several times."""
+    for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
+        yield data.narrow(axis, 0, start)
+        yield data.narrow(axis, end, data.shape[axis] - end)

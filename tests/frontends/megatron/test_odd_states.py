@@ -67,6 +67,15 @@ def test_what_cannot_be_loaded_into_is_named(tmp_path: Path, data: torch.Tensor,
         load({"other": tensor("t", data, replica_id=1), "t": tensor("t", torch.ones(4, dtype=data.dtype))}, where)
 
 
+def test_what_is_to_be_padded_is_not_touched_by_a_load_that_is_refused(tmp_path: Path) -> None:
+    where = f"{tmp_path}#a@1"
+    save({"t": tensor("t", torch.ones(4, dtype=torch.complex128))}, where)
+    data = torch.full((6,), -1.0)
+    with pytest.raises(CheckpointingException, match="'t' is float32 here, but complex128"):
+        load({"t": tensor("t", data, allow_shape_mismatch=True)}, where)
+    assert data.tolist() == [-1] * 6
+
+
 @pytest.mark.parametrize(
     "value", [tensor("t", torch.ones(1)), ShardedObject("o", 1, (1,), (0,)), LocalNonpersistentObject(1)]
 )
