@@ -34,6 +34,13 @@ def core(name: str = "") -> Any:
         return import_module(f"megatron.core.dist_checkpointing{name}")
 
 
+def module(name: str) -> Any:
+    """Any other module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(name)
+
+
 def theirs(state: Any) -> Any:
     """A sharded state dict with objects of Megatron-core in place of ours."""
     mapping = core(".mapping")

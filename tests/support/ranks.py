@@ -179,7 +179,9 @@ def _collect(workers: Sequence[_Worker], requests: Sequence[_Request], deadline:
 
 def _received(worker: _Worker, request: _Request) -> Outcome:
     try:
-        value, error, text = pickle.loads(worker.pipe.recv_bytes())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the module of an error, if it is imported for that
+            value, error, text = pickle.loads(worker.pipe.recv_bytes())
     except EOFError:
         worker.process.join()
         stacks = request.stacks.read_text() if request.stacks.exists() else ""
