@@ -82,7 +82,7 @@ def state_of(model: Any, optimizer: Any, loading: bool = False) -> dict[str, Any
     return {"model": of_model, "optimizer": of_optimizer, "iteration": 3}
 
 
-def saved(rank: int, size: int, path: Path, tp: int, distributed: bool, step: int) -> None:
+def saved(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
     with parallel(tp):
         save(path, step, *gpt(tp, distributed))
 
@@ -94,7 +94,7 @@ def save(path: Path, step: int, model: Any, optimizer: Any) -> None:
     core().save(state_of(model, optimizer), str(folder), strategy)
 
 
-def resumed(rank: int, size: int, path: Path, tp: int, distributed: bool, step: int) -> None:
+def resumed(rank: int, size: int, path: Path, *, tp: int, distributed: bool, step: int) -> None:
     """Load into another model and its optimizer, and save what is in them as the next step."""
     with parallel(tp):
         torch.manual_seed(7)
