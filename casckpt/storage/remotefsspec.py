@@ -22,6 +22,7 @@ _DENIED = "check the credentials in storage_options, and what they allow"
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/?")  # all that stands in a store
 _READ_ONLY: Final = frozenset({"http", "https"})
+_ON_AIOHTTP: Final = _READ_ONLY | {"gs", "gcs"}  # and no more patient than that; Azure's has timeouts of its own
 
 
 class FsspecClient:
@@ -31,7 +32,7 @@ class FsspecClient:
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._scheme = url.partition("://")[0]
-        self._fs, root = url_to_fs(url, **(_with_timeouts(options) if self._scheme in _READ_ONLY else options))
+        self._fs, root = url_to_fs(url, **_with_timeouts(self._scheme, options))
         self._root = root.rstrip("/")
         self._listing = threading.Lock()
         self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
@@ -195,11 +196,15 @@ class FsspecObject:
             data = data[buffer.nbytes :]
 
 
-def _with_timeouts(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of aiohttp's own, 5 minutes, a silent server would take 8 times as much."""
+def _with_timeouts(scheme: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of aiohttp's own, 5 minutes for each attempt, a silent server would take half an hour and more."""
+    if scheme not in _ON_AIOHTTP:
+        return options
     from aiohttp import ClientTimeout
 
     timeout = ClientTimeout(total=300, sock_connect=10, sock_read=60)
+    if scheme not in _READ_ONLY:
+        return {"requests_timeout": timeout, **options}
     return {**options, "client_kwargs": {"timeout": timeout, **options.get("client_kwargs", {})}}
 
 

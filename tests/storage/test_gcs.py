@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from aiohttp import ClientTimeout
 
+from casckpt.storage.remoteurls import Place
 from tests.storage.cloud_contract import CloudContract
 from tests.support import clouds
 from tests.support.clouds import Cloud
@@ -24,3 +27,9 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
 
 class TestGcs(CloudContract):
     """On fake-gcs-server."""
+
+
+def test_the_client_does_not_wait_for_a_silent_server_as_long_as_aiohttp() -> None:
+    for options, seconds in ({}, 60), ({"requests_timeout": ClientTimeout(sock_read=7)}, 7):
+        client: Any = Place("gs", "bucket/store", {"token": "anon", **options})()
+        assert client._fs.requests_timeout.sock_read == seconds
