@@ -6,8 +6,8 @@ Two phases, each over all cores:
   (Of tensors that the caller declares frozen, a sample is. Small ones are not: they go on as if unknown, and no bytes
   of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
-  what was hashed), and put the full buffer as a blob. Cells that are moved out of worn blobs have a queue, and so blobs,
-  of their own. As many workers fill at a time as there are cores: while some wait for the disk others copy and hash.
+  what was hashed), and put the full buffer as a blob. Cells that are moved out of worn blobs have a queue of their own,
+  and so blobs. As many workers fill at a time as there are cores: while some wait for the disk others copy and hash.
 
 Memory is bounded by the workers' buffers, whatever the size of the state; they are kept for the next save.
 """
