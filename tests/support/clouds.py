@@ -94,6 +94,9 @@ def azure(folder: Path) -> Iterator[Cloud]:
         )
         with BlobServiceClient.from_connection_string(connection) as client:
 
+            def make(bucket: str) -> None:
+                client.create_container(bucket)
+
             def look(bucket: str, key: str) -> bytes | None:
                 try:
                     data: bytes = client.get_blob_client(bucket, key).download_blob().readall()
@@ -101,4 +104,4 @@ def azure(folder: Path) -> Iterator[Cloud]:
                     return None
                 return data
 
-            yield Cloud("az", {"connection_string": connection}, client.create_container, look)
+            yield Cloud("az", {"connection_string": connection}, make, look)
