@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPMessage
 from typing import Any, TypeVar
 
+from botocore.endpoint import EndpointCreator
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
 from s3fs import S3FileSystem
 
@@ -63,7 +64,7 @@ class S3Client:
         self._thread = asyncio.run_coroutine_threadsafe(_thread(), self._loop).result()
         try:
             self.run(self._fs.set_session())  # what is wrong with the options shows here
-            self.direct = self._direct(config, options.get("client_kwargs", {}))
+            self.direct = self._direct(config, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
@@ -74,7 +75,8 @@ class S3Client:
         verify = client.get("verify")
         if verify is None:
             verify = self._fs.session.get_config_variable("ca_bundle")
-        return DirectReads(float(config["connect_timeout"]), self._patience, True if verify is None else verify)
+        verify = EndpointCreator(None)._get_verify_value(verify)  # the client's; the environment has a say in it
+        return DirectReads(float(config["connect_timeout"]), self._patience, verify)
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
@@ -208,9 +210,12 @@ class S3Client:
 
     async def ask(self, operation: str, **arguments: Any) -> Any:
         """`send`, to its answer: aiohttp waits for ever behind a ``100 Continue`` that it did not ask for."""
+        return await self._in_time(self.send(operation, **arguments))
+
+    async def _in_time(self, call: Coroutine[Any, Any, T]) -> T:
         try:
             async with asyncio.timeout(self._answer):
-                return await self.send(operation, **arguments)
+                return await call
         except TimeoutError as error:
             raise TimeoutError(f"the server did not answer for {self._answer:.0f} s") from error
 
@@ -220,9 +225,9 @@ class S3Client:
         return await getattr(client, operation)(**self._arguments(client, operation, arguments))
 
     async def sign_read(self, **arguments: Any) -> Signed:
-        """What `send` would send as ``get_object``."""
+        """What `send` would send as ``get_object``. It may have to ask for credentials before."""
         client = await self._fs.set_session()
-        return await sign(client, **self._arguments(client, "get_object", arguments))
+        return await self._in_time(sign(client, **self._arguments(client, "get_object", arguments)))
 
     def _arguments(self, client: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
@@ -260,6 +265,7 @@ class S3Object:
         self._client, self._key = client, key
         self._etag: str | None = None
         self._size: int | None = None
+        self._noting = threading.Lock()
 
     def size(self) -> int:
         """See `casckpt.storage.remotebase.Ranged`."""
@@ -293,9 +299,11 @@ class S3Object:
             return False
 
         def check(headers: HTTPMessage) -> None:
-            size = size_from(headers.get("Content-Range"))
+            said = headers.get("Content-Range", "")
+            size = size_from(said)
             if size is None:
                 raise Unsupported("this server does not say which range it answers: it cannot be used")
+            _is_from(offset, said)
             self._is_the_same(headers.get("ETag"), size)
             if size < end:
                 raise ShortObject(self._key, size)
@@ -308,6 +316,8 @@ class S3Object:
             size = size_from(answer.get("ContentRange"))
             if size is None and offset:
                 raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
+            if size is not None:
+                _is_from(offset, answer["ContentRange"])
             self._is_the_same(answer.get("ETag"), answer["ContentLength"] if size is None else size)
             if self.size() < end:
                 raise ShortObject(self._key, self.size())
@@ -315,11 +325,18 @@ class S3Object:
 
     def _is_the_same(self, etag: str | None, size: int) -> None:
         """Note which version of the object answers; an error if it is not the one that answered before."""
-        if self._size is None:
-            self._etag, self._size = etag, size
-        elif (self._etag, self._size) != (etag, size):
+        with self._noting:
+            if self._size is None:
+                self._etag, self._size = etag, size
+        if (self._etag, self._size) != (etag, size):
             message = f"object {self._key} was replaced while it was read; read it again"
             raise StorageError(message, key=self._key)
+
+
+def _is_from(offset: int, content_range: str) -> None:
+    """An error if the answer is another range: what keeps answers on the way may mistake one for another."""
+    if not content_range.startswith(f"bytes {offset}-"):
+        raise Unsupported(f"the server answers {content_range!r} to a read from byte {offset}: it cannot be used")
 
 
 async def _thread() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, ResponseStreamingError
 
-from casckpt.errors import StorageError
+from casckpt.errors import StorageError, Unsupported
 from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remotes3 import S3Client, S3Object
 from casckpt.storage.remotes3direct import DirectReads, Signed
@@ -90,12 +91,16 @@ def test_how_the_server_is_verified_comes_from_the_options(
         assert direct is not None
         return direct._verify
 
-    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
     assert verify() is True
     assert verify(client_kwargs={"verify": False}) is False
     assert verify(client_kwargs={"verify": certificate}) == certificate
-    monkeypatch.setenv("AWS_CA_BUNDLE", certificate)
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", certificate)
     assert verify() == certificate
+    assert verify(client_kwargs=None) == certificate
+    monkeypatch.setenv("AWS_CA_BUNDLE", "another.pem")
+    assert verify() == "another.pem"
 
 
 def test_a_certificate_that_nobody_knows(moto_server: Server, tmp_path: Path) -> None:
@@ -141,6 +146,60 @@ def test_what_worked_is_kept_when_the_client_had_to_help(moto_server: Server, mo
     direct = client_of(storage).direct
     assert direct is not None
     assert direct.works
+
+
+def test_credentials_that_never_come(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def waits(*_: object, **__: object) -> None:
+        await asyncio.sleep(30)
+
+    storage = store_of(moto_server)
+    storage.put("a", b"0123456789")
+    client_of(storage)._answer = 0.1
+    monkeypatch.setattr("casckpt.storage.remotes3.sign", waits)
+    with pytest.raises(StorageError, match="did not answer"):
+        read(storage, "a", 2, 3)
+
+
+def test_two_first_reads_of_two_versions(moto_server: Server) -> None:
+    both = threading.Barrier(2)
+
+    class Slow(S3Object):
+        @property
+        def _size(self) -> int | None:
+            found: int | None = self.__dict__.get("known")
+            if found is None:
+                with suppress(threading.BrokenBarrierError):
+                    both.wait(0.2)
+            return found
+
+        @_size.setter
+        def _size(self, size: int | None) -> None:
+            self.__dict__["known"] = size
+
+    def note(etag: str) -> bool:
+        try:
+            one._is_the_same(etag, 10)
+        except StorageError:
+            return False
+        return True
+
+    one = Slow(client_of(store_of(moto_server)), "a")
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(note, ["old", "new"])) == [False, True]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_an_answer_that_is_another_range(direct: bool, moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As caches on the way give that know only the name of an object."""
+    storage = store_of(moto_server)
+    storage.put("a", b"0123456789")
+    client = client_of(storage)
+    if not direct:
+        client.direct = None
+    plain = S3Object._request
+    monkeypatch.setattr(S3Object, "_request", lambda self, offset, end: plain(self, offset - 1, end - 1))
+    with pytest.raises(Unsupported, match="'bytes 1-3/10' to a read from byte 2"):
+        read(storage, "a", 2, 3)
 
 
 # Answers of a server that says what it is told to
