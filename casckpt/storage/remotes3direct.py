@@ -6,6 +6,8 @@ here; the thread that wants the bytes sends it over a connection of our own, and
 
 from __future__ import annotations
 
+import select
+import socket
 import ssl
 import time
 import weakref
@@ -133,7 +135,7 @@ class DirectReads:
         with suppress(IndexError):
             while True:
                 since, whither, connection = self._waiting.pop()
-                if whither == place and time.monotonic() - since < _REST:
+                if whither == place and time.monotonic() - since < _REST and _is_silent(connection.sock):
                     return connection
                 connection.close()
         return None
@@ -158,6 +160,13 @@ class DirectReads:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             return context
         return ssl.create_default_context(cafile=get_cert_path(self._verify))
+
+
+def _is_silent(connection: socket.socket) -> bool:
+    """Is there nothing to read: no end, and no answer that nobody asked for and the next would be mistaken for?"""
+    look = select.poll()
+    look.register(connection, select.POLLIN)
+    return not (look.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))
 
 
 def _exchange(connection: HTTPConnection, request: Signed, where: SplitResult) -> HTTPResponse:

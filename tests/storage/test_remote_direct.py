@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from http.client import HTTPMessage
+from http.client import HTTPConnection, HTTPMessage
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from botocore.exceptions import ClientError, ResponseStreamingError
@@ -295,6 +297,19 @@ def test_more_than_was_asked_for_does_not_get_into_the_next_answer(direct: Direc
     with scripted([answer(TEN + b"more"), answer(TEN)]) as (request, came):
         assert [ask(direct, request), ask(direct, request)] == [TEN] * 2
         assert came == [0, 1]
+
+
+def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next(direct: DirectReads) -> None:
+    ours, theirs = socket.socketpair()
+    with scripted([answer(TEN)]) as (request, came), theirs:
+        place = urlsplit(request.url).netloc
+        rested = HTTPConnection(place)
+        rested.sock = ours
+        direct._waiting.append((time.monotonic(), place, rested))
+        theirs.sendall(answer(b"of another"))
+        assert ask(direct, request) == TEN
+        assert came == [0]
+        assert ours.fileno() == -1
 
 
 @pytest.mark.parametrize("status", ["200 OK", "301 Moved", "307 There", "400 Bad", "403 No", "404 Gone", "416 Short"])
