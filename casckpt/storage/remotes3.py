@@ -125,7 +125,8 @@ class S3Client:
 
     async def _get(self, key: str, limit: int) -> bytes:
         answer = await self.ask("get_object", Key=self.prefix + key)
-        async with answer["Body"] as body:
+        body = answer["Body"]
+        async with body:  # before aiobotocore 3 that gave another, which reads in another way
             if answer["ContentLength"] > limit:
                 size = answer["ContentLength"]
                 raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
@@ -312,7 +313,8 @@ class S3Object:
 
     async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
         answer = await self._client.ask("get_object", **self._request(offset, end))
-        async with answer["Body"] as body:
+        body = answer["Body"]
+        async with body:  # as in `S3Client._get`
             size = size_from(answer.get("ContentRange"))
             if size is None and offset:
                 raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")

@@ -204,6 +204,20 @@ def test_an_answer_that_is_another_range(direct: bool, moto_server: Server, monk
         read(storage, "a", 2, 3)
 
 
+def test_bodies_of_aiobotocore_2(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entering one gave the answer inside, which has another ``read``."""
+
+    async def inside(_: object) -> object:
+        return object()
+
+    storage = store_of(moto_server)
+    storage.put("a", b"0123456789")
+    client_of(storage).direct = None
+    monkeypatch.setattr("aiobotocore.response.AioStreamingBody.__aenter__", inside)
+    assert storage.get("a", limit=10) == b"0123456789"
+    assert read(storage, "a", 2, 3) == b"234"
+
+
 # Answers of a server that says what it is told to
 
 
