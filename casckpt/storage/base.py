@@ -5,6 +5,7 @@ Keys are slash-separated paths that `casckpt.format.keys` made or checked; a sto
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -123,6 +124,12 @@ class ObjectStore(Protocol):
 
         Objects put or deleted while the listing runs may or may not be in it; all others are. What a crashed put
         left behind is never in it.
+        """
+
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        """The objects right in ``folder`` ("objects", no slash at the end), and the folders in it ("objects/x").
+
+        In any order. As for `list`, what is put or deleted meanwhile may or may not be there. A folder may be empty.
         """
 
     def delete(self, key: str) -> None:

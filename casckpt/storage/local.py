@@ -6,6 +6,7 @@ or a machine that dies at any instant leaves an object or none.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import stat
@@ -22,7 +23,7 @@ from casckpt.storage.failures import reporting
 from casckpt.storage.folders import Folders, refuse_symlink
 from casckpt.storage.localreader import LocalReader
 from casckpt.storage.mounts import stale_listings
-from casckpt.storage.names import split_key
+from casckpt.storage.names import split_folder, split_key
 from casckpt.storage.newfile import FileMaker, is_temporary
 
 _ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
@@ -152,6 +153,12 @@ class LocalStore:
                 folders = [key for key in folders if key.startswith(prefix)]
             pending += folders
             yield from files
+
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        """See `casckpt.storage.base.ObjectStore`."""
+        self.counts.add(requests=1)
+        split_folder(folder)
+        return _scan(self._folders, folder)
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.base.ObjectStore`."""

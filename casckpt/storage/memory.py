@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -118,6 +119,14 @@ class MemoryStore:
         with _LOCK:
             found = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
         return iter(found)
+
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_folder(folder)
+        start = f"{folder}/"
+        below = [(entry, entry.key[len(start) :].split("/")) for entry in self.list(start)]
+        folders = {start + parts[0] for _, parts in below if len(parts) > 1}
+        return [entry for entry, parts in below if len(parts) == 1], list(folders)
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.base.ObjectStore`."""

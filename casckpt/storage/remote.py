@@ -7,9 +7,11 @@ ours, and each process has a client of its own.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from casckpt.errors import CasckptError
@@ -150,6 +152,20 @@ class RemoteStore:
             if after is None:
                 return
 
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        """See `casckpt.storage.base.ObjectStore`."""
+        split_folder(folder)
+        entries: builtins.list[Entry] = []
+        folders: builtins.list[str] = []
+        after: str | None = None
+        while True:
+            self.counts.add(requests=1)
+            found, deeper, after = self._ask("list", folder, partial(_folder_page, folder, after))
+            entries += found
+            folders += deeper
+            if after is None:
+                return entries, folders
+
     def delete(self, key: str) -> None:
         """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
@@ -221,3 +237,7 @@ class RemoteReader:
 
 def _reopen(connect: Connect, single_writer: bool, backoff: Backoff) -> RemoteStore:
     return RemoteStore(connect, single_writer=single_writer, backoff=backoff)
+
+
+def _folder_page(folder: str, after: str | None, client: Client) -> tuple[list[Entry], list[str], str | None]:
+    return client.folder_page(folder, after)

@@ -72,6 +72,9 @@ class Client(Protocol):
     def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
         """Some of the objects whose key starts so, and what to pass as ``after`` for the next ones; None: no more."""
 
+    def folder_page(self, folder: str, after: str | None) -> tuple[list[Entry], list[str], str | None]:
+        """Some of the objects right in a folder, and of the folders in it; ``after`` as for `page`."""
+
     def delete(self, key: str) -> None:
         """Remove it, if it is there."""
 

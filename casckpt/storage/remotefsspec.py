@@ -117,6 +117,13 @@ class FsspecClient:
         entries = [self._entry(path, about) for path, about in found.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
 
+    def folder_page(self, folder: str, after: str | None) -> tuple[list[Entry], list[str], str | None]:
+        """See `casckpt.storage.remotebase.Client`: all at once."""
+        entries, _ = self.page(f"{folder}/", None)
+        below = [(entry, entry.key[len(folder) + 1 :].split("/")) for entry in entries]
+        folders = {f"{folder}/{parts[0]}" for _, parts in below if len(parts) > 1}
+        return [entry for entry, parts in below if len(parts) == 1], sorted(folders), None
+
     def _linked(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """What the pages of a web server link to, from the page of ``folder`` down."""
         found: dict[str, Mapping[str, Any]] = {}

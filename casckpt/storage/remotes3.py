@@ -156,12 +156,21 @@ class S3Client:
 
     def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
         """See `casckpt.storage.remotebase.Client`."""
+        entries, _, token = self._page(prefix, after)
+        return entries, token
+
+    def folder_page(self, folder: str, after: str | None) -> tuple[list[Entry], list[str], str | None]:
+        """See `casckpt.storage.remotebase.Client`."""
+        return self._page(f"{folder}/", after, Delimiter="/")
+
+    def _page(self, prefix: str, after: str | None, **options: str) -> tuple[list[Entry], list[str], str | None]:
         token = {} if after is None else {"ContinuationToken": after}
-        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **token)
+        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
         skip = len(self.prefix)
         entries = [Entry(one["Key"][skip:], one["Size"]) for one in found.get("Contents", ())]
         files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
-        return files, found.get("NextContinuationToken") if found.get("IsTruncated") else None
+        folders = [one["Prefix"][skip:].removesuffix("/") for one in found.get("CommonPrefixes", ())]
+        return files, folders, found.get("NextContinuationToken") if found.get("IsTruncated") else None
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remotebase.Client`. In a bucket with versions these too, where that is allowed."""

@@ -211,6 +211,29 @@ class StorageContract:
         assert listed("c") == ["casckpt.json", "commits/1", "commits/1.1"]
         assert listed("transactions/") == listed("objects/z/") == listed("objects/x/a/") == listed("commits/1/2/") == []
 
+    def test_list_a_folder(self, storage: ObjectStore) -> None:
+        keys = [
+            "casckpt.json",
+            "commits/1",
+            "commits/1.1",
+            "objects/note",
+            "objects/x/a",
+            "objects/xy/a",
+            "objects/xy/b",
+        ]
+        for size, key in enumerate(keys):
+            storage.put(key, bytes(size))
+
+        def listed(folder: str) -> tuple[list[str], list[str]]:
+            entries, folders = storage.list_folder(folder)
+            assert all(entry.size == keys.index(entry.key) for entry in entries)
+            return sorted(entry.key for entry in entries), sorted(folders)
+
+        assert listed("objects") == (["objects/note"], ["objects/x", "objects/xy"])
+        assert listed("objects/xy") == (["objects/xy/a", "objects/xy/b"], [])
+        assert listed("commits") == (["commits/1", "commits/1.1"], [])
+        assert listed("transactions") == listed("objects/z") == listed("obj") == ([], [])
+
     def test_list_of_nothing(self, storage: ObjectStore) -> None:
         assert list(storage.list("")) == []
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,6 +156,10 @@ class FaultyStore:
     def list(self, prefix: str) -> Iterator[Entry]:
         with self.faults("list", prefix):
             yield from self.inner.list(prefix)
+
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        with self.faults("list", folder):
+            return self.inner.list_folder(folder)
 
     def delete(self, key: str) -> None:
         with self.faults("delete", key):

@@ -7,6 +7,7 @@ work to a thread, it waits for it.
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -167,6 +168,10 @@ class SteppedStore:
         yield from (entry for entry in first if entry.key <= pivot)
         self._stop("list more of", prefix)
         yield from (entry for entry in self._inner.list(prefix) if entry.key > pivot)
+
+    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+        self._stop("list", folder)
+        return self._inner.list_folder(folder)
 
     def delete(self, key: str) -> None:
         self._stop("delete", key)
