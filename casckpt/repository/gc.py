@@ -4,7 +4,7 @@ Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is
 safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests/model walks all their interleavings.
 
 1. purge what was forgotten long enough ago
-2. list objects
+2. list objects, without those that a live commit guards
 3. list commits: candidates for deletion are the objects that no live commit names
 4. then list open transactions
 5. wait until each of them is closed, revoking the dead ones
@@ -28,19 +28,17 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import paused as paused_state
 from casckpt.repository.commits import Commit, list_names
 from casckpt.repository.marking import (
-    BLOB,
     Candidates,
-    Objects,
     Unreadable,
     candidates,
     commits_without_doubt,
-    list_objects,
     spare_roots,
 )
 from casckpt.repository.parallel import in_parallel
 from casckpt.repository.paused import Paused
 from casckpt.repository.repository import Repository
 from casckpt.repository.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.repository.stock import BLOB, Stock, sums_of, take_stock
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
@@ -88,23 +86,23 @@ class GcResult:
 
 @dataclass
 class _Tally:
-    """What a gc did so far. ``objects``: the last listing."""
+    """What a gc did so far."""
 
     deleted: dict[str, int] = field(default_factory=dict)
-    objects: Objects = field(default_factory=lambda: Objects({}))
+    stock: Stock = field(default_factory=Stock)
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
 
     def result(self, **rest: Any) -> GcResult:
-        deleted, kept = _blob_sizes(self.deleted), _blob_sizes(self.objects.sizes, but=self.deleted)
+        deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
         return GcResult(
-            deleted_blobs=len(deleted),
-            deleted_bytes=sum(deleted),
-            deleted_manifests=len(self.deleted) - len(deleted),
-            kept_blobs=len(kept),
-            kept_bytes=sum(kept),
+            deleted_blobs=deleted.blobs,
+            deleted_bytes=deleted.blob_bytes,
+            deleted_manifests=deleted.manifests,
+            kept_blobs=kept.blobs,
+            kept_bytes=kept.blob_bytes,
             revoked=tuple(self.revoked),
-            foreign=self.objects.foreign,
+            foreign=tuple(self.stock.foreign),
             **rest,
         )
 
@@ -133,11 +131,12 @@ def preview(repo: Repository, plan: GcPlan) -> GcResult:
     Objects count as deleted as if the purges had happened, and as if no open transaction came to commit. Raises as
     `execute` does.
     """
-    objects = list_objects(repo)
+    as_purged = {commit.txid for commit in plan.purge}
+    stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
     commits = commits_without_doubt(repo)
-    found = _candidates(repo, objects, {commit.txid for commit in plan.purge})
+    found = _candidates(repo, stock, as_purged)
     opened = open_transactions(repo, commits.commits) if found.sizes else []
-    tally = _Tally(found.sizes, objects)
+    tally = _Tally(found.sizes, stock)
     return tally.result(
         forgotten=plan.forget, purged=plan.purge, waiting=(*plan.waiting, *map(waiting_for, opened)), dry_run=True
     )
@@ -203,7 +202,7 @@ class _Collection:
         """Finish what an earlier gc left, then go through all steps."""
         paused = paused_state.take_up(self.repo, commits_without_doubt(self.repo))
         if paused is not None and not self._finish_paused(paused):
-            self.tally.objects = list_objects(self.repo)
+            self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
             return
         for _ in range(ATTEMPTS):
             try:
@@ -225,9 +224,9 @@ class _Collection:
 
     def _pass(self) -> None:
         """Steps 2 to 7. Raises `Unreadable` to be started again."""
-        self.tally.objects = list_objects(self.repo)
+        self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
         commits = commits_without_doubt(self.repo)
-        found = candidates(self.repo, self.tally.objects, commits)
+        found = candidates(self.repo, self.tally.stock, commits)
         waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
         if found.sizes:
             paused = Paused(found, waits)
@@ -253,10 +252,10 @@ class _Collection:
         self.tell([waiting_for(one) for one in still])
 
 
-def _candidates(repo: Repository, objects: Objects, as_purged: set[TxId]) -> Candidates:
+def _candidates(repo: Repository, stock: Stock, as_purged: set[TxId]) -> Candidates:
     for _ in range(ATTEMPTS):
         try:
-            return candidates(repo, objects, commits_without_doubt(repo), as_purged=as_purged)
+            return candidates(repo, stock, commits_without_doubt(repo), as_purged=as_purged)
         except Unreadable:
             continue
     raise Conflict("another gc purges checkpoints right now; try again when it is done")
@@ -287,11 +286,6 @@ def _tidy(repo: Repository, deleted: Iterable[str]) -> None:
     for uploader in sorted(uploaders):
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
-
-
-def _blob_sizes(sizes: dict[str, int], but: Iterable[str] = ()) -> list[int]:
-    left_out = frozenset(but)
-    return [size for key, size in sizes.items() if key.endswith(BLOB) and key not in left_out]
 
 
 def _check_storage(repo: Repository) -> None:

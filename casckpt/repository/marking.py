@@ -15,9 +15,9 @@ from casckpt.format.names import TxId
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import Stock
 
 OBJECTS = "objects/"
-BLOB = "safetensors"
 _NAMED_AT_MOST = 3
 
 
@@ -71,22 +71,20 @@ def commits_without_doubt(repo: Repository) -> CommitList:
     return found
 
 
-def candidates(
-    repo: Repository, objects: Objects, commits: CommitList, *, as_purged: Container[TxId] = ()
-) -> Candidates:
-    """Steps 2 and 3. ``objects`` were listed before ``commits``. ``as_purged``: commits to count as purged already.
+def candidates(repo: Repository, stock: Stock, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Candidates:
+    """Steps 2 and 3. ``stock`` was taken before ``commits`` were listed. ``as_purged``: commits that count as purged.
 
     Raises `Damaged` that names all checkpoints whose manifest cannot be read; `Unreadable` if one was purged meanwhile;
     `StorageError`.
     """
     live = [commit for commit in commits.live() if commit.txid not in as_purged]
-    sizes = dict(objects.sizes)
+    sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
     manifests.learn(repo, _trusted(repo, live))
     reader = replace(repo)  # with no manifest in memory: what lies in the store is what counts
     for commit in live:
         try:
-            _take_away(sizes, _names_of_live(reader, repo, commit, objects))
+            _take_away(sizes, _names_of_live(reader, repo, commit, stock))
         except Conflict as error:
             raise Unreadable(str(error)) from error
         except (Damaged, Refused) as error:
@@ -127,12 +125,14 @@ def _names(repo: Repository, commit: Commit) -> Iterator[str]:
         yield blob_key(uploader, blob)
 
 
-def _names_of_live(reader: Repository, repo: Repository, commit: Commit, objects: Objects) -> list[str]:
+def _names_of_live(reader: Repository, repo: Repository, commit: Commit, stock: Stock) -> list[str]:
     """The same, and the manifest is looked at: read where that is cheap, else its presence is enough."""
     key = manifest_key(commit.committed.uploader, commit.id)
-    if repo.storage.traits.remote and (key in objects.sizes or repo.storage.size(key) is not None):
+    if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
         return list(_names(repo, commit))
     found = manifests.get(reader, commit)
+    if not stock.sizes:
+        return []
     return [key, *(blob_key(ref.uploader, ref.hash) for ref in found.blobs)]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from casckpt.format.keys import parse_object
 from casckpt.repository.commits import list_commits
 from casckpt.repository.mirrored import unmirrored
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import take_stock
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,18 @@ class StoreStats:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Count. Lists the store once; reads what the catalogue does not know."""
+    """Count. Lists, and reads, what the catalogue does not know. Raises `StorageError`."""
     commits, mirror = list_commits(repo), repo.settings.mirror
     current = commits.current()
-    sizes = {"safetensors": [0, 0], "manifest": [0, 0]}
-    for entry in repo.storage.list("objects/"):
-        name = parse_object(entry.key)
-        if name is not None:
-            sizes[name.kind][0] += 1
-            sizes[name.kind][1] += entry.size
+    found = take_stock(repo, commits).total()
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(not commit.visible for commit in commits.live()),
         runs=len({commit.run for commit in current}),
-        blobs=sizes["safetensors"][0],
-        bytes_stored=sizes["safetensors"][1] + sizes["manifest"][1],
-        bytes_blobs=sizes["safetensors"][1],
-        bytes_manifests=sizes["manifest"][1],
+        blobs=found.blobs,
+        bytes_stored=found.blob_bytes + found.manifest_bytes,
+        bytes_blobs=found.blob_bytes,
+        bytes_manifests=found.manifest_bytes,
         bytes_logical=sum(commit.committed.bytes_total for commit in current),
         mirror=mirror,
         unmirrored=len(unmirrored(repo, commits.live(), mirror)),

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from casckpt.format.keys import blob_key, manifest_key, parse_object
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.repository.commits import CommitList
-from casckpt.repository.marking import BLOB, Candidates
+from casckpt.repository.marking import Candidates
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import BLOB
 
 NOTE = "gc-paused"
 

@@ -20,8 +20,9 @@ from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import CellDigest
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.marking import BLOB, list_objects
+from casckpt.repository.marking import list_objects
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import BLOB
 from casckpt.storage.base import ShortObject
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.format.keys import parse_object
@@ -10,6 +10,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import BLOB, Stock, take_stock
 
 _Blob = tuple[TxId, BlobHash]
 _SEVERAL = -1
@@ -60,8 +61,9 @@ class _Tally:
 
 
 def usage(repo: Repository) -> StoreUsage:
-    """Count. Lists the store once; reads what the catalogue does not know. Raises NotFound, StorageError."""
-    live = list_commits(repo).live()
+    """Count. Lists, and reads, what the catalogue does not know. Raises NotFound, StorageError."""
+    commits = list_commits(repo)
+    live = commits.live()
     readable = {commit.txid for commit in manifests.learn(repo, live)}
     tallies: dict[str, _Tally] = {}
     user: dict[_Blob, int] = {}
@@ -75,24 +77,34 @@ def usage(repo: Repository) -> StoreUsage:
             for blob in found:
                 if user.setdefault(blob, tally.number) != tally.number:
                     user[blob] = _SEVERAL
-    stored = _stored_blobs(repo)
+    stock = take_stock(repo, commits)
+    loose = _loose_blobs(stock)
     runs = [_usage_of(run, tally, user) for run, tally in tallies.items()]
     return StoreUsage(
         runs=sorted(runs, key=lambda one: (-one.bytes_used, one.run)),
-        bytes_blobs=sum(stored.values()),
-        bytes_shared=sum(stored.get(blob, 0) for blob, number in user.items() if number == _SEVERAL),
-        bytes_unneeded=sum(size for blob, size in stored.items() if blob not in user),
+        bytes_blobs=stock.total().blob_bytes,
+        bytes_shared=sum(
+            size if blob[0] in stock.guarded else loose.get(blob, 0)
+            for blob, size in _named(tallies.values()).items()
+            if user[blob] == _SEVERAL
+        ),
+        bytes_unneeded=sum(size for blob, size in loose.items() if blob not in user),
         unreadable=[commit.id for commit in live if commit.txid not in readable],
     )
 
 
-def _stored_blobs(repo: Repository) -> dict[_Blob, int]:
+def _loose_blobs(stock: Stock) -> dict[_Blob, int]:
+    """Those that are not guarded by a live checkpoint, which names them all."""
     found = {}
-    for entry in repo.storage.list("objects/"):
-        name = parse_object(entry.key)
-        if name is not None and name.kind == "safetensors":
-            found[name.uploader, BlobHash(name.hash)] = entry.size
+    for key, size in stock.sizes.items():
+        name = parse_object(key)
+        if name is not None and name.kind == BLOB:
+            found[name.uploader, BlobHash(name.hash)] = size
     return found
+
+
+def _named(tallies: Iterable[_Tally]) -> dict[_Blob, int]:
+    return {blob: size for tally in tallies for blob, size in tally.blobs.items()}
 
 
 def _usage_of(run: str, tally: _Tally, user: dict[_Blob, int]) -> RunUsage:

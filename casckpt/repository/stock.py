@@ -1,0 +1,169 @@
+"""What lies under objects/, without listing again what cannot have changed since this host last looked.
+
+Only the save whose uploader a folder belongs to puts into it, and only a gc deletes from it, never what a live commit
+names. So if a commit that was listed before a folder names just what the folder held, no more and no less, that stays
+as it was for as long as the commit lives: the save had ended, for what is named was committed, and no gc may touch it.
+This commit is the **guard** of the folder; the catalogue keeps it with the sums of what it guards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from casckpt.format.keys import parse_object
+from casckpt.format.names import TxId
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList
+from casckpt.repository.parallel import in_parallel
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Entry
+
+BLOB = "safetensors"
+_NOTE = "folders"
+_TRIED = 3  # users of a folder, the newest first: an old one that has all of it is rare, and costs a look each time
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Numbers and bytes of objects."""
+
+    blobs: int = 0
+    blob_bytes: int = 0
+    manifests: int = 0
+    manifest_bytes: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.blobs + other.blobs,
+            self.blob_bytes + other.blob_bytes,
+            self.manifests + other.manifests,
+            self.manifest_bytes + other.manifest_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Stock:
+    """All objects. ``sizes``: bytes by key of those that nobody guards, the only ones that a gc may delete.
+
+    ``guarded``: sums of the others, by uploader. ``foreign``: keys that no casckpt made; they are left alone.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
+    guarded: Mapping[TxId, Sums] = field(default_factory=dict, repr=False)
+    foreign: Sequence[str] = ()
+
+    def total(self, but: Container[str] = ()) -> Sums:
+        """Of all objects without those whose keys are in ``but``."""
+        loose = ((key, size) for key, size in self.sizes.items() if key not in but)
+        return sum(self.guarded.values(), sums_of(loose))
+
+    def has_manifest(self, key: str) -> bool:
+        """Is this manifest there? Of a folder that is guarded, whether it has any."""
+        name = parse_object(key)
+        guarded = None if name is None else self.guarded.get(name.uploader)
+        return key in self.sizes or (guarded is not None and guarded.manifests > 0)
+
+
+def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
+    """Of objects: (key, bytes) of each."""
+    counts = {True: [0, 0], False: [0, 0]}
+    for key, size in objects:
+        count = counts[key.endswith(BLOB)]
+        count[0] += 1
+        count[1] += size
+    return Sums(*counts[True], *counts[False])
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    guard: TxId
+    sums: Sums
+
+
+def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[TxId] = ()) -> Stock:
+    """List what is not guarded. ``commits`` were listed before. ``as_purged``: live ones that guard nothing any more.
+
+    Reads the manifests that the catalogue lacks. Raises `StorageError`.
+    """
+    live = {one.txid: one for one in commits.live() if one.txid not in commits.damaged}
+    loose, folders = repo.storage.list_folder("objects")
+    uploaders = {folder: TxId(folder.rpartition("/")[2]) for folder in folders}
+    before = _kept(repo)
+    kept = {name: before[name] for name in uploaders.values() if name in before and before[name].guard in live}
+    held = {name: one for name, one in kept.items() if one.guard not in as_purged}
+    todo = [folder for folder in folders if uploaders[folder] not in held]
+    guards = _Guards(repo, [one for txid, one in live.items() if txid not in as_purged] if todo else ())
+    sizes: dict[str, int] = {}
+    foreign = [entry.key for entry in loose]
+    for folder, entries in zip(todo, _contents(repo, todo), strict=True):
+        found = {entry.key: entry.size for entry in entries if parse_object(entry.key) is not None}
+        strange = [entry.key for entry in entries if entry.key not in found]
+        guard = None if strange else guards.of(uploaders[folder], found)
+        if guard is None:
+            sizes |= found
+            foreign += strange
+        else:
+            held[uploaders[folder]] = _Guarded(guard, sums_of(found.items()))
+    if kept | held != before:
+        _keep(repo, kept | held)
+    return Stock(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)))
+
+
+def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[Entry]]:
+    def list_one(folder: str) -> list[Entry]:
+        return list(repo.storage.list(f"{folder}/"))
+
+    return in_parallel(min(repo.storage.traits.parallel, len(folders)), list_one, folders, name="list")
+
+
+class _Guards:
+    """Finds a commit, of ``live`` ones, that names all of a folder."""
+
+    def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
+        self._repo = repo
+        self._readable = manifests.learn(repo, live)
+        self._own = {commit.committed.uploader: commit for commit in self._readable}
+
+    def of(self, uploader: TxId, found: Mapping[str, int]) -> TxId | None:
+        """The guard of the folder of ``uploader``, which holds ``found`` (bytes by key); None if there is none."""
+        here = [(name, size) for key, size in found.items() if (name := parse_object(key)) is not None]
+        blobs = {name.hash: size for name, size in here if name.kind == BLOB}
+        own = {name.hash for name, _ in here if name.kind != BLOB}
+        users = (one for one in self._users_of(uploader) if self._names(one, uploader) == (blobs, own))
+        return next((commit.txid for commit in users), None) if here else None
+
+    def _users_of(self, uploader: TxId) -> Iterator[Commit]:
+        if uploader in self._own:
+            yield self._own[uploader]
+        yield from self._users.get(uploader, ())
+
+    def _names(self, commit: Commit, uploader: TxId) -> tuple[dict[str, int], set[str]]:
+        """What a commit names in the folder of ``uploader``: bytes of blobs by hash, and manifests."""
+        blobs = {str(name): size for owner, name, size in manifests.blobs_of(self._repo, commit) if owner == uploader}
+        return blobs, {str(commit.id)} if commit.committed.uploader == uploader else set()
+
+    @cached_property
+    def _users(self) -> Mapping[TxId, Sequence[Commit]]:
+        """Of each uploader the newest commits that name something of it."""
+        found: dict[TxId, list[Commit]] = defaultdict(list)
+        for commit in sorted(self._readable, key=lambda one: one.txid, reverse=True):
+            for uploader in manifests.summary(self._repo, commit).uploaders:
+                if len(found[uploader]) < _TRIED:
+                    found[uploader].append(commit)
+        return found
+
+
+def _kept(repo: Repository) -> dict[TxId, _Guarded]:
+    data = repo.catalogue.note(_NOTE)
+    rows: dict[str, list[Any]] = json.loads(data) if data else {}
+    return {TxId(name): _Guarded(TxId(guard), Sums(*sums)) for name, (guard, *sums) in rows.items()}
+
+
+def _keep(repo: Repository, guarded: Mapping[TxId, _Guarded]) -> None:
+    rows = {name: [one.guard, *astuple(one.sums)] for name, one in guarded.items()}
+    repo.catalogue.set_note(_NOTE, json.dumps(rows, separators=(",", ":")).encode())
