@@ -126,10 +126,13 @@ def _names(repo: Repository, commit: Commit) -> Iterator[str]:
 
 
 def _names_of_live(reader: Repository, repo: Repository, commit: Commit, stock: Stock) -> list[str]:
-    """The same, and the manifest is looked at: read where that is cheap, else its presence is enough."""
+    """The same, and the manifest is looked at: read where that is cheap, else its presence is enough.
+
+    Nothing where all is guarded: there is nothing to take the names away from.
+    """
     key = manifest_key(commit.committed.uploader, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
-        return list(_names(repo, commit))
+        return list(_names(repo, commit)) if stock.sizes else []
     found = manifests.get(reader, commit)
     if not stock.sizes:
         return []

@@ -8,6 +8,7 @@ old client does not know (such as the condition that makes a put create only).
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from casckpt.storage.remotes3direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remotes3errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remotes3facts import examine
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 _CHUNK = 1 << 20
 PAGE = 1000  # as many as a server gives
@@ -253,6 +255,7 @@ class S3Client:
     def only_by_client(self) -> None:
         """A ranged read worked through the client. If none ever did past it, no other is tried there."""
         if self.direct is not None and not self.direct.works:
+            log.info("ranges of %s are read through the S3 client: past it they cannot be", self._place)
             self.direct = None
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
