@@ -119,10 +119,21 @@ class FsspecClient:
 
     def folder_page(self, folder: str, after: str | None) -> tuple[list[Entry], list[str], str | None]:
         """See `casckpt.storage.remotebase.Client`: all at once."""
-        entries, _ = self.page(f"{folder}/", None)
-        below = [(entry, entry.key[len(folder) + 1 :].split("/")) for entry in entries]
-        folders = {f"{folder}/{parts[0]}" for _, parts in below if len(parts) > 1}
-        return [entry for entry, parts in below if len(parts) == 1], sorted(folders), None
+        if self.read_only:
+            entries, _ = self.page(f"{folder}/", None)
+            depth = folder.count("/") + 1
+            deeper = {"/".join(one.key.split("/")[: depth + 1]) for one in entries if one.key.count("/") > depth}
+            return [one for one in entries if one.key.count("/") == depth], sorted(deeper), None
+        with self._listing:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return [], [], None
+        below = {one["name"].rstrip("/"): one for one in found if one["name"].startswith(f"{self._path(folder)}/")}
+        files = [self._entry(name, one) for name, one in below.items() if one["type"] == "file"]
+        names = [name.removeprefix(f"{self._root}/") for name, one in below.items() if one["type"] == "directory"]
+        return [entry for entry in files if entry is not None], names, None
 
     def _linked(self, folder: str) -> dict[str, Mapping[str, Any]]:
         """What the pages of a web server link to, from the page of ``folder`` down."""

@@ -86,7 +86,9 @@ def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_
     assert torch.equal(found["w"], state["w"])
     assert found["note"] == "x"
     assert not store.verify().is_damaged
-    assert store.stats().blobs == 1
+    assert store.stats().blobs == store.stats().blobs == 1
+    entries, folders = store.repository.storage.list_folder("commits")
+    assert ([entry.key for entry in entries], folders) == ([f"commits/{saved.commit.txid}"], [])
 
 
 def test_a_web_server_is_not_written_to(web: Server, tmp_path: Path) -> None:
