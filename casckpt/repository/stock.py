@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from casckpt.format.keys import parse_object
+from casckpt.format.keys import blob_key, manifest_key, parse_object
 from casckpt.format.names import TxId
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList
@@ -101,16 +101,17 @@ def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[Tx
     sizes: dict[str, int] = {}
     foreign = [entry.key for entry in loose]
     for folder, entries in zip(todo, _contents(repo, todo), strict=True):
-        found = {entry.key: entry.size for entry in entries if parse_object(entry.key) is not None}
-        strange = [entry.key for entry in entries if entry.key not in found]
-        guard = None if strange else guards.of(uploaders[folder], found)
+        found = {entry.key: entry.size for entry in entries}
+        guard = guards.of(uploaders[folder], found)
         if guard is None:
+            foreign += [key for key in found if parse_object(key) is None]
             sizes |= found
-            foreign += strange
         else:
             held[uploaders[folder]] = _Guarded(guard, sums_of(found.items()))
     if kept | held != before:
         _keep(repo, kept | held)
+    for key in foreign:
+        sizes.pop(key, None)
     return Stock(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)))
 
 
@@ -131,21 +132,22 @@ class _Guards:
 
     def of(self, uploader: TxId, found: Mapping[str, int]) -> TxId | None:
         """The guard of the folder of ``uploader``, which holds ``found`` (bytes by key); None if there is none."""
-        here = [(name, size) for key, size in found.items() if (name := parse_object(key)) is not None]
-        blobs = {name.hash: size for name, size in here if name.kind == BLOB}
-        own = {name.hash for name, _ in here if name.kind != BLOB}
-        users = (one for one in self._users_of(uploader) if self._names(one, uploader) == (blobs, own))
-        return next((commit.txid for commit in users), None) if here else None
+        fitting = (one for one in self._users_of(uploader) if self._names_just(one, uploader, found))
+        return next((commit.txid for commit in fitting), None) if found else None
 
     def _users_of(self, uploader: TxId) -> Iterator[Commit]:
         if uploader in self._own:
             yield self._own[uploader]
         yield from self._users.get(uploader, ())
 
-    def _names(self, commit: Commit, uploader: TxId) -> tuple[dict[str, int], set[str]]:
-        """What a commit names in the folder of ``uploader``: bytes of blobs by hash, and manifests."""
-        blobs = {str(name): size for owner, name, size in manifests.blobs_of(self._repo, commit) if owner == uploader}
-        return blobs, {str(commit.id)} if commit.committed.uploader == uploader else set()
+    def _names_just(self, commit: Commit, uploader: TxId, found: Mapping[str, int]) -> bool:
+        """Is ``found`` what a commit names in the folder of ``uploader``, no more and no less?"""
+        blobs = manifests.blobs_of(self._repo, commit)
+        named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
+        if commit.committed.uploader == uploader:
+            own = manifest_key(uploader, commit.id)
+            named[own] = found.get(own, -1)
+        return named == found
 
     @cached_property
     def _users(self) -> Mapping[TxId, Sequence[Commit]]:
