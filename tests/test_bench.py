@@ -151,6 +151,15 @@ def test_a_case_may_have_enough_of_rounds(monkeypatch: pytest.MonkeyPatch) -> No
     assert (len(row.rounds), row.note, row.summary["durable"].median) == (1, "", 1.0)
 
 
+def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) -> None:
+    results = tmp_path / "manifest.json"
+    done = bench("manifest", "--quick", "--dir", tmp_path, "--json", results)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(results, "manifest")
+    assert [what for _, _, what in rows] == ["encode", "decode", "plan of one of 8 ranks"]
+    assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
+
+
 def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")

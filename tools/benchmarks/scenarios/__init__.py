@@ -10,6 +10,7 @@ from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.loading import load, partial
+from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
 from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
@@ -27,6 +28,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "small": small,
     "dcp": through_dcp,
     "plan": plan,
+    "manifest": manifest,
     "catalogue": catalogue,
     "memory": memory,
     "s3": s3,
