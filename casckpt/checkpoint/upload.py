@@ -99,21 +99,33 @@ class Upload:
     def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, Placed]) -> None:
         """Take tensors that were declared frozen to be what the parent has, if a random sample of their cells is."""
         random = Random(self.repo.entropy(8))  # noqa: S311 - a sample, no secret
-        for cells in work:
-            source = self.sources[cells[0].source]
-            known = source.frozen and all(
-                cell.cut.blob != UNKNOWN and self.known.usable(cell.cut.blob) for cell in cells
-            )
-            if not known:
+        declared = [cells for cells in work if self._may_be_frozen(cells)]
+        samples = [random.sample(cells, min(len(cells), _SAMPLE, 1 + len(cells) // _SAMPLE)) for cells in declared]
+        changed = self._changed([cell for sample in samples for cell in sample])
+        for cells, sample in zip(declared, samples, strict=True):
+            if any(id(cell) in changed for cell in sample):
+                key = self.sources[cells[0].source].key
+                log.warning("%r was declared frozen, but it changed; all of it is compared", key)
                 continue
-            sample = random.sample(cells, min(len(cells), _SAMPLE, 1 + len(cells) // _SAMPLE))
-            if all(_digest_of(cell) == cell.cut.digest for cell in sample):
-                for cell in cells:
-                    place = Placed(cell.cut.known_digest, False, cell.cut.blob, cell.cut.offset, unhashed=True)
-                    placed[id(cell)] = place
-                    self.progress(cell.nbytes)
-            else:
-                log.warning("%r was declared frozen, but it changed; all of it is compared", source.key)
+            for cell in cells:
+                place = Placed(cell.cut.known_digest, False, cell.cut.blob, cell.cut.offset, unhashed=True)
+                placed[id(cell)] = place
+                self.progress(cell.nbytes)
+
+    def _may_be_frozen(self, cells: Sequence[Cell]) -> bool:
+        known = (cell.cut.blob != UNKNOWN and self.known.usable(cell.cut.blob) for cell in cells)
+        return self.sources[cells[0].source].frozen and all(known)
+
+    def _changed(self, cells: Sequence[Cell]) -> set[int]:
+        """Which of these are not what the parent has, by id."""
+        changed: set[int] = set()
+
+        def look(lot: Sequence[Cell]) -> None:
+            changed.update(id(cell) for cell in lot if _digest_of(cell) != cell.cut.digest)
+
+        threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
+        run_all(look, _tasks(cells), threads)
+        return changed
 
     def _compare_each(self, cells: Sequence[Cell], placed: dict[int, Placed]) -> None:
         threads = useful_threads(self.threads, sum(cell.nbytes for cell in cells), len(cells))
