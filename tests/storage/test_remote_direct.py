@@ -123,6 +123,16 @@ def test_proxies_are_left_to_the_client(moto_server: Server, monkeypatch: pytest
     assert client_of(store_of(moto_server)).direct is None
 
 
+def test_where_botocore_no_longer_says_how_to_verify_the_client_reads(
+    moto_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("casckpt.storage.remotes3.EndpointCreator", lambda _: object())
+    storage = store_of(moto_server)
+    storage.put("a", b"0123456789")
+    assert read(storage, "a", 2, 3) == b"234"
+    assert client_of(storage).direct is None
+
+
 def test_what_works_through_the_client_alone_is_not_tried_past_it_again(
     moto_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
