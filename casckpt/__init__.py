@@ -37,8 +37,8 @@ from casckpt._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint as Checkpoint
+    from casckpt.checkpoint.place import at as at
     from casckpt.checkpoint.store import Store as Store
-    from casckpt.checkpoint.store import at as at
     from casckpt.checkpoint.store import open as open
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
     from casckpt.frontends.training_state import save_model_and_optim_state as save_model_and_optim_state
@@ -52,7 +52,7 @@ _HOME = {
     "PerRank": "casckpt.tensors.values",
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.checkpoint.store",
-    "at": "casckpt.checkpoint.store",
+    "at": "casckpt.checkpoint.place",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.checkpoint.store",
     "save_model_and_optim_state": "casckpt.frontends.training_state",

@@ -45,7 +45,8 @@ def files() -> list[Path]:
     """All text files that a clone holds."""
     folders = ("casckpt", "tests", "tools", "docs", ".ci")
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    beside = [path for path in ROOT.iterdir() if path.is_file() and path.name not in {".venv.lock", ".coverage"}]
+    local = {".venv.lock", ".coverage", ".git"}  # which is a file in a worktree
+    beside = [path for path in ROOT.iterdir() if path.is_file() and path.name not in local]
     return [path for path in (*inside, *beside) if "__pycache__" not in path.parts and b"\0" not in path.read_bytes()]
 
 

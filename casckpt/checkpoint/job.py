@@ -14,7 +14,7 @@ from casckpt.checkpoint.leader import SaveMemory, SaveOptions
 from casckpt.checkpoint.prepare import Frozen, Prepared, prepare, snapshot
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.save import save
-from casckpt.checkpoint.workers import usable_cores
+from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.repository.repository import Repository
@@ -104,12 +104,3 @@ def save_options(
 
 def _silent(nbytes: int) -> None:
     pass
-
-
-def usable_threads(threads: int | None) -> int:
-    """How many threads to use; by default as many as there are cores, 2 to 8. Raises InvalidInput."""
-    if threads is None:
-        return max(2, min(8, usable_cores()))
-    if type(threads) is not int or threads < 1:
-        raise InvalidInput(f"threads={threads!r} is not usable; give a positive number")
-    return threads

@@ -20,6 +20,7 @@ from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, BlobRef, Entry, Manifest, ObjectEntry
@@ -51,6 +52,13 @@ class LoadOptions:
     ranks: int = 1
     ranks_here: int = 1  # on this host
     progress: Callable[[int], None] = lambda nbytes: None
+
+
+def load_options(
+    *, threads: int | None = None, progress: Callable[[int], None] | None = None, **rest: Any
+) -> LoadOptions:
+    """The arguments of a load, checked. Raises InvalidInput."""
+    return LoadOptions(threads=usable_threads(threads), progress=progress or (lambda nbytes: None), **rest)
 
 
 class Contents:

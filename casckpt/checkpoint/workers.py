@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import Generic, TypeVar
 
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, InvalidInput
 
 T = TypeVar("T")
 _WORTH_A_THREAD = 64 << 10
@@ -23,6 +23,15 @@ def usable_cores(ranks: int = 1) -> int:
     """How many cores each of ``ranks`` processes on this host has for itself: 1 or more."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // ranks)
+
+
+def usable_threads(threads: int | None) -> int:
+    """How many threads to use; by default as many as there are cores, 2 to 8. Raises InvalidInput."""
+    if threads is None:
+        return max(2, min(8, usable_cores()))
+    if type(threads) is not int or threads < 1:
+        raise InvalidInput(f"threads={threads!r} is not usable; give a positive number")
+    return threads
 
 
 def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.store import Progress
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.safetensors_files import read_header
 from casckpt.frontends.safetensors_import import Maps

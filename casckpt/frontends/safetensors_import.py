@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import check_attachment_name
-from casckpt.checkpoint.store import Progress
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
 from casckpt.frontends.stores import AnyStore, as_store

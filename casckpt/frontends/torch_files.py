@@ -19,11 +19,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.job import usable_threads
 from casckpt.checkpoint.load import Contents, LoadOptions, values_at
-from casckpt.checkpoint.store import Progress, Store
+from casckpt.checkpoint.store import Store
+from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box

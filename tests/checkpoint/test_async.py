@@ -161,7 +161,7 @@ def test_a_hundred_saves_use_one_copy_and_leave_no_thread_behind() -> None:
     store = small()
     weight = cells(4)
     store.warm_up({"w": weight, "v": weight})
-    background = store._in_background()
+    background = store._saver.get().background
     memory, threads = background.staging._arena.data_ptr(), 0
     for step in range(100):
         weight += 1

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.job import usable_threads
-from casckpt.checkpoint.store import Progress
+from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Box, Region, Shape

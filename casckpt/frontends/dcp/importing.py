@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.job import save_options
-from casckpt.checkpoint.store import Progress
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
-from casckpt.checkpoint.job import usable_threads
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.store import Progress
+from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook

@@ -14,10 +14,11 @@ from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.job import save_options
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.store import Dedup, Progress
+from casckpt.checkpoint.store import Dedup
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook

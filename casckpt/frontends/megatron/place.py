@@ -8,7 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from casckpt.checkpoint.store import At, Store, at
+from casckpt.checkpoint.place import At, at
+from casckpt.checkpoint.store import Store
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.stores import AnyStore, as_store
 

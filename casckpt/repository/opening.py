@@ -1,0 +1,33 @@
+"""From a path or a URL to an open store without tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from casckpt.plan.sizes import parse_size
+from casckpt.repository.repository import Repository
+from casckpt.storage import open_storage
+
+
+def open_repository(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
+    single_writer: bool = False,
+) -> Repository:
+    """What `casckpt.open` opens; the arguments are its own. Makes and reads nothing.
+
+    Raises `InvalidInput` or `Unsupported` for a URL that cannot be used.
+    """
+    storage = open_storage(url, storage_options, single_writer=single_writer)
+    return Repository(
+        storage,
+        None if cache_dir is None else Path(cache_dir),
+        single_writer=single_writer,
+        cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
+    )
