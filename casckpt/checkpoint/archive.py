@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.retention import Policy, parse_duration
 from casckpt.repository import commits as commit_log
@@ -67,9 +67,7 @@ class Archive:
     # looking
 
     def _resolve(self, ref: str | Checkpoint) -> commit_log.Commit:
-        if isinstance(ref, Checkpoint):
-            return ref.commit
-        return refs.resolve(self.repository, ref)
+        return refs.resolve(self.repository, ref.commit if isinstance(ref, Checkpoint) else ref)
 
     def get(self, ref: str | Checkpoint) -> Checkpoint:
         """The checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
@@ -81,7 +79,7 @@ class Archive:
     def __contains__(self, ref: str | Checkpoint) -> bool:
         try:
             self._resolve(ref)
-        except NotFound:
+        except (NotFound, Conflict):  # a checkpoint that is held may have been purged
             return False
         return True
 

@@ -20,6 +20,7 @@ from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.tied import Tied
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Damaged, InvalidInput, Mismatch, MissingKey, NotFound, Refused
 from casckpt.format.extents import ExtentTable
@@ -178,6 +179,7 @@ class _Plan:
         self._values: dict[str, Any] = {}
         self._objects: dict[str, tuple[ObjectEntry, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, _Plan]] = {}
+        self._tied = Tied()
         self.named: set[str] = set()
 
     @property
@@ -241,6 +243,8 @@ class _Plan:
             check_destination(key, piece.data)
             if not covers(table, piece.region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
+            if piece.region.numel:
+                self._tied.add(key, piece.data, entry.dtype, table, piece.region)
             self._want(number, table, piece, entry.dtype)
 
     def _want(self, number: int, table: ExtentTable, piece: Piece, stored: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -88,14 +88,14 @@ def prepare(
 
 
 def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
-    """The declaration as a function of a key. Raises InvalidInput for one text in place of a list."""
+    """The declaration as a function of a key. Raises InvalidInput for what is neither, as one text."""
     if frozen is None:
         return lambda key: False
     if callable(frozen):
         return frozen
-    if isinstance(frozen, str):
-        raise InvalidInput(f"frozen={frozen!r} is one text; give a list of patterns, or a function of a key")
-    patterns = list(frozen)
+    patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else list(frozen)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidInput(f"frozen={frozen!r:.80} is not usable; give a list of patterns, or a function of a key")
     return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
 
 

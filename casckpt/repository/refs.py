@@ -17,7 +17,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from casckpt.errors import InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import MAX_STEP, check_run
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
@@ -36,12 +36,14 @@ _RANGE = re.compile(r"([0-9]{1,19})\.\.([0-9]{1,19})?")
 _SHOWN = 5
 
 
-def resolve(repo: Repository, ref: str, commits: CommitList | None = None) -> Commit:
-    """The commit that ``ref`` names. ``commits``: a listing to look in, None for a new one.
+def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = None) -> Commit:
+    """The commit that ``ref`` names; a commit names itself, as it is now.
 
-    Raises `InvalidInput` for what is no reference or is ambiguous, `NotFound` that says what there is instead,
-    `StorageError`.
+    ``commits``: a listing to look in, None for a new one. Raises `InvalidInput` for what is no reference or is
+    ambiguous, `NotFound` that says what there is instead, `Conflict` for a commit that was purged, `StorageError`.
     """
+    if isinstance(ref, Commit):
+        return _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
     _check_text(ref)
     found = list_commits(repo) if commits is None else commits
     run, at, where = ref.rpartition("@")
@@ -57,20 +59,22 @@ def resolve(repo: Repository, ref: str, commits: CommitList | None = None) -> Co
 
 
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
-    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`.
-
-    A commit names itself, as it is now.
-    """
+    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`."""
     found = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
-        if isinstance(ref, Commit):
-            chosen = [found.commits.get(ref.txid, ref)]
-        else:
-            _check_text(ref)
-            chosen = _range(repo, found, ref) or [resolve(repo, ref, found)]
+        chosen = (not isinstance(ref, Commit) and _range(repo, found, ref)) or [resolve(repo, ref, found)]
         named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
+
+
+def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
+    if commit.txid in found.damaged:
+        return found.commits.get(commit.txid, commit)
+    now = found.commits.get(commit.txid) or _by_id(repo, found, commit.id)  # what is of another store may be copied
+    if now.last == "purged":
+        raise Conflict(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
+    return now
 
 
 def _check_text(ref: object) -> None:
@@ -80,6 +84,7 @@ def _check_text(ref: object) -> None:
 
 def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:
     """The commits of a range of steps, none where ``ref`` is no range."""
+    _check_text(ref)
     run, _, where = ref.rpartition("@")
     parts = _RANGE.fullmatch(where)
     if not parts:

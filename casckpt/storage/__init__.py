@@ -17,6 +17,7 @@ __all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
 
 Options = Mapping[str, Any]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", as pathlib makes it of "s3://bucket"
 
 
 def open_storage(
@@ -42,6 +43,12 @@ def open_storage(
 
 
 def _open_path(rest: str, options: Options) -> ObjectStore:
+    found = _NORMALISED.match(rest)
+    if found and (found[1] in _OPENERS or _is_known(found[1])):
+        raise InvalidInput(
+            f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {found[1]}:// as text, "
+            "or ./ before the name of a folder"
+        )
     _no_options(options)
     return LocalStore(os.path.expanduser(rest))
 
@@ -60,12 +67,18 @@ def _open_memory(rest: str, options: Options) -> ObjectStore:
 
 
 def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
-    from casckpt.storage.remoteurls import is_known, open_remote  # fsspec takes a while to import
+    from casckpt.storage.remoteurls import open_remote  # fsspec takes a while to import
 
-    if not is_known(scheme):
+    if not _is_known(scheme):
         known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
         raise Unsupported(f"{scheme}:// storages cannot be opened: use a path or one of {known}")
     return open_remote(scheme, rest, options, single_writer=single_writer)
+
+
+def _is_known(scheme: str) -> bool:
+    from casckpt.storage.remoteurls import is_known
+
+    return is_known(scheme)
 
 
 def _no_options(options: Options) -> None:

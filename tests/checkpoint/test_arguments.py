@@ -45,6 +45,12 @@ def test_patterns(saved: casckpt.Store, keys: Any) -> None:
         saved.read("default@1", keys=keys)
 
 
+@pytest.mark.parametrize("frozen", ["w", 5, True, [5], b"w"])
+def test_frozen(saved: casckpt.Store, frozen: Any) -> None:
+    with pytest.raises(InvalidInput, match="give a list of patterns, or a function"):
+        saved.save({"w": torch.zeros(3)}, step=2, frozen=frozen)
+
+
 @pytest.mark.parametrize("device", ["nonsense", None])
 def test_devices_that_torch_does_not_know(saved: casckpt.Store, device: Any) -> None:
     with pytest.raises(InvalidInput, match="is not usable; give one as"):
@@ -113,10 +119,11 @@ def test_repair_from_a_path(tmp_path: Path) -> None:
 
 
 def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
-    id = saved.get("default@1").id
+    held = saved.get("default@1")
+    id = held.id
     saved.read(id)
     saved.forget(id)
-    for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, saved.get(id))):
+    for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, held)):
         with pytest.warns(ForgottenWarning, match=rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"):
             load()
     saved.restore(id)
@@ -128,6 +135,19 @@ def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
     saved.gc()
-    for call in (lambda: saved.read(ckpt), lambda: saved.load({"w": torch.zeros(3)}, ckpt)):
+    for call in (saved.read, lambda ref: saved.load({"w": torch.zeros(3)}, ref), saved.get, saved.verify, saved.forget):
         with pytest.raises(Conflict, match="purged"):
-            call()
+            call(ckpt)
+    assert ckpt not in saved
+
+
+def test_a_checkpoint_of_another_store(saved: casckpt.Store) -> None:
+    other = small(memory())
+    other.save({"w": torch.zeros(3)}, step=5)
+    (ckpt,) = other.checkpoints()
+    assert ckpt not in saved
+    for call in (saved.read, saved.verify, saved.forget):
+        with pytest.raises(NotFound, match=f"no checkpoint {ckpt.id}"):
+            call(ckpt)
+    other.copy_to(saved, ckpt)
+    assert saved.read(ckpt)["w"].tolist() == [0, 0, 0]

@@ -25,9 +25,18 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_object_is_never_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://bucket", "memory://x", "file:///x"])
+def test_a_path_made_of_a_url_is_no_folder_called_s3(url: str) -> None:
+    """pathlib takes a slash away; a job that meant a bucket would save into the folder ``s3:`` and not know."""
+    for path in (Path(url), str(Path(url))):
+        with pytest.raises(InvalidInput, match="lost a slash"):
+            open_storage(path)
+
+
+@pytest.mark.parametrize("name", ["./s3:/x", "runs:/x", "a/s3:/x", "s3:x", "c:/x"])
+def test_folders_with_colons(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert open_storage(Path("memory://x")).url == str(tmp_path / "memory:/x")
+    assert open_storage(name).url == str(tmp_path / name)
 
 
 def test_memory() -> None:
