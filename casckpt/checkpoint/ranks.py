@@ -18,30 +18,15 @@ After a death or a stall the group is dropped and made anew by the next call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
-from time import monotonic
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from weakref import ref
 
 import torch
 
-from casckpt.checkpoint.messages import (
-    FRAME,
-    Message,
-    alive_frame,
-    astray,
-    broken,
-    first_line,
-    from_frame,
-    is_alive,
-    pack,
-    seen_from,
-    timed_out,
-    to_frames,
-    unpack,
-)
+from casckpt.checkpoint.messages import Message, astray, first_line, seen_from
+from casckpt.checkpoint.wire import Transfer, Wire
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
 
 if TYPE_CHECKING:
@@ -49,15 +34,8 @@ if TYPE_CHECKING:
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")
-Transfer: TypeAlias = "tuple[torch.Tensor, int]"
-"""Bytes, and the other rank."""
-
-_WORD_SECONDS = 5.0  # how long a rank looks for rank 0's word after its connection broke
-_MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
+MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others wait for rank 0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_LOST = "lost"
-_SWAP = 1  # the tag of what is not a message
-_SIGNS = 4  # signs of life within a timeout
 
 
 class Ranks(Protocol):
@@ -178,15 +156,9 @@ class GroupRanks:
         self.dropped = False
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
-        self._timeout = _timeout_of(parent)
-        self._patience = 2 * self._timeout + _MARGIN  # of the others with rank 0, which waits for them
-        self._store = _store_for(parent, self._name)
-        self._group = _connect(self._store, self.rank, self.size, self._patience)
+        self._wire = _connect(parent, self._name, self.rank, self.size)
         self._dead: RankFailed | None = None
         self._lock = Lock()
-        self._alive_lock = Lock()
-        self._told = monotonic()
-        self._signs: list[Any] = []  # signs of life on their way; gone only with the message that follows them
 
     @property
     def name(self) -> str:
@@ -208,25 +180,11 @@ class GroupRanks:
 
     def alive(self) -> None:
         """See `Ranks.alive`."""
-        if monotonic() - self._told < self._timeout.total_seconds() / _SIGNS:
-            return
-        with self._alive_lock:
-            if monotonic() - self._told < self._timeout.total_seconds() / _SIGNS:
-                return
-            self._told = monotonic()
-            others = [0] if self.rank else range(1, self.size)
-            self._signs += [self._isend(alive_frame(), rank) for rank in others]
+        self._wire.alive()
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
         """See `Ranks.swap`."""
-        works = [(rank, self._irecv(data, rank, _SWAP)) for data, rank in receives]
-        works += [(rank, self._isend(data, rank, _SWAP)) for data, rank in sends]
-        for rank, work in works:
-            try:
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                raise broken(rank, error) from error  # the exchange finds out why
-            self.alive()
+        self._wire.swap(sends, receives)
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
         """See `Ranks.exchange`."""
@@ -234,11 +192,11 @@ class GroupRanks:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
         with self._lock:
             self.exchanges += 1
-            self._told = monotonic()
+            self._wire.begin()
             mine = self._attempt(call)
             mine.step = f"{decide.__module__}.{decide.__qualname__}".replace(".<locals>", "")
             answer = self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
-            self._signs.clear()
+            self._wire.end()
         if mine.error is not None:
             raise mine.error
         if answer.error is not None:
@@ -252,28 +210,13 @@ class GroupRanks:
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it, whatever it is; it is raised again
             return Message(error=error, rank=self.rank)
 
-    # rank 0
-
     def _lead(self, mine: Message, decide: Callable[[list[Any]], Sequence[Any]]) -> Message:
-        received, lost = self._receive_all(mine)
-        failed = [message for message in received if message is not None and message.error is not None]
-        failed += [
-            Message(error=astray(rank, message.step, mine.step), rank=rank)
-            for rank, message in enumerate(received)
-            if message is not None and message.error is None and message.step != mine.step
-        ]
-        if lost:
-            answers = [Message(error=lost[0], rank=lost[0].rank)] * self.size
-        elif failed:
-            answers = [Message(error=failed[0].error, rank=failed[0].rank)] * self.size
-        else:
-            outcome = self._attempt(lambda: list(decide([message.value for message in received if message])))
-            if outcome.error is not None:
-                answers = [Message(error=outcome.error, rank=0)] * self.size
-            else:
-                same: dict[int, Message] = {}  # what all are told alike is packed once
-                answers = [same.setdefault(id(value), Message(value)) for value in outcome.value]
-        given_up = self._send_all(answers, skip={error.rank for error in lost})
+        """Rank 0's part: hear all, decide, tell all."""
+        received, lost = self._wire.gather(mine)
+        heard = [message for message in received if message is not None]
+        failed = Message(error=lost[0], rank=lost[0].rank) if lost else _first_failure(heard, mine.step)
+        answers = [failed] * self.size if failed else self._decided(decide, [message.value for message in heard])
+        given_up = self._wire.scatter(answers, skip={error.rank for error in lost})
         if lost:
             self._give_up(lost[0])
         elif given_up is not None:
@@ -281,104 +224,27 @@ class GroupRanks:
             return Message(error=given_up)
         return seen_from(answers[0], 0)
 
-    def _receive_all(self, mine: Message) -> tuple[list[Message | None], list[RankFailed]]:
-        timeout = self._timeout.total_seconds()
-        deadline = monotonic() + timeout
-        frames = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in range(1, self.size)}
-        works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
-        received: list[Message | None] = [mine] + [None] * (self.size - 1)
-        lost: list[RankFailed] = []
-        for rank, work in works.items():
-            try:
-                self._wait_for_message(work, frames[rank], rank, deadline, timeout)
-                received[rank] = self._message(frames[rank], rank, max(deadline, monotonic() + 60))
-            except RuntimeError as error:
-                lost.append(self._why_lost(rank, error))
-                if lost[-1].lost == "late":  # gloo closes all connections of a group after a timeout
-                    self._leave_word(lost[-1])
-                    break
-        return received, lost
-
-    def _send_all(self, answers: Sequence[Message], skip: set[int | None]) -> RankFailed | None:
-        """What to raise if the others have given up on rank 0 meanwhile."""
-        packed: dict[int, list[torch.Tensor]] = {}
-        sent: list[tuple[int, Any]] = []
-        for rank in range(1, self.size):
-            if rank not in skip:
-                message = answers[rank]
-                frames = packed.get(id(message)) or packed.setdefault(id(message), to_frames(pack(message)))
-                sent += [(rank, self._isend(frame, rank)) for frame in frames]
-        for rank, work in sent:
-            try:
-                work.wait(self._patience)
-            except RuntimeError as error:
-                why = self._why_lost(rank, error)
-                if why.rank == 0:
-                    return why
-                continue  # it died after it had answered; the next exchange finds it
-        return None
-
-    # the others
+    def _decided(self, decide: Callable[[list[Any]], Sequence[Any]], values: list[Any]) -> list[Message]:
+        outcome = self._attempt(lambda: list(decide(values)))
+        if outcome.error is not None:
+            return [outcome] * self.size
+        same: dict[int, Message] = {}  # one message for all that are told the same
+        return [same.setdefault(id(value), Message(value)) for value in outcome.value]
 
     def _follow(self, mine: Message) -> Message:
-        deadline = monotonic() + self._patience.total_seconds()
+        """The part of all others: say it, and hear what rank 0 decides."""
         try:
-            sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
-            frame = torch.empty(FRAME, dtype=torch.uint8)
-            self._wait_for_message(self._irecv(frame, 0), frame, 0, deadline, self._patience.total_seconds())
-            answer = self._message(frame, 0, max(deadline, monotonic() + 60))
-            for sending in sent:
-                sending.wait(self._patience)
-        except RuntimeError as error:
-            failure = self._why_lost(0, error)
+            answer = self._wire.ask(mine)
+        except RankFailed as failure:
             self._give_up(failure)
-            raise failure from error
+            raise
         if isinstance(answer.error, RankFailed) and answer.error.lost:
             self._drop(answer.error)
         return seen_from(answer, self.rank)
 
-    # the wire
-
-    def _irecv(self, data: torch.Tensor, rank: int, tag: int = 0) -> Any:
-        try:
-            return self._group.recv([data], rank, tag)
-        except RuntimeError as error:  # the connection is broken already
-            return _Broken(error)
-
-    def _isend(self, frame: torch.Tensor, rank: int, tag: int = 0) -> Any:
-        try:
-            return self._group.send([frame], rank, tag)
-        except RuntimeError as error:
-            return _Broken(error)
-
-    def _wait_for_message(
-        self, work: Any, frame: torch.Tensor, rank: int, deadline: float, patience: float
-    ) -> None:  # fmt: skip
-        """Until ``frame`` holds one; each sign of life gives the rank ``patience`` seconds more."""
-        _wait(work, deadline)
-        while is_alive(frame):
-            if self.rank == 0:
-                self.alive()  # the others wait for rank 0, which waits for this one
-            _wait(self._irecv(frame, rank), monotonic() + patience)
-
-    def _message(self, frame: torch.Tensor, rank: int, deadline: float) -> Message:
-        """The message that begins with ``frame``. Most end there too: each frame costs a turn of gloo's thread."""
-        head, missing = from_frame(frame)
-        if not missing:
-            return unpack(head)
-        rest = torch.empty(missing, dtype=torch.uint8)
-        _wait(self._irecv(rest, rank), deadline)
-        return unpack(head + rest.numpy().tobytes())
-
-    # when somebody is gone
-
-    def _leave_word(self, error: RankFailed) -> None:
-        with suppress(RuntimeError):  # the store is gone, and with it whoever has it
-            self._store.set(_LOST, f"{error.rank}\n{error.lost}\n{error}")
-
     def _give_up(self, error: RankFailed) -> None:
         if error.lost == "late":
-            self._leave_word(error)
+            self._wire.leave_word(error)
         self._drop(error)
 
     def _drop(self, error: RankFailed) -> None:
@@ -388,29 +254,16 @@ class GroupRanks:
         else:
             self.dropped = True
 
-    def _why_lost(self, rank: int, error: RuntimeError) -> RankFailed:
-        """Why a connection failed: who gives up on somebody closes all of its own, and leaves word of it."""
-        if not timed_out(error):
-            with suppress(RuntimeError):  # no word, or no store any more
-                self._store.wait([_LOST], timedelta(seconds=_WORD_SECONDS))
-                who, lost, text = self._store.get(_LOST).decode().split("\n", 2)
-                return RankFailed(text, rank=int(who), lost=lost)
-        return broken(rank, error)
 
-
-class _Broken:
-    """What never comes."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, timeout: timedelta) -> NoReturn:
-        """Say why."""
-        raise self._error
-
-
-def _wait(work: Any, deadline: float) -> None:
-    work.wait(timedelta(seconds=max(deadline - monotonic(), 0.001)))
+def _first_failure(messages: Sequence[Message], step: str) -> Message | None:
+    """The first error of all ranks, else the first rank that is elsewhere in the code than at ``step``."""
+    failed = [Message(error=message.error, rank=message.rank) for message in messages if message.error is not None]
+    strayed = (
+        Message(error=astray(rank, message.step, step), rank=rank)
+        for rank, message in enumerate(messages)
+        if message.step != step
+    )
+    return failed[0] if failed else next(strayed, None)
 
 
 def _timeout_of(group: ProcessGroup) -> timedelta:
@@ -426,28 +279,32 @@ def _timeout_of(group: ProcessGroup) -> timedelta:
     return _DEFAULT_TIMEOUT
 
 
-def _store_for(group: ProcessGroup, name: str) -> Any:
-    c10d = torch.distributed.distributed_c10d
-    return c10d.PrefixStore(name, c10d._world.pg_map[group][1])
-
-
-def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo group. Made by hand: `new_group` names groups by how many a rank is in, which may differ between ranks."""
+def _connect(parent: ProcessGroup, name: str, rank: int, size: int) -> Wire:
+    """Over a gloo group. Made by hand: `new_group` names groups by how many a rank is in; ranks may differ in that."""
     if not torch.distributed.is_gloo_available():
         raise Unsupported("this build of torch has no gloo, over which the ranks of a save talk")
+    c10d = torch.distributed.distributed_c10d
+    store = c10d.PrefixStore(name, c10d._world.pg_map[parent][1])
+    timeout = _timeout_of(parent)
+    patience = 2 * timeout + MARGIN
     store.set(f"here/{rank}", "")
     try:
-        return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+        group = torch.distributed.ProcessGroupGloo(store, rank, size, patience)
     except RuntimeError as error:
-        try:
-            absent = [other for other in range(size) if not store.check([f"here/{other}"])]
-        except RuntimeError:  # the store is gone, and with it whoever has it
-            absent = [0]
-        raise RankFailed(
-            f"not all ranks came to save or load together (absent: {absent or 'none by now'}); all of them must make "
-            f"the call ({first_line(error)})",
-            rank=absent[0] if absent else None,
-        ) from error
+        raise _not_all_came(store, size, error) from error
+    return Wire(group, store, rank, size, timeout=timeout, patience=patience)
+
+
+def _not_all_came(store: Any, size: int, error: RuntimeError) -> RankFailed:
+    try:
+        absent = [other for other in range(size) if not store.check([f"here/{other}"])]
+    except RuntimeError:  # the store is gone, and with it whoever has it
+        absent = [0]
+    return RankFailed(
+        f"not all ranks came to save or load together (absent: {absent or 'none by now'}); all of them must make "
+        f"the call ({first_line(error)})",
+        rank=absent[0] if absent else None,
+    )
 
 
 class _Groups:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.job import State
-    from casckpt.checkpoint.load import LoadOptions
+    from casckpt.checkpoint.load_plan import LoadOptions
     from casckpt.checkpoint.prepare import Frozen
     from casckpt.checkpoint.saver import Saver
 
@@ -188,7 +188,8 @@ class Store(Archive):
         Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged (naming key, blob and
         checkpoints) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
-        from casckpt.checkpoint.load import load_options, load_together
+        from casckpt.checkpoint.load import load_together
+        from casckpt.checkpoint.load_plan import load_options
         from casckpt.checkpoint.ranks import open_ranks
 
         ranks = open_ranks(process_group, no_dist=no_dist)
@@ -217,7 +218,8 @@ class Store(Archive):
     ) -> Any:
         """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys."""
         from casckpt.checkpoint.arguments import usable_device
-        from casckpt.checkpoint.load import load_options, read
+        from casckpt.checkpoint.load import read
+        from casckpt.checkpoint.load_plan import load_options
 
         on = usable_device(device)
         manifest = manifests.get(self.repository, self._resolve_to_load(ref))
@@ -247,7 +249,8 @@ class Store(Archive):
         manifest = manifests.get(self.repository, commit)
         refs = list(manifest.blobs)
         if state is not None:
-            from casckpt.checkpoint.load import load_options, wanted_blobs
+            from casckpt.checkpoint.load import wanted_blobs
+            from casckpt.checkpoint.load_plan import load_options
 
             options = load_options(strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads)
             refs = wanted_blobs(self.repository, manifest, state, options)
@@ -263,7 +266,8 @@ class Store(Archive):
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
         """The contents of one of them. Raises NotFound."""
-        from casckpt.checkpoint.load import load_options, read_attachment
+        from casckpt.checkpoint.load import read_attachment
+        from casckpt.checkpoint.load_plan import load_options
 
         manifest = manifests.get(self.repository, self._resolve(ref))
         return read_attachment(self.repository, manifest, name, load_options())

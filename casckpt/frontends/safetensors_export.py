@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import torch
 
 from casckpt.checkpoint.archive import Progress
+from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load import Contents
 from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused

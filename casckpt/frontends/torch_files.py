@@ -20,9 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from casckpt.checkpoint.archive import Progress
+from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load import Contents, LoadOptions, values_at
+from casckpt.checkpoint.load import values_at
+from casckpt.checkpoint.load_plan import LoadOptions
 from casckpt.checkpoint.store import Store
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused

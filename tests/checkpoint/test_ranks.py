@@ -15,6 +15,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined] # public, 
 
 import casckpt
 from casckpt.checkpoint import ranks as module
+from casckpt.checkpoint import wire
 from casckpt.checkpoint.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
 from casckpt.errors import CasckptError, Conflict, InvalidInput, MissingKey, RankFailed
 from tests.support.ranks import die, outcome_of, tell, wait_for
@@ -291,7 +292,7 @@ def test_a_save_on_one_rank_and_a_load_on_another_fail_on_both(ranks: Pool, tmp_
 
 def dying(rank: int, size: int, who: int, phase: str) -> Any:
     """``who`` dies in its own part ("call"), while rank 0 decides ("decide"), or with its answer ("answered")."""
-    module._WORD_SECONDS = 1
+    wire.WORD_SECONDS = 1
     ranks = open_ranks()
     assert total(ranks) == 6
 
@@ -368,7 +369,7 @@ def test_a_rank_that_dies_while_rank_0_decides_is_missed_at_the_next_exchange(ra
 
 
 def two_dead(rank: int, size: int) -> Any:
-    module._WORD_SECONDS = 1
+    wire.WORD_SECONDS = 1
     ranks = open_ranks()
     assert total(ranks) == 10  # all are connected
     return outcome_of(lambda: ranks.exchange(lambda: die() if rank in (1, 3) else rank, lambda values: values))
@@ -386,8 +387,8 @@ def test_of_two_dead_the_first_is_named(ranks: Pool) -> None:
 
 def stalling(rank: int, size: int, who: int, phase: str = "call") -> Any:
     """``who`` does not answer until the others have given up; then all of them try again."""
-    module._MARGIN = timedelta(0)
-    module._WORD_SECONDS = 1
+    module.MARGIN = timedelta(0)
+    wire.WORD_SECONDS = 1
     ranks = open_ranks()
     assert total(ranks) == sum(range(size))
 
@@ -453,7 +454,7 @@ def test_who_takes_long_but_gets_on_is_waited_for(ranks: Pool, who: int) -> None
 
 
 def absent(rank: int, size: int) -> Any:
-    module._MARGIN = timedelta(0)
+    module.MARGIN = timedelta(0)
     if rank == 1:
         wait_for("the others")
         return None

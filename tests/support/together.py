@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 import casckpt
-from casckpt.checkpoint import ranks
+from casckpt.checkpoint import wire
 from casckpt.checkpoint.store import Store
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import LocalStore
@@ -101,7 +101,7 @@ def killing(_: Call) -> None:
 
 def impatient() -> None:
     """Let a broken connection be enough to take a rank for dead, soon."""
-    ranks._WORD_SECONDS = 1
+    wire.WORD_SECONDS = 1
 
 
 def visible(path: Path) -> list[tuple[str, int]]:

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
+from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load import Contents, LoadOptions, values_at
+from casckpt.checkpoint.load import values_at
+from casckpt.checkpoint.load_plan import LoadOptions
 from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry, ObjectEntry

@@ -1,0 +1,209 @@
+"""What a load is to read, for which leaf, and what is made of it: all is checked as it is added, before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from casckpt.checkpoint.arguments import Rename
+from casckpt.checkpoint.contents import Contents
+from casckpt.checkpoint.download import Download, Want
+from casckpt.checkpoint.tied import Tied
+from casckpt.checkpoint.workers import usable_threads
+from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import Entry, ObjectEntry
+from casckpt.format.regions import whole
+from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
+from casckpt.plan.reads import covers
+from casckpt.repository.repository import Repository
+from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination
+from casckpt.tensors.objects import decode_object, refuse_pickle
+from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
+from casckpt.tensors.state import LeafValue, inflate
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a load was asked for."""
+
+    strict: bool = True
+    rename: Rename = None
+    cast: bool = False
+    verify: bool = True
+    allow_pickle: bool = False
+    threads: int = 4
+    rank: int = 0
+    ranks: int = 1
+    ranks_here: int = 1  # on this host
+    progress: Callable[[int], None] = lambda nbytes: None
+
+
+def load_options(
+    *, threads: int | None = None, progress: Callable[[int], None] | None = None, **rest: Any
+) -> LoadOptions:
+    """The arguments of a load, checked. Raises InvalidInput."""
+    return LoadOptions(threads=usable_threads(threads), progress=progress or (lambda nbytes: None), **rest)
+
+
+class LoadPlan:
+    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint."""
+
+    def __init__(self, contents: Contents, options: LoadOptions) -> None:
+        self.contents, self.options = contents, options
+        self._wants: list[Want] = []
+        self._values: dict[str, Any] = {}
+        self._objects: dict[str, tuple[ObjectEntry, list[torch.Tensor]]] = {}
+        self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
+        self._tied = Tied()
+        self.named: set[str] = set()
+
+    @property
+    def replaced(self) -> list[str]:
+        """Keys of the template that get new values."""
+        return [*self._values, *self._objects, *self._below]
+
+    def add(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint has no such key."""
+        found = self.contents.tensor(name)
+        one = self.contents.objects.get(name)
+        if found is None and one is None:
+            return self._add_container(key, name, leaf)
+        self.named.add(name)
+        if leaf.is_tensor:
+            if found is None:
+                raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
+            check_in_place(key, leaf.value)
+            self._add_tensor(key, local_tensor(key, leaf.value), *found)
+        elif found is not None:
+            if leaf.value is not None:
+                kind = type(leaf.value).__name__
+                raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
+            self._values[key] = self.new_tensor(*found, torch.device("cpu"))
+        elif one is not None:
+            self._add_object(key, one)
+        return True
+
+    def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
+        node = find(self.contents.tree, name)
+        if not isinstance(node, Container):
+            return False
+        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and node.kind in (LIST, TUPLE))):
+            kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
+            raise Mismatch(f"{key!r} is {kind} here, but a {node.kind} in the checkpoint (key {name!r})", key=key)
+        below = LoadPlan(self.contents, self.options)
+        for path, _ in leaves(node):
+            below.new(join((name, *path)), torch.device("cpu"))
+        self.named.update(below.named)
+        self._below[key] = (node, name, below)
+        return True
+
+    def _add_tensor(self, key: str, local: LocalTensor, number: int, entry: Entry) -> None:
+        if local.shape != entry.shape:
+            raise Mismatch(
+                f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
+                f"(key {entry.key!r})",
+                key=key,
+            )
+        if dtype_name(local.dtype) != entry.dtype:
+            possible = converts(torch_dtype(entry.dtype), local.dtype)
+            if not possible or not self.options.cast:
+                raise Mismatch(
+                    f"{key!r} is {dtype_name(local.dtype)} here, but {entry.dtype} in the checkpoint; "
+                    + ("pass cast=True to convert" if possible else "torch cannot convert one to the other"),
+                    key=key,
+                )
+        table = self.contents.manifest.extents(entry)
+        for piece in local.pieces:
+            check_destination(key, piece.data)
+            if not covers(table, piece.region):
+                raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
+            if piece.region.numel:
+                self._tied.add(key, piece.data, entry.dtype, table, piece.region)
+            self._want(number, table, piece, entry.dtype)
+
+    def _want(self, number: int, table: ExtentTable, piece: Piece, stored: str) -> None:
+        if piece.region.numel:
+            self._wants.append(Want(number, Destination(piece.region, piece.data, torch_dtype(stored)), table))
+
+    def new_tensor(self, number: int, entry: Entry, device: torch.device) -> torch.Tensor:
+        """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
+        table = self.contents.manifest.extents(entry)
+        if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
+            raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        data = _empty(entry, device)
+        self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
+        return data
+
+    def _add_object(self, key: str, one: ObjectEntry) -> None:
+        if one.pickled and not self.options.allow_pickle:
+            refuse_pickle(key, one.data, one.parts)  # before anything changes
+        cpu = torch.device("cpu")
+        entries = self.contents.manifest.body.entries
+        parts = [self.new_tensor(number, entries[number], cpu) for number in self.contents.parts(one)]
+        self._objects[key] = (one, parts)
+
+    def new(self, key: str, device: torch.device) -> None:
+        """A leaf that is to be made: a tensor on ``device``, or an object."""
+        found = self.contents.tensor(key)
+        self.named.add(key)
+        if found is not None:
+            self._values[key] = self.new_tensor(*found, device)
+        elif key in self.contents.objects:
+            self._add_object(key, self.contents.objects[key])
+        else:
+            raise Refused(
+                f"manifest {self.contents.manifest.id} names {key!r} in its tree but holds nothing for it", key=key
+            )
+
+    def run(self, repo: Repository) -> dict[str, Any]:
+        """Read everything; the new leaves by template key."""
+        self.download(repo).run(self.wants())
+        return self._built()
+
+    def wants(self) -> list[Want]:
+        """All that is to be read."""
+        return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
+
+    def download(self, repo: Repository) -> Download:
+        """What reads it."""
+        options, manifest = self.options, self.contents.manifest
+        return Download(
+            repo, manifest, options.verify, options.threads, options.progress, options.ranks, options.ranks_here
+        )
+
+    def _built(self) -> dict[str, Any]:
+        values = dict(self._values)
+        for key, (one, parts) in self._objects.items():
+            values[key] = self._decoded(key, one, parts)
+        for key, (node, name, below) in self._below.items():
+            values[key] = below._inflated(node, name)
+        return values
+
+    def _inflated(self, node: Node, name: str) -> Any:
+        """The container at ``name``, of which this plan has all the leaves."""
+        values = self._built()
+        return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
+
+    def _decoded(self, key: str, one: ObjectEntry, parts: Sequence[torch.Tensor]) -> Any:
+        def load(index: int) -> memoryview:
+            if not 0 <= index < len(parts):
+                raise Refused(f"object {key!r} names a part that the manifest does not have", key=key)
+            return parts[index].numpy().data
+
+        return decode_object(key, one.data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+
+
+def _empty(entry: Entry, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking
+        raise InvalidInput(
+            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            key=entry.key,
+        ) from error
