@@ -13,8 +13,8 @@ from casckpt.checkpoint.known import Knowledge, Remembered, Sources, nothing_kno
 from casckpt.checkpoint.layout import Layout, WritePlan, plan_writes
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.format.keys import commit_key
-from casckpt.format.manifest import TENSOR, Attachment, Body, ObjectEntry, encode_metadata, packed_blobs
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.manifest import TENSOR, Attachment, BlobRef, Body, ObjectEntry, encode_metadata, packed_blobs
+from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import FORMAT_VERSION, Committed, FirstRecord
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import Duty
@@ -207,55 +207,57 @@ class Leader:
         self, txid: TxId, described: Described, stored: Sequence[Stored], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
         """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
-        repo, options = self.repo, self.options
-        entries = described.entries()
-        refs = mark_worn(described, options.run, frozenset(one.txid for one in self._commits.live()) | {txid})
+        live = frozenset(one.txid for one in self._commits.live())
+        refs = mark_worn(described, self.options.run, live | {txid})
         blobs, places = packed_blobs(refs)
-        parent = self._commits.newest_live(options.run)
-        parent_id = None if parent is None else parent.id
-        raw, short = encode_metadata(options.metadata)
-        created = repo.clock()
+        raw, short = encode_metadata(self.options.metadata)
+        parent = self._commits.newest_live(self.options.run)
         body = Body(
             format=FORMAT_VERSION,
             casckpt=__version__,
-            torch=options.torch_version,
-            run=options.run,
-            step=options.step,
-            created_at=created,
-            parent=parent_id,
+            torch=self.options.torch_version,
+            run=self.options.run,
+            step=self.options.step,
+            created_at=self.repo.clock(),
+            parent=None if parent is None else parent.id,
             world_size=self.size,
-            cell_bytes=repo.marker.cell_bytes,
+            cell_bytes=self.repo.marker.cell_bytes,
             metadata=raw,
             blobs=blobs,
-            entries=entries,
+            entries=described.entries(),
             objects=[one for rank in stored for one in rank.objects],
             attachments=[one for rank in stored for one in rank.attachments],
             tree=tree,
             notes=notes,
         )
-        new = [ref for ref in refs if ref.uploader == txid]
-        total = sum(entry.nbytes for entry in entries if entry.kind == TENSOR)
-        written = sum(ref.size for ref in new)
-        record = Committed(
+        record = self._record(txid, body, manifests.put(self.repo, txid, body, places), refs, short)
+        return record, {(ref.uploader, ref.hash) for ref in refs if ref.worn}
+
+    def _record(
+        self, txid: TxId, body: Body, id: ManifestId, refs: Sequence[BlobRef], metadata: dict[str, Any] | None
+    ) -> Committed:
+        """What is committed, with the figures of the save over all ranks."""
+        tensors = [entry.nbytes for entry in body.entries if entry.kind == TENSOR]
+        new = [ref.size for ref in refs if ref.uploader == txid]
+        return Committed(
             txid=txid,
-            run=options.run,
-            step=options.step,
-            time=created,
-            manifest=manifests.put(repo, txid, body, places),
+            run=body.run,
+            step=body.step,
+            time=body.created_at,
+            manifest=id,
             uploader=txid,
-            created_at=created,
-            bytes_total=total,
-            bytes_written=written,
-            bytes_reused=max(0, total - written),
+            created_at=body.created_at,
+            bytes_total=sum(tensors),
+            bytes_written=sum(new),
+            bytes_reused=max(0, sum(tensors) - sum(new)),
             blobs_written=len(new),
             blobs_reused=len(refs) - len(new),
-            seconds=round((repo.clock() - self._started) / 1e6, 6),
-            tensors=sum(entry.kind == TENSOR for entry in entries),
-            ephemeral=options.ephemeral,
-            parent=parent_id,
-            metadata=short,
+            seconds=round((self.repo.clock() - self._started) / 1e6, 6),
+            tensors=len(tensors),
+            ephemeral=self.options.ephemeral,
+            parent=body.parent,
+            metadata=metadata,
         )
-        return record, {(ref.uploader, ref.hash) for ref in refs if ref.worn}
 
     def _commit(self, transaction: Transaction, record: Committed) -> None:
         try:

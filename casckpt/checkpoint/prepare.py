@@ -58,33 +58,41 @@ def prepare(
     for key, leaf in flat.leaves.items():
         mine = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            tensor = local_tensor(key, leaf.value)
-            name = dtype_name(tensor.dtype)
-            sources.append(
-                Source(
-                    TENSOR,
-                    key,
-                    0,
-                    mine,
-                    name,
-                    tensor.shape,
-                    tensor.pieces,
-                    replicated=tensor.replicated,
-                    frozen=is_frozen(key),
-                )
-            )
-            continue
-        parts: list[bytes] = []
-
-        def spill(buffer: memoryview, parts: list[bytes] = parts) -> int:
-            parts.append(bytes(buffer))
-            return len(parts) - 1
-
-        data, pickled = encode_object(key, leaf.value, allow_pickle=allow_pickle, spill=spill)
-        objects.append(ObjectEntry(key, mine, data, len(parts), pickled))
-        sources += [_stream(PART, key, i, mine, part) for i, part in enumerate(parts)]
+            sources.append(_tensor(key, leaf.value, mine, frozen=is_frozen(key)))
+        else:
+            entry, parts = _object(key, leaf.value, mine, allow_pickle=allow_pickle)
+            objects.append(entry)
+            sources += parts
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
+
+
+def _tensor(key: str, value: Any, rank: int | None, *, frozen: bool) -> Source:
+    local = local_tensor(key, value)
+    return Source(
+        TENSOR,
+        key,
+        0,
+        rank,
+        dtype_name(local.dtype),
+        local.shape,
+        local.pieces,
+        replicated=local.replicated,
+        frozen=frozen,
+    )
+
+
+def _object(key: str, value: Any, rank: int | None, *, allow_pickle: bool) -> tuple[ObjectEntry, list[Source]]:
+    """A leaf that is no tensor, encoded; and its large buffers, which are stored as tensors are."""
+    parts: list[bytes] = []
+
+    def spill(buffer: memoryview) -> int:
+        parts.append(bytes(buffer))
+        return len(parts) - 1
+
+    data, pickled = encode_object(key, value, allow_pickle=allow_pickle, spill=spill)
+    sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
+    return ObjectEntry(key, rank, data, len(parts), pickled), sources
 
 
 def frozen_by(frozen: Frozen) -> Callable[[str], bool]:

@@ -113,7 +113,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: str
     step: int
     created_at: int
-    parent: str | None
+    parent: ManifestId | None
     world_size: int
     cell_bytes: int
     metadata: msgspec.Raw

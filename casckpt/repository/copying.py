@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format.manifest import BlobRef
@@ -27,6 +27,7 @@ from casckpt.repository.tags import get_tag, set_tag, tags
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
 
+T = TypeVar("T")
 Progress = Callable[[int], None]
 
 
@@ -59,8 +60,8 @@ class CopyPlan:
 class CopyResult:
     """What a copy did; with ``dry_run`` what it would do. ``copied``: as commits of the destination.
 
-    ``blobs``, ``nbytes``: of tensors, put by this process. ``made_store``: the destination was made. ``tags``: names
-    that were set there.
+    ``blobs``, ``nbytes``: of tensors, put for ``copied`` by this process, or by all that share the work.
+    ``made_store``: the destination was made. ``tags``: names that were set there.
     """
 
     copied: tuple[Commit, ...] = ()
@@ -191,35 +192,52 @@ def execute(
     work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
-    copied: list[Replica] = []
-    failed = list(plan.failed)
-    restored = []
-    for commit in plan.missing:
-        try:
-            copied.append(replicate(source, target, commit, work))
-        except _NOT_COPIED as error:
-            failed.append(Failure(commit, error))
-        else:
-            if is_mirror:
-                note(source, commit, target.storage.url)
-    for commit in plan.forgotten:
-        try:
-            restored.append(restore(target, commit))
-        except Conflict as error:
-            failed.append(Failure(commit, error))
+
+    def copy(commit: Commit) -> Replica:
+        replica = replicate(source, target, commit, work)
+        if is_mirror:
+            note(source, commit, target.storage.url)
+        return replica
+
+    copied, not_copied = _each(plan.missing, copy)
+    restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
     for commit in unmirrored(source, plan.present, target.storage.url) if is_mirror else ():
         note(source, commit, target.storage.url)
+    blobs, nbytes = _brought(copied, work.part)
     result = CopyResult(
         copied=tuple(one.commit for one in copied),
         restored=tuple(restored),
         present=plan.present,
         left=plan.left,
-        failed=tuple(failed),
-        blobs=sum(one.blobs for one in copied),
-        nbytes=sum(one.nbytes for one in copied),
+        failed=(*plan.failed, *not_copied, *not_restored),
+        blobs=blobs,
+        nbytes=nbytes,
         made_store=made,
     )
     return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+
+
+def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[Failure]]:
+    """What ``call`` makes of them; and those of which it makes nothing."""
+    done, failed = [], []
+    for commit in commits:
+        try:
+            done.append(call(commit))
+        except _NOT_COPIED as error:
+            failed.append(Failure(commit, error))
+    return done, failed
+
+
+def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
+    """Blobs, and their bytes, that were put for ``copied``. Processes that share the work find the sum in its record.
+
+    Which also counts what an attempt had put that was killed, and gone on with.
+    """
+    _, processes = part
+    if processes == 1:
+        return sum(one.blobs for one in copied), sum(one.nbytes for one in copied)
+    records = [one.commit.committed for one in copied]
+    return sum(one.blobs_written for one in records), sum(one.bytes_written for one in records)
 
 
 def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:

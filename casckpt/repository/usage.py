@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.format.keys import parse_object
@@ -65,18 +65,7 @@ def usage(repo: Repository) -> StoreUsage:
     commits = list_commits(repo)
     live = commits.live()
     readable = {commit.txid for commit in manifests.learn(repo, live)}
-    tallies: dict[str, _Tally] = {}
-    user: dict[_Blob, int] = {}
-    for commit in sorted(live, key=lambda one: one.txid):
-        tally = tallies.setdefault(commit.run, _Tally(len(tallies)))
-        tally.commits.append(commit)
-        if commit.txid in readable:
-            found = {(uploader, name): size for uploader, name, size in manifests.blobs_of(repo, commit)}
-            tally.blobs |= found
-            tally.newest = sum(found.values())
-            for blob in found:
-                if user.setdefault(blob, tally.number) != tally.number:
-                    user[blob] = _SEVERAL
+    tallies, user = _tallied(repo, live, readable)
     stock = take_stock(repo, commits)
     loose = _loose_blobs(stock)
     runs = [_usage_of(run, tally, user) for run, tally in tallies.items()]
@@ -91,6 +80,25 @@ def usage(repo: Repository) -> StoreUsage:
         bytes_unneeded=sum(size for blob, size in loose.items() if blob not in user),
         unreadable=[commit.id for commit in live if commit.txid not in readable],
     )
+
+
+def _tallied(
+    repo: Repository, live: Iterable[Commit], readable: Container[TxId]
+) -> tuple[dict[str, _Tally], dict[_Blob, int]]:
+    """The count of each run; and of each blob the number of the run that names it, or ``_SEVERAL``."""
+    tallies: dict[str, _Tally] = {}
+    user: dict[_Blob, int] = {}
+    for commit in sorted(live, key=lambda one: one.txid):
+        tally = tallies.setdefault(commit.run, _Tally(len(tallies)))
+        tally.commits.append(commit)
+        if commit.txid in readable:
+            found = {(uploader, name): size for uploader, name, size in manifests.blobs_of(repo, commit)}
+            tally.blobs |= found
+            tally.newest = sum(found.values())
+            for blob in found:
+                if user.setdefault(blob, tally.number) != tally.number:
+                    user[blob] = _SEVERAL
+    return tallies, user
 
 
 def _loose_blobs(stock: Stock) -> dict[_Blob, int]:

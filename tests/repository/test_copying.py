@@ -63,7 +63,7 @@ def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2)
 
 def copy(source: Repository, target: Repository, *refs: str | Commit, **options: object) -> CopyResult:
     run = options.pop("run", None)
-    return execute(source, target, plan_copy(source, target, refs, run=run), **options)  # type: ignore[arg-type]
+    return execute(source, target, plan_copy(source, target, refs, run=run), **options)  # type: ignore[arg-type]  # any of its arguments
 
 
 def contents(repo: Repository) -> dict[str, dict[str, bytes]]:
@@ -139,11 +139,11 @@ def test_large_blobs_share_a_bounded_memory(
 
 def test_a_second_copy_puts_nothing(source: Repository, target: Repository) -> None:
     copy(source, target)
-    target.storage.counts.puts = source.storage.counts.bytes_read = 0  # type: ignore[attr-defined]
+    target.storage.counts.puts = source.storage.counts.bytes_read = 0  # type: ignore[attr-defined]  # a storage that counts
     result = copy(source, target)
     assert (len(result.present), result.copied, result.nbytes) == (4, (), 0)
-    assert target.storage.counts.puts == 0  # type: ignore[attr-defined]
-    assert source.storage.counts.bytes_read == 0  # type: ignore[attr-defined]
+    assert target.storage.counts.puts == 0  # type: ignore[attr-defined]  # a storage that counts
+    assert source.storage.counts.bytes_read == 0  # type: ignore[attr-defined]  # a storage that counts
 
 
 def test_only_what_is_missing_is_read_and_put(tmp_path: Path, target: Repository) -> None:
@@ -451,7 +451,7 @@ def test_a_copy_that_is_killed_anywhere_is_gone_on_with(tmp_path: Path, source: 
 
 
 def _killed() -> Exception:
-    return Killed()  # type: ignore[return-value]
+    return Killed()  # type: ignore[return-value]  # raised like one
 
 
 @pytest.mark.parametrize("method", ["put", "list", "size", "get", "settle"])
@@ -540,6 +540,19 @@ def test_two_that_copy_the_same_share_the_work_and_one_commits(tmp_path: Path, s
     assert [one.txid for one in result.copied] == [resolve(source, "run@3").txid]
     assert len(list_commits(first).visible()) == 1
     check_clean(first)
+
+
+def test_processes_that_share_the_work_each_say_what_all_of_them_put(tmp_path: Path, source: Repository) -> None:
+    inner, said = memory(), []
+    other = elsewhere(tmp_path, inner, seed=5)
+
+    def join_in() -> None:
+        said.append(copy(source, other, "run@3", part=(1, 2), jobs=1))
+
+    first = elsewhere(tmp_path, FaultyStore(inner, [call_first("put", meanwhile(join_in), key="*.safetensors")]))
+    said.append(copy(source, first, "run@3", part=(0, 2), jobs=1))
+    sizes = [entry.size for entry in inner.list("objects/") if entry.key.endswith(".safetensors")]
+    assert [(one.blobs, one.nbytes) for one in said] == [(len(sizes), sum(sizes))] * 2
 
 
 @pytest.mark.parametrize("part", [(0, 3), (1, 3), (2, 3)])

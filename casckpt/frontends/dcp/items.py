@@ -190,24 +190,32 @@ def tensors_of(items: Iterable[WriteItem], *, alone: bool) -> Tensors:
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
             continue
-        key, data = item.index.fqn, item.tensor_data
-        if data is None:
-            raise InvalidInput(f"{key!r}: the plan has an item of a tensor without its size", key=key)
-        shape = tuple(data.size)
-        box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)) if 0 not in data.chunk.sizes else None
-        if box is not None and (len(box.shape) != len(shape) or not box.inside(full_box(shape))):
-            raise InvalidInput(f"{key!r}: a part at {list(box.offset)} of {list(box.shape)} lies outside", key=key)
-        if alone and box is not None and box.shape != shape:
-            part = Chunk(f"{key}@{'x'.join(map(str, box.offset))}", box.offset, box.shape)
-            found.chunks.setdefault(key, (shape, []))[1].append(part)
-            found.parts.append(_Part(item, part.key, box.shape, whole(box.shape)))
-            continue
-        if alone and box is None and shape != tuple(data.chunk.sizes):
-            found.chunks.setdefault(key, (shape, []))
-            continue
-        region = Region(full_box(shape), 0, 0) if box is None else Region(box, 0, box.numel)
-        found.parts.append(_Part(item, key, shape, region))
+        key = item.index.fqn
+        shape, sizes, box = _place_of(item)
+        if alone and sizes != shape:
+            chunks = found.chunks.setdefault(key, (shape, []))[1]
+            if box is not None:
+                part = Chunk(f"{key}@{'x'.join(map(str, box.offset))}", box.offset, box.shape)
+                chunks.append(part)
+                found.parts.append(_Part(item, part.key, box.shape, whole(box.shape)))
+        else:
+            region = Region(full_box(shape), 0, 0) if box is None else Region(box, 0, box.numel)
+            found.parts.append(_Part(item, key, shape, region))
     return found
+
+
+def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
+    """Of an item of a tensor: the shape of the whole, that of its part, and where it lies; None if it is empty."""
+    key, data = item.index.fqn, item.tensor_data
+    if data is None:
+        raise InvalidInput(f"{key!r}: the plan has an item of a tensor without its size", key=key)
+    shape, sizes = tuple(data.size), tuple(data.chunk.sizes)
+    if 0 in sizes:
+        return shape, sizes, None
+    box = Box(tuple(data.chunk.offsets), sizes)
+    if len(sizes) != len(shape) or not box.inside(full_box(shape)):
+        raise InvalidInput(f"{key!r}: a part at {list(box.offset)} of {list(sizes)} lies outside", key=key)
+    return shape, sizes, box
 
 
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[Source]:

@@ -156,18 +156,9 @@ def _nobody(key: str, what: str, holders: Sequence[int]) -> CheckpointingExcepti
 
 
 def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
-    first, one = holders[0]
-    for rank, other in holders:
-        inside = len(other.offset) == len(other.shape) and all(
-            0 <= at < extent for at, extent in zip(other.offset, other.shape, strict=True)
-        )
-        if other.shape != one.shape or not inside:
-            raise CheckpointingException(
-                f"{one.key!r}: the object at {other.offset} of {other.shape} on rank {rank} is none of the {one.shape} "
-                f"that rank {first} has; global_offset counts shards, from 0",
-                key=one.key,
-                rank=rank,
-            )
+    """Every shard of an object has one main replica."""
+    _check_object_shape(holders)
+    one = holders[0][1]
     mains = map_reduce([one for one in holders if one[1].main], lambda one: one[1].offset, lambda one: one[0])
     for offset, ranks in mains.items():
         if len(ranks) > 1:
@@ -180,6 +171,21 @@ def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
     missing = [at for at in product(*map(range, one.shape)) if at not in mains]
     if missing:
         raise _nobody(one.key, f"the objects at {_some(missing)} of {one.shape}", [rank for rank, _ in holders])
+
+
+def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
+    first, one = holders[0]
+    for rank, other in holders:
+        inside = len(other.offset) == len(other.shape) and all(
+            0 <= at < extent for at, extent in zip(other.offset, other.shape, strict=True)
+        )
+        if other.shape != one.shape or not inside:
+            raise CheckpointingException(
+                f"{one.key!r}: the object at {other.offset} of {other.shape} on rank {rank} is none of the {one.shape} "
+                f"that rank {first} has; global_offset counts shards, from 0",
+                key=one.key,
+                rank=rank,
+            )
 
 
 def _some(items: Sequence[Any]) -> str:
