@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
-from casckpt.plan.retention import Policy, parse_duration
+from casckpt.plan.retention import Policy
 from casckpt.repository import commits as commit_log
 from casckpt.repository import copying, manifests, refs, tags
 from casckpt.repository.copying import CopyResult
@@ -161,8 +161,8 @@ class Archive:
 
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
-        within = parse_duration(keep_within) if isinstance(keep_within, str) else keep_within
-        plan = plan_gc(self.repository, Policy(keep_last, keep_every, within), run=run, min_age=min_age)
+        policy = Policy(keep_last, keep_every, keep_within)
+        plan = plan_gc(self.repository, policy, run=run, min_age=min_age)
         if dry_run:
             return preview(self.repository, plan)
         return execute(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -33,23 +33,22 @@ def parse_duration(text: str) -> float:
 class Policy:
     """What to keep of each run: any of its rules is enough. Nothing set forgets nothing.
 
-    ``keep_last``: that many of the newest. ``keep_every``: those whose step is a multiple of it.
-    ``keep_within_seconds``: those created at most that long ago. Raises InvalidInput for numbers that make no sense.
+    ``keep_last``: that many of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``: those
+    created at most that long ago, in seconds or as text ("7d"). Raises InvalidInput for what makes no sense.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
-    keep_within_seconds: float | None = None
+    keep_within: float | str | None = None
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 0):
             raise InvalidInput(f"keep-last {self.keep_last!r}: give a number of checkpoints, 1 or more")
         if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
             raise InvalidInput(f"keep-every {self.keep_every!r}: give a number of steps, 1 or more")
-        within = self.keep_within_seconds
-        if within is not None and not _is_duration(within):
-            raise InvalidInput(f"keep-within {within!r} seconds: give a duration, as 12h or 7d")
-        if self.keep_last == 0 and self.keep_every is None and within is None:
+        if self.within_seconds is not None and not _is_duration(self.within_seconds):
+            raise InvalidInput(f"keep-within {self.keep_within!r} seconds: give a duration, as 12h or 7d")
+        if self.keep_last == 0 and replace(self, keep_last=None).is_empty:
             raise InvalidInput(
                 "keep-last 0 would keep nothing, but the newest of a run always stays: give 1, or name what to forget"
             )
@@ -57,7 +56,12 @@ class Policy:
     @property
     def is_empty(self) -> bool:
         """Does it say nothing at all? Then it forgets nothing."""
-        return self == Policy()
+        return all(getattr(self, rule.name) is None for rule in fields(self))
+
+    @property
+    def within_seconds(self) -> float | None:
+        """``keep_within`` as a number."""
+        return parse_duration(self.keep_within) if isinstance(self.keep_within, str) else self.keep_within
 
 
 def _is_duration(seconds: Any) -> bool:
@@ -96,14 +100,16 @@ def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
     """``group``: of one run, oldest first."""
     current = list({one.step: one for one in group}.values())  # of twins, the last one answers
     current.sort(key=lambda kept: kept.txid)
-    last = max(policy.keep_last or 0, 1)
-    keep = {one.txid for one in current[-last:]}
-    keep.update(one.txid for one in current if _kept_by_rule(one, policy, now))
+    keep = {current[-1].txid} | {one.txid for one in _kept_by_rules(current, policy, now)}
     return [one for one in group if one.txid not in keep]
 
 
-def _kept_by_rule(one: Kept, policy: Policy, now: int) -> bool:
-    if policy.keep_every is not None and one.step % policy.keep_every == 0:
-        return True
-    within = policy.keep_within_seconds
-    return within is not None and now - one.created_at <= within * 1_000_000
+def _kept_by_rules(current: list[Kept], policy: Policy, now: int) -> Iterator[Kept]:
+    """What the rules keep of one run, of which ``current`` are all that count, oldest first."""
+    if policy.keep_last:
+        yield from current[-policy.keep_last :]
+    if policy.keep_every is not None:
+        yield from (one for one in current if one.step % policy.keep_every == 0)
+    if policy.within_seconds is not None:
+        most = policy.within_seconds * 1_000_000
+        yield from (one for one in current if now - one.created_at <= most)

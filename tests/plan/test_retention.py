@@ -64,19 +64,26 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         {"keep_last": 0},
         {"keep_every": 0},
         {"keep_every": -5},
-        {"keep_within_seconds": -1.0},
-        {"keep_within_seconds": float("nan")},
-        {"keep_within_seconds": float("inf")},
+        {"keep_within": -1.0},
+        {"keep_within": float("nan")},
+        {"keep_within": float("inf")},
         {"keep_last": 1.5},
         {"keep_last": True},
         {"keep_last": "3"},
         {"keep_every": 2.0},
-        {"keep_within_seconds": "7d"},
     ],
 )
 def test_a_policy_of_nonsense_is_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"keep-"):
         Policy(**rules)
+
+
+def test_a_duration_may_be_text() -> None:
+    store = [*TEN, kept(11, 50)]
+    by_text, by_number = Policy(keep_within="2d"), Policy(keep_within=2 * 86400.0)
+    assert plan_forget(store, by_text, 9 * DAY) == plan_forget(store, by_number, 9 * DAY) != []
+    with pytest.raises(InvalidInput, match="not a duration"):
+        Policy(keep_within="7 days")
 
 
 def test_no_policy_forgets_nothing() -> None:
@@ -92,11 +99,11 @@ def test_keep_every() -> None:
 
 
 def test_keep_within() -> None:
-    assert steps(plan_forget(TEN, Policy(keep_within_seconds=2 * 86400.0), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
+    assert steps(plan_forget(TEN, Policy(keep_within=2 * 86400.0), 9 * DAY)) == [0, 50, 100, 150, 200, 250, 300]
 
 
 def test_rules_are_a_union() -> None:
-    policy = Policy(keep_last=2, keep_every=200, keep_within_seconds=3 * 86400.0)
+    policy = Policy(keep_last=2, keep_every=200, keep_within=3 * 86400.0)
     assert steps(plan_forget(TEN, policy, 9 * DAY)) == [50, 100, 150, 250]
 
 
@@ -118,12 +125,12 @@ def test_the_newest_is_the_latest_transaction_not_the_greatest_step() -> None:
 
 def test_age_is_that_of_the_checkpoint_not_of_its_copy() -> None:
     store = [kept(0, 0, day=9), kept(8, 8, day=1), kept(9, 9, day=2)]
-    assert steps(plan_forget(store, Policy(keep_within_seconds=86400.0), 9 * DAY)) == [8]
+    assert steps(plan_forget(store, Policy(keep_within=86400.0), 9 * DAY)) == [8]
 
 
 def test_superseded_twins_go_with_every_policy_and_count_for_none() -> None:
     store = [kept(0, 100), kept(1, 50), kept(2, 100), kept(3, 150)]
-    for policy in (Policy(keep_last=100), Policy(keep_every=50), Policy(keep_within_seconds=1e9)):
+    for policy in (Policy(keep_last=100), Policy(keep_every=50), Policy(keep_within=1e9)):
         assert plan_forget(store, policy, 9 * DAY) == [store[0]]
     assert plan_forget(store, Policy(keep_last=2), 0) == store[:2]
 
@@ -141,7 +148,7 @@ POLICIES = st.builds(
     Policy,
     keep_last=st.none() | st.integers(1, 5),
     keep_every=st.none() | st.integers(1, 5),
-    keep_within_seconds=st.none() | st.integers(0, 9).map(lambda days: days * 86400.0),
+    keep_within=st.none() | st.integers(0, 9).map(lambda days: days * 86400.0),
 )
 
 

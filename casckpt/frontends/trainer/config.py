@@ -12,7 +12,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
 from casckpt.frontends.trainer.schedule import Schedule
-from casckpt.plan.retention import Policy, parse_duration
+from casckpt.plan.retention import Policy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -108,11 +108,9 @@ def policy_of(keep: Keep) -> Policy | None:
         return keep
     if type(keep) is int:
         return Policy(keep_last=keep)
-    rules = {"keep_last", "keep_every", "keep_within"}
+    rules = {rule.name for rule in fields(Policy)}
     if not isinstance(keep, Mapping) or not rules.issuperset(keep):
         raise InvalidInput(
             f"keep={keep!r} is not usable; give a number, or a dict with any of {', '.join(sorted(rules))}"
         )
-    within = keep.get("keep_within")
-    seconds = parse_duration(within) if isinstance(within, str) else within
-    return Policy(keep.get("keep_last"), keep.get("keep_every"), seconds)
+    return Policy(**keep)
