@@ -3,6 +3,8 @@
 It uses casckpt as anyone would: its command line and its public functions. Exits with 1 if a claim does not hold.
 """
 
+# ruff: noqa: E402 - the environment is set first
+
 from __future__ import annotations
 
 import argparse
@@ -58,12 +60,12 @@ def quiet() -> None:
 
 quiet()
 
-import torch  # noqa: E402 - after the environment is set
-import transformers  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from torch import nn  # noqa: E402
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
 
-import casckpt  # noqa: E402
+import casckpt
 
 hub: Any = transformers  # some of its functions have no types
 hub.logging.disable_progress_bar()
@@ -106,7 +108,7 @@ class Training:
             scores = self.model(self.words)
             loss = nn.functional.cross_entropy(scores, self.topics)
             self.optim.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             self.optim.step()
             right = float((scores.argmax(1) == self.topics).float().mean())
         return float(loss.detach()), right

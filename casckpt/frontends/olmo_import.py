@@ -95,11 +95,6 @@ class _AllMaps:
             one.done(nbytes)
 
 
-def nbytes_of(path: Path) -> int:
-    """Bytes of all tensors of a folder, more or less: of its files."""
-    return sum(file.stat().st_size for file in path.rglob("*.safetensors"))
-
-
 def _tensors(files: LocalFiles, maps: _AllMaps) -> dict[str, list[Shard]]:
     """What one folder with ``metadata.json`` holds, as shards of whole tensors."""
     described = _described(files)

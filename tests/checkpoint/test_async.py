@@ -117,7 +117,7 @@ def test_a_second_save_is_refused_where_that_is_asked_for() -> None:
     first.result(SECONDS)
     assert held.store.save_async({"w": cells(2)}, step=1, when_busy="refuse").result(SECONDS).step == 1
     with pytest.raises(InvalidInput, match="give 'wait' or 'refuse'"):
-        held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]
+        held.store.save_async({}, step=2, when_busy="never")  # type: ignore[arg-type]  # a wrong value on purpose
 
 
 def test_what_fails_shows_in_its_future_and_the_next_save_works() -> None:

@@ -116,7 +116,7 @@ def test_not_strict_leaves_and_lists_them(store: Store) -> None:
 def test_rename_by_a_callable(store: Store) -> None:
     template = {"net": {"b": torch.zeros(5)}, "epoch": 0}
     ckpt = store.load(template, REF, rename=lambda key: key.replace("net.", "model."))
-    assert torch.equal(template["net"]["b"], torch.arange(5.0))  # type: ignore[index]
+    assert torch.equal(template["net"]["b"], torch.arange(5.0))  # type: ignore[index]  # a nested state
     assert "model.b" not in ckpt.unread_keys
     with pytest.raises(MissingKey, match=r"'x\.b'"):
         store.load(template, REF, rename=lambda key: "x." + key[-1])
@@ -127,8 +127,8 @@ def test_rename_by_regular_expressions(store: Store) -> None:
     store.load(
         template, REF, rename={r"module\.net\.(\w+)": r"model.\1", "other": "no", r"other\.(?P<x>.*)": r"model.\g<x>"}
     )
-    assert torch.equal(template["module"]["net"]["b"], torch.arange(5.0))  # type: ignore[index]
-    assert torch.equal(template["other"]["b"], torch.arange(5.0))  # type: ignore[index]
+    assert torch.equal(template["module"]["net"]["b"], torch.arange(5.0))  # type: ignore[index]  # a nested state
+    assert torch.equal(template["other"]["b"], torch.arange(5.0))  # type: ignore[index]  # a nested state
 
 
 def test_a_regular_expression_matches_the_whole_key(store: Store) -> None:
@@ -393,7 +393,7 @@ def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:
     template: dict[str, Any] = {"m": None}
     store.load(template, "default@2")
     assert isinstance(template["m"], OrderedDict)
-    assert template["m"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+    assert template["m"]._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
 
 
 @given(st.data())

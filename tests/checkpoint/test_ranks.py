@@ -88,7 +88,7 @@ def test_a_group_of_some_ranks_counts_its_own(ranks: Pool) -> None:
 
 def test_a_group_needs_torch_distributed() -> None:
     with pytest.raises(InvalidInput, match="not initialised"):
-        open_ranks(object())  # type: ignore[arg-type]
+        open_ranks(object())  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 def several_groups(rank: int, size: int) -> Any:
@@ -152,7 +152,7 @@ class OfTwoArguments(Exception):
 
 def with_a_lock() -> Exception:
     error = InvalidInput("locked", key="some.key")
-    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    error.lock = threading.Lock()  # type: ignore[attr-defined]  # what does not pickle
     return error
 
 

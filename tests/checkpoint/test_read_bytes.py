@@ -97,7 +97,7 @@ def test_all_ranks_together_read_each_cell_at_most_twice() -> None:
         for rank, part in enumerate(torch.arange(100).chunk(ranks)):
             lo, hi = int(part[0]), int(part[-1]) + 1
             shard = Shard(torch.zeros(hi - lo, 333), (100, 333), offset=(lo, 0))
-            read = bytes_read(store, lambda s=shard: store.load({"w": s}, "default@1"))  # type: ignore[misc]
+            read = bytes_read(store, lambda s=shard: store.load({"w": s}, "default@1"))  # type: ignore[misc]  # a default binds the loop variable
             assert torch.equal(shard.data, weight[lo:hi])
             assert read <= (hi - lo) * 333 * 4 + 2 * CELL, rank
             total += read

@@ -150,7 +150,7 @@ def test_unusable_names_of_attachments(name: Any) -> None:
 
 def test_an_attachment_is_bytes() -> None:
     with pytest.raises(InvalidInput, match="give its contents as bytes"):
-        small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]
+        small().save({}, step=1, attachments={"a": "text"})  # type: ignore[dict-item]  # a wrong type on purpose
 
 
 def test_per_rank_values() -> None:
@@ -266,7 +266,7 @@ class _Odd:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Odd) and vars(other) == vars(self)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as Python does it
 
 
 def test_what_is_not_plain_is_refused_naming_its_path(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_what_is_not_plain_is_refused_naming_its_path(tmp_path: Path) -> None:
 
 def test_pickles_only_where_both_sides_allow_them() -> None:
     store, big = small(), _Odd()
-    big.x = [1] * 5000  # type: ignore[assignment]
+    big.x = [1] * 5000  # type: ignore[assignment]  # too large a value for it
     state = {"w": torch.ones(1), "odd": _Odd(), "big": big, "plain": [1]}
     store.save(state, step=1, allow_pickle=True)
     template = {"w": torch.zeros(1), "odd": None, "plain": None}

@@ -277,7 +277,7 @@ def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store,
     found = export_safetensors(store, "latest", tmp_path / "m.safetensors")
     assert found.left_out == ("steps.1", "lr")
     read = safetensors.torch.load_file(found.files[0])
-    expected = {"model.a": tied, "model.b": tied, "model.t": state["model"]["t"], "steps.0": torch.ones(1)}  # type: ignore[index]
+    expected = {"model.a": tied, "model.b": tied, "model.t": state["model"]["t"], "steps.0": torch.ones(1)}  # type: ignore[index]  # a nested state
     assert same(read, expected)
 
 
@@ -398,7 +398,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def streams(kinds: list[tuple[str, int]]) -> list[Stream]:
     return [
-        Stream(number, Entry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]
+        Stream(number, Entry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
         for number, (dtype, count) in enumerate(kinds)
     ]
 

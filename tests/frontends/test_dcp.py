@@ -456,10 +456,10 @@ class Materialising(DefaultLoadPlanner):
 class Meta(torch.Tensor):
     """A meta tensor that DCP does not materialise by itself, which it does on the device of the process group."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute of Tensor
         return torch.device("cpu")
 
 

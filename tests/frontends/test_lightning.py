@@ -1,5 +1,7 @@
 """Lightning: real trainings whose checkpoints lie in a store; what it keeps, removes, and resumes from."""
 
+# ruff: noqa: E402 - what is optional is asked for first
+
 from __future__ import annotations
 
 import copy
@@ -14,19 +16,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 lightning = pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 
-from lightning.fabric import Fabric  # noqa: E402 - after the skip
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from casckpt.checkpoint.store import Store  # noqa: E402
-from casckpt.errors import CasckptError, Conflict, NotFound, StorageError  # noqa: E402
-from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint  # noqa: E402
-from casckpt.frontends.training_state import unshard_model_state  # noqa: E402
-from casckpt.repository.repository import Repository  # noqa: E402
-from casckpt.storage.local import LocalStore  # noqa: E402
-from tests.support.faulty import FaultyStore, call_first, fail_before  # noqa: E402
-from tests.support.saves import small_folder, steps  # noqa: E402
-from tests.support.training import identical  # noqa: E402
+from casckpt.checkpoint.store import Store
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError
+from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
+from casckpt.frontends.training_state import unshard_model_state
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import LocalStore
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.saves import small_folder, steps
+from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore"

@@ -135,12 +135,12 @@ def test_an_option_that_the_checkpoint_lacks_stays(store: casckpt.Store) -> None
 
 def test_state_that_belongs_to_no_parameter(store: casckpt.Store) -> None:
     model, trained = trained_pair(NAMES)
-    trained.state["shared"] = {"seen": torch.arange(3), "note": "x"}  # type: ignore[index]
+    trained.state["shared"] = {"seen": torch.arange(3), "note": "x"}  # type: ignore[index]  # state may have any keys
     save_model_and_optim_state(store, model, trained, run="a", step=2)
     fresh = Network(2)
     other = adamw(fresh, NAMES)
     load_model_and_optim_state(store, "a@2", fresh, other)
-    assert identical(other.state["shared"], trained.state["shared"])  # type: ignore[index]
+    assert identical(other.state["shared"], trained.state["shared"])  # type: ignore[index]  # state may have any keys
     assert identical(other.state_dict(), trained.state_dict())
 
 
@@ -218,7 +218,7 @@ def test_a_weight_that_only_the_checkpoint_has(store: casckpt.Store, saved: tupl
     assert "'head.weight'" in message
     assert "strict=False" in message
     load_model_and_optim_state(store, "a@2", fresh, strict=False)
-    assert torch.equal(fresh.norm.running_mean, saved[0].norm.running_mean)  # type: ignore[arg-type]
+    assert torch.equal(fresh.norm.running_mean, saved[0].norm.running_mean)  # type: ignore[arg-type]  # it has one
 
 
 @pytest.mark.parametrize(

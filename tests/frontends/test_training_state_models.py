@@ -86,7 +86,7 @@ WRAPS: dict[str, Callable[[Any], nn.Module]] = {
 def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> None:
     plain = Named(1)
     names = list(plain.state_dict())
-    metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]
+    metadata = plain.state_dict()._metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
     wrapped = WRAPS[wrap](Named(1))
     trained = optim.AdamW(wrapped.parameters())
     for parameter in wrapped.parameters():
@@ -96,7 +96,7 @@ def test_keys_are_those_of_the_plain_model(store: casckpt.Store, wrap: str) -> N
     assert [key for key in saved.tensors if key.startswith("model.")] == [f"model.{name}" for name in names]
     parameters = [name for name, _ in plain.named_parameters()]
     assert store.read("a@1")["optim"]["param_groups"][0]["params"] == parameters
-    assert unshard_model_state(store, "a@1")._metadata == metadata  # type: ignore[attr-defined]
+    assert unshard_model_state(store, "a@1")._metadata == metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
 
     other = optim.AdamW(plain.parameters())  # out of the wrapper, and into another
     load_model_and_optim_state(store, "a@1", plain, other)

@@ -105,7 +105,7 @@ def test_a_load_after_a_look(store_path: Path, ranks: Pool, topology: str, grad:
 def odd_flat_parameters(rank: int, size: int, path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallel = joined(tp(Stack(1), mesh["tensor"]), device_mesh=mesh["data"])
-    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    image = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch says less than it takes
     models = [parallel, joined(image)]
     return [str(outcome_of(partial(save_model_and_optim_state, path, model, run="a", step=1))) for model in models]
 

@@ -1,5 +1,7 @@
 """Transformers: a real MiniLM with a frozen encoder; the folders of its `Trainer` go into a store and come back."""
 
+# ruff: noqa: E402 - what is optional is asked for first
+
 from __future__ import annotations
 
 import json
@@ -17,15 +19,15 @@ from safetensors.torch import load_file, save_file
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
-import casckpt  # noqa: E402 - after the skip
-from casckpt.checkpoint.store import Store  # noqa: E402 - after the skip
-from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported  # noqa: E402
-from casckpt.frontends.training_state import load_model_and_optim_state  # noqa: E402
-from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint  # noqa: E402
-from tests.frontends.test_accelerate import as_torchrun_says  # noqa: E402
-from tests.support.ranks import outcome_of  # noqa: E402
-from tests.support.saves import steps  # noqa: E402
-from tests.support.training import identical  # noqa: E402
+import casckpt
+from casckpt.checkpoint.store import Store
+from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.frontends.training_state import load_model_and_optim_state
+from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
+from tests.frontends.test_accelerate import as_torchrun_says
+from tests.support.ranks import outcome_of
+from tests.support.saves import steps
+from tests.support.training import identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

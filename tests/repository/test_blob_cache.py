@@ -100,7 +100,7 @@ def test_it_never_holds_more_than_it_may(repo: Repository, storage: FarStore, ro
     assert not BlobCache(root, limit=0).keep(storage, put(repo, 31))
     for limit in (-1, 1.5):
         with pytest.raises(InvalidInput, match="cannot be kept"):
-            BlobCache(root, limit=limit)  # type: ignore[arg-type]
+            BlobCache(root, limit=limit)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 def test_without_a_limit_half_of_the_disk_is_left(

@@ -188,7 +188,7 @@ def test_commit_and_revoke_race_for_one_name(tmp_path: Path) -> None:
     gc = repository(tmp_path, storage)
     repo = repository(tmp_path, FaultyStore(storage), seed=2)
     record = committed(repo)
-    repo.storage.inject(call_first("put", meanwhile(lambda: revoke(gc, record.txid, "slow"))))  # type: ignore[attr-defined]
+    repo.storage.inject(call_first("put", meanwhile(lambda: revoke(gc, record.txid, "slow"))))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(Revoked):
         commit(repo, record)
 
@@ -263,7 +263,7 @@ def test_numbers_are_compared_as_numbers(repo: Repository) -> None:
 def test_a_failing_storage_is_an_error_and_not_an_empty_list(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit_bare(repo)
-    repo.storage.inject(fail_before("get", key="commits/*"))  # type: ignore[attr-defined]
+    repo.storage.inject(fail_before("get", key="commits/*"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(StorageError):
         list_commits(repo)
 

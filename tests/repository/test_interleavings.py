@@ -260,7 +260,7 @@ def uploads_first(play: Play, repo: Repository, name: str) -> None:
 def reuses_orphans(play: Play, repo: Repository, name: str) -> None:
     transaction = transactions.begin(repo, "run", 9)
     entries = [(entry, parse_object(entry.key)) for entry in repo.storage.list("objects/")]
-    found = [BlobRef(n.hash, e.size, n.uploader) for e, n in entries if n and n.kind == "safetensors"]  # type: ignore[arg-type]
+    found = [BlobRef(n.hash, e.size, n.uploader) for e, n in entries if n and n.kind == "safetensors"]  # type: ignore[arg-type]  # blobs have one
     try:
         finish(repo, transaction, [], found)
     except Revoked:

@@ -161,7 +161,7 @@ def test_a_time_that_nothing_can_follow_is_refused(tmp_path: Path, time: str) ->
 def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
-    repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]
+    repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
     key = commit_key(commit.txid, 1)
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))
     repo.put_record(key, Forgotten(txid=commit.txid, time=3))  # a retry by the storage itself finds it there
@@ -172,7 +172,7 @@ def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
 def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)
-    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]
+    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(StorageError):
         repo.put_record(commit_key(commit.txid, 1), Forgotten(txid=commit.txid, time=3))
     assert list_commits(repo).commits[commit.txid].last == "committed"
@@ -184,7 +184,7 @@ def test_a_failed_put_that_finds_the_record_of_another_is_a_conflict(tmp_path: P
     commit = commit_bare(repo)
     key = commit_key(commit.txid, 1)
     repository(tmp_path, storage).put_record(key, Forgotten(txid=commit.txid, time=1))
-    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]
+    repo.storage.inject(fail_before("put"))  # type: ignore[attr-defined]  # a FaultyStore
     with pytest.raises(Conflict):
         repo.put_record(key, Forgotten(txid=commit.txid, time=2))
 

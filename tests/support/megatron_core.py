@@ -50,7 +50,7 @@ def theirs(state: Any) -> Any:
             return mapping.LocalNonpersistentObject(leaf.unwrap())
         if not isinstance(leaf, megatron.ShardedBase):
             return leaf
-        values = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}  # type: ignore[arg-type]
+        values = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}  # type: ignore[arg-type]  # all of them are dataclasses
         if isinstance(leaf, megatron.ShardedTensorFactory):
             values["build_fn"] = lambda *arguments: theirs(leaf.build_fn(*arguments))
         return getattr(mapping, type(leaf).__name__)(**values)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.support.repositories import memory
 from tests.support.tensors import same
 
 CELL, BLOB = 4096, 64 << 10  # bytes
-_ORDER = random.Random(1)
 _NUMBERS = itertools.count()
 
 
@@ -63,13 +61,6 @@ def same_state(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(itertools.starmap(same_state, zip(one, other, strict=True)))
     return exact.same(one, other)
-
-
-@dataclass
-class Delta:
-    """What a storage did meanwhile."""
-
-    counts: IoCounts
 
 
 @contextmanager

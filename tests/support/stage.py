@@ -56,7 +56,7 @@ class Stage:
                 act()
             except Curtain:
                 pass
-            except BaseException as error:  # noqa: BLE001  # shown by `run`
+            except BaseException as error:  # noqa: BLE001 - shown by `run`
                 actor.error = error
             with self._changed:
                 actor.done = True

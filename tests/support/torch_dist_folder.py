@@ -64,4 +64,4 @@ if __name__ == "__main__":
     os.chdir(folder.parent)
     with tempfile.TemporaryDirectory() as meeting:
         size = (SAVED_FLAT if flat else SAVED).size
-        spawn(write, (f"{meeting}/file", flat), size)  # type: ignore[no-untyped-call]
+        spawn(write, (f"{meeting}/file", flat), size)  # type: ignore[no-untyped-call]  # torch's own

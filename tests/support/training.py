@@ -60,10 +60,10 @@ def train(model: nn.Module, optim: Optimizer, steps: range) -> None:
         def loss(x: torch.Tensor = x) -> torch.Tensor:
             optim.zero_grad()
             value: torch.Tensor = model(x).square().sum()
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()  # type: ignore[no-untyped-call]  # torch's own
             return value
 
-        optim.step(loss)  # type: ignore[arg-type]
+        optim.step(loss)  # type: ignore[arg-type]  # LBFGS takes a closure
 
 
 def identical(one: Any, other: Any) -> bool:

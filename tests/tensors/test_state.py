@@ -51,7 +51,7 @@ def test_mappings_are_descended_and_the_rest_are_leaves() -> None:
     assert kinds(flat) == {"model.w": "tensor", "model.b": "tensor", "step": "object", "none": "object", "7": "object"}
     assert flat.leaves["model.w"].path == ("model", "w")
     assert flat.leaves["7"].path == (7,)
-    assert flat.leaves["model.w"].value is state["model"]["w"]  # type: ignore[index]
+    assert flat.leaves["model.w"].value is state["model"]["w"]  # type: ignore[index]  # a nested state
 
 
 def test_lists_and_tuples_are_descended_only_for_tensors() -> None:
@@ -201,7 +201,7 @@ def test_a_module_and_an_optimizer() -> None:
     found = through(state)
     assert list(found["model"]) == list(state["model"])
     assert type(found["model"]) is OrderedDict
-    assert found["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]
+    assert found["model"]._metadata == state["model"]._metadata  # type: ignore[attr-defined]  # torch hangs it on the dict
     assert list(found["optim"]["state"]) == list(state["optim"]["state"])
     assert same(found["optim"]["param_groups"], state["optim"]["param_groups"])
     assert found["optim"]["state"][0]["exp_avg"] is state["optim"]["state"][0]["exp_avg"]

@@ -162,12 +162,12 @@ def test_validation_in_one_process() -> None:
 def differing(rank: int, size: int, path: Path) -> list[str]:
     caught: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]  # a test may
     logger = logging.getLogger("casckpt.frontends.megatron.saving")
     logger.addHandler(handler)
     megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@1")
     preprocess = {"preprocess_common_before_consistancy_check": lambda common: {"same": common["same"]}}
-    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@2", **preprocess)  # type: ignore[arg-type]
+    megatron.save({"w": part(rank), "lr": rank, "same": [1]}, f"{path}#a@2", **preprocess)  # type: ignore[arg-type]  # any of its arguments
     logger.removeHandler(handler)
     return caught
 

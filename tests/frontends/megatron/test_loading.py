@@ -280,7 +280,7 @@ def alike(rank: int, size: int, where: str) -> list[str]:
         {"w": part} | ({"o": obj("o", 0, 1)} if rank else {}),
         {"w": part if rank == 0 else tensor("w", 7, 3, replica_id=1)},
     ]
-    errors = [repr(outcome_of(lambda state=state: load(state, where))) for state in asked]  # type: ignore[misc]
+    errors = [repr(outcome_of(lambda state=state: load(state, where))) for state in asked]  # type: ignore[misc]  # a default binds the loop variable
     return [*errors, str(untouched(part)), str(load({"w": part}, where)["w"].sum().item())]
 
 

@@ -145,7 +145,7 @@ def test_flat_data_that_does_not_fit(data: torch.Tensor, at: slice | None, messa
 
 def test_the_other_constructor_takes_no_flat_part() -> None:
     with pytest.raises(ValueError, match="from_rank_offsets_flat"):
-        ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]
+        ShardedTensor.from_rank_offsets("k", torch.ones(2), flattened_range=slice(0, 2))  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 def test_data_is_made_only_where_there_is_none() -> None:
@@ -201,7 +201,7 @@ def test_what_has_a_key_is_a_sharded_base() -> None:
         value.validate_metadata_integrity()
         assert value.without_data().data is None
     with pytest.raises(TypeError):
-        ShardedBase()  # type: ignore[abstract]
+        ShardedBase()  # type: ignore[abstract]  # to try is the test
 
 
 def test_what_is_not_saved_has_two_spellings() -> None:

@@ -100,7 +100,7 @@ def strictly(rank: int, size: int, where: str, strict: str) -> list[tuple[str, b
     results = []
     for more in ({"x": tensor("x", 2)} if rank else {}, {}):
         state = {"w": half(rank), "o": obj(rank, 2)} | more
-        found = outcome_of(lambda state=state: megatron.load(state, where, strict=strict))  # type: ignore[misc]
+        found = outcome_of(lambda state=state: megatron.load(state, where, strict=strict))  # type: ignore[misc]  # a default binds the loop variable
         changed = bool((torch.as_tensor(state["w"].data) != -1).any())
         results.append((str(found) if isinstance(found, Exception) else "", changed))
     return results

@@ -105,7 +105,7 @@ def dies_on_the_way(rank: int, size: int, where: str) -> str:
     if rank == 2:
         from casckpt.checkpoint.ranks import GroupRanks
 
-        GroupRanks.swap = lambda *_: die()  # type: ignore[method-assign]
+        GroupRanks.swap = lambda *_: die()  # type: ignore[method-assign]  # in a process of its own
     return repr(outcome_of(lambda: megatron.load(state, where, fully_parallel=True)))
 
 

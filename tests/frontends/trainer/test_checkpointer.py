@@ -317,7 +317,7 @@ def test_files_travel_with_the_next_save() -> None:
         checkpointer.write_file("late", "", step=1)
     for name, contents in (("../x", ""), ("x", 5)):
         with pytest.raises(InvalidInput):
-            checkpointer.write_file(name, contents)  # type: ignore[arg-type]
+            checkpointer.write_file(name, contents)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
 # --- what is said ---

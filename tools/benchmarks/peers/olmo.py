@@ -80,4 +80,4 @@ def _mend_for_this_torch() -> None:
         found, offset = Shard.local_shard_size_and_offset(size, chunks, rank)
         return found, (offset if return_offset else -1)
 
-    Shard._local_shard_size_on_dim = staticmethod(delegate)  # type: ignore[attr-defined]
+    Shard._local_shard_size_on_dim = staticmethod(delegate)  # type: ignore[attr-defined]  # a private method of torch
