@@ -124,7 +124,7 @@ def test_limits_are_those_of_the_code() -> None:
     assert f"the {blob.MAX_RUNS} that fit" in FORMAT
 
 
-# --- all pages ---
+# all pages
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
@@ -146,7 +146,7 @@ def test_a_page_with_examples_is_run(page: Path) -> None:
     assert page in (*PAGES, REMOTE) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
 
-# --- the pages with examples ---
+# the pages with examples
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
@@ -192,7 +192,7 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
         assert issubclass(getattr(errors, name), getattr(errors, base, None) or getattr(builtins, base))
 
 
-# --- docs/design.md ---
+# docs/design.md
 
 
 def modules(layer: str) -> str:
@@ -230,7 +230,7 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
 
 
-# --- docs/decisions ---
+# docs/decisions
 
 
 def test_decisions_are_numbered_listed_and_under_a_page() -> None:

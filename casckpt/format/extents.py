@@ -233,12 +233,12 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[CellPlace]) ->
     numbers = np.array([row[:5] for row in rows], dtype=np.int64).reshape(-1, 5)
     box, lo, hi, blob, offset = numbers.T
     columns = Columns(box, lo, hi, blob, offset, digests, np.array([row[5] for row in rows], dtype=bool))
-    table = _made(ExtentTable(shape, itemsize, cell, tuple(boxes), columns))
+    table = _shortened(ExtentTable(shape, itemsize, cell, tuple(boxes), columns))
     by_box = np.argsort(numbers[:, 0], kind="stable")  # box 0 may come late in the order of offsets
     return table if (by_box[:-1] < by_box[1:]).all() else _reordered(table, by_box)
 
 
-def _made(table: ExtentTable) -> ExtentTable:
+def _shortened(table: ExtentTable) -> ExtentTable:
     """The same, in the short form if it has one."""
     columns = table.given
     if columns is None or len(columns.lo) != 1 or columns.box[0] or columns.lo[0]:

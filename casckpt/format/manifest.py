@@ -24,7 +24,7 @@ import msgspec
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import ExtentTable, Ints, Packed, pack, unpack, unpacked
+from casckpt.format.extents import ExtentTable, Packed, pack, unpack, unpacked
 from casckpt.format.keys import check_hash, check_run, check_step, check_txid
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import MAX_METADATA_BYTES
@@ -324,25 +324,3 @@ def packed_blobs(blobs: Iterable[BlobRef]) -> tuple[Blobs, Places]:
         pack([i for i, blob in enumerate(blobs) if blob.worn]),
     )
     return stored, Places(uploaders=list(uploaders), index=pack([uploaders[blob.uploader] for blob in blobs]))
-
-
-__all__ = [
-    "ATTACHMENT",
-    "PART",
-    "TENSOR",
-    "Attachment",
-    "BlobRef",
-    "Blobs",
-    "Body",
-    "Entry",
-    "Ints",
-    "Manifest",
-    "Name",
-    "ObjectEntry",
-    "Places",
-    "decode",
-    "encode",
-    "moved",
-    "packed_blobs",
-    "packed_entry",
-]

@@ -66,7 +66,7 @@ def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any
     return list(children)
 
 
-# --- containers ---
+# containers
 
 
 def show_key(key: object) -> str:
@@ -210,7 +210,7 @@ def _three(children: list[Any]) -> list[Any]:
     return children
 
 
-# --- numbers, text, bytes ---
+# numbers, text, bytes
 
 
 def int_bytes(value: int) -> bytes:
@@ -259,7 +259,7 @@ NUMBERS = (
 )
 
 
-# --- paths and times ---
+# paths and times
 
 _PATHS: dict[str, type[PurePath]] = {
     kind.__name__: kind for kind in (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)

@@ -23,7 +23,7 @@ _LONG = re.compile(r"[<>](f|c)\d\d")
 _MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad share one name
 
 
-# --- dtypes ---
+# dtypes
 
 
 def dtype_form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
@@ -98,7 +98,7 @@ def _shape(numbers: list[Any]) -> tuple[int, ...]:
     return check_shape(tuple(expect(numbers, *[int] * len(numbers))))
 
 
-# --- arrays and scalars ---
+# arrays and scalars
 
 
 def _form_of(array: np.ndarray[Any, Any]) -> str | tuple[Any, ...]:
@@ -153,7 +153,7 @@ def _join_scalar(children: list[Any]) -> Any:
 _SCALARS = tuple(sorted({*np.sctypeDict.values()} - {np.object_, np.str_, np.bytes_}, key=lambda kind: kind.__name__))
 
 
-# --- random generators ---
+# random generators
 
 _GENERATORS: dict[str, Any] = {
     kind.__name__: kind

@@ -84,7 +84,7 @@ def find(node: Node, key: str) -> Node | None:
     return None
 
 
-# --- bytes ---
+# bytes
 
 
 def encode_tree(node: Node) -> bytes:
@@ -140,7 +140,7 @@ def _check_elements(kind: str, elements: list[Any]) -> None:
         raise _refused(f"the items of a {kind} are out of order")
 
 
-# --- of several ranks ---
+# of several ranks
 
 
 def merge(trees: Sequence[Node], extensions: Sequence[plain.Extension] = ()) -> Node:
@@ -208,7 +208,7 @@ def _check_unique(tree: Node) -> None:
             )
 
 
-# --- back to nested values ---
+# back to nested values
 
 _DROPPED: Any = object()
 

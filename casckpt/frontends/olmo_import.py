@@ -153,7 +153,7 @@ def _shard(data: torch.Tensor, shape: tuple[int, ...], spec: Mapping[str, Any]) 
     return Shard(data.view(box), shape, offset=tuple(spec["global_offset"]), shape=box)
 
 
-# --- the optimizer ---
+# the optimizer
 
 
 def _optimizer(flat: Mapping[str, list[Shard]], allow_pickle: bool) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
-# --- the later trainer ---
+# the later trainer
 
 
 def import_olmo_trainer(

@@ -187,7 +187,7 @@ def _tensor(data: mmap.mmap, start: int, one: Named) -> torch.Tensor:
     return flat.view(dtype).view(one.shape)
 
 
-# --- what travels along ---
+# what travels along
 
 
 def _attachments(folder: Path, weights: list[Path]) -> tuple[dict[str, Path], list[str]]:

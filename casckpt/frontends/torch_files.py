@@ -124,7 +124,7 @@ def _spans(path: Path) -> Iterator[tuple[int, int]]:
             yield int(start, 16), int(end, 16) - int(start, 16)
 
 
-# --- out of a store ---
+# out of a store
 
 
 @dataclass(frozen=True)

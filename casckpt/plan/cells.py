@@ -15,7 +15,7 @@ import numpy as np
 
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, cut, full_box, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 
 UNKNOWN = -1
 _MAX_REST = 64  # boxes that may be left of a shard beside the parent's; beyond it, sharing is not worth the fragments
@@ -185,6 +185,3 @@ def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
         )
         for head in heads
     ]
-
-
-__all__ = ["UNKNOWN", "Cut", "Group", "full_box", "plan_cells"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, flat_boxes, intersect, normalise
+from casckpt.format.regions import Box, Region, Shape, intersect, normalise
 from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
@@ -234,6 +234,3 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
         return found >= region.numel
     _, overlaps = holes_and_overlaps(table.shape, [table.region(row) for row in range(len(table))])
     return not overlaps  # of a hostile table: it could hide holes, which would show what was in memory before
-
-
-__all__ = ["Batch", "Unit", "affordable_gap", "covers", "flat_boxes", "plan_batches", "plan_units"]

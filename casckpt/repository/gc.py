@@ -43,8 +43,6 @@ from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
 
-__all__ = ["GcPlan", "GcResult", "Waiting", "collect", "execute", "plan_gc", "preview"]
-
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 

@@ -29,8 +29,6 @@ from casckpt.repository.salvage import Cells, Copies, LiveCell, live_cells, read
 from casckpt.repository.superseding import supersede
 from casckpt.repository.verify import DamagedBlob, DamagedManifest, describe, survey
 
-__all__ = ["RepairResult", "Superseded", "repair"]
-
 
 @dataclass(frozen=True)
 class Superseded:

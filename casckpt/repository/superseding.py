@@ -20,10 +20,11 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed
 from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.salvage import Cells, Salvaged, live_cells, salvage
 from casckpt.repository.tags import set_tag, tags, tags_of
-from casckpt.repository.transactions import Transaction, this_process
+from casckpt.repository.transactions import Transaction
 
 Moved = dict[tuple[int, int], int]
 """New offset of each cell, by (number of the blob, old offset)."""

@@ -21,18 +21,6 @@ from casckpt.format.records import Began, FirstRecord, SignOfLife
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
 
-__all__ = [
-    "OpenTransaction",
-    "Transaction",
-    "begin",
-    "has_died",
-    "join",
-    "open_transactions",
-    "remove_closed",
-    "revoke",
-    "this_process",
-]
-
 PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0

@@ -187,7 +187,7 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_a_conflict() -> None:
         store.read("default@1")
 
 
-# --- manifests ---
+# manifests
 
 
 @pytest.mark.parametrize("damage", ["garbage", "empty", "flip", "deleted", "other"])

@@ -155,7 +155,7 @@ def test_an_interrupt_ends_the_transaction() -> None:
     check_after(store, failed=True)
 
 
-# --- loads ---
+# loads
 
 
 @pytest.mark.parametrize("fault", [fail_before("open", at=2), fail_before("read_into", at=2), fail_after("read_into")])
@@ -181,7 +181,7 @@ def test_looking_for_a_checkpoint_fails_with_an_error_of_the_storage(method: str
     assert same_state(again.read("default@1"), states()[0])
 
 
-# --- revoked by a gc meanwhile ---
+# revoked by a gc meanwhile
 
 
 def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:

@@ -25,7 +25,7 @@ def named(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['run']}@{row['step']}" for row in rows]
 
 
-# --- looking ---
+# looking
 
 
 def test_list_gives_the_checkpoints_oldest_first(saved: Path, store: casckpt.Store, as_json: AsJson) -> None:
@@ -181,7 +181,7 @@ def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "a", "b"]
 
 
-# --- making, importing, exporting ---
+# making, importing, exporting
 
 
 def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
@@ -240,7 +240,7 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
-# --- keeping and removing ---
+# keeping and removing
 
 
 def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> None:
@@ -339,7 +339,7 @@ def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, 
     assert transaction.abort("test")
 
 
-# --- care ---
+# care
 
 
 def damage(store_path: Path) -> str:

@@ -199,7 +199,7 @@ def test_plain_data_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- long buffers ---
+# long buffers
 
 
 class Parts:
@@ -269,7 +269,7 @@ def test_a_part_named_twice_or_without_load_is_refused() -> None:
         plain.decode(twice)
 
 
-# --- what is refused ---
+# what is refused
 
 REFUSED = [
     (function, "a function"),
@@ -371,7 +371,7 @@ def test_too_little_stack_is_said_clearly() -> None:
         deep(room - plain.MAX_DEPTH // 2)
 
 
-# --- extensions ---
+# extensions
 
 
 class Money:

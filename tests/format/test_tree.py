@@ -136,7 +136,7 @@ def test_find_by_flat_key() -> None:
     assert find(node, "a.d.0.x") is None
 
 
-# --- merge ---
+# merge
 
 
 def test_merge_keeps_the_first_order_and_adds_what_is_new() -> None:
@@ -191,7 +191,7 @@ def test_merge_takes_the_first_extra_of_other_kinds() -> None:
     assert merge(strange) == strange[0]
 
 
-# --- rebuild ---
+# rebuild
 
 
 def everything(key: str) -> bool:

@@ -91,7 +91,7 @@ def temporaries(tmp_path: Path) -> Any:
 pytestmark = pytest.mark.usefixtures("temporaries")
 
 
-# --- one file ---
+# one file
 
 
 def test_a_file_comes_back_byte_for_byte(store: casckpt.Store, tmp_path: Path, seed: int) -> None:
@@ -144,7 +144,7 @@ def test_mapped_pages_are_let_go(
     assert sum(done) >= sum(tensor.nbytes for tensor in state.values())
 
 
-# --- folders ---
+# folders
 
 
 def test_a_folder_comes_back_with_what_travels_along(
@@ -267,7 +267,7 @@ def test_a_folder_without_one_model_is_told_by_what_it_holds(
         find_sources(tmp_path)
 
 
-# --- exports of any state ---
+# exports of any state
 
 
 def test_nested_states_get_flat_keys_and_objects_are_named(store: casckpt.Store, tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_shards_of_ranks_make_one_tensor(store: casckpt.Store, tmp_path: Path) -
     assert same(safetensors.torch.load_file(found.files[0]), {"w": whole})
 
 
-# --- what is there already, and what goes wrong ---
+# what is there already, and what goes wrong
 
 
 def test_nothing_is_written_over_without_force(store: casckpt.Store, tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- plans ---
+# plans
 
 
 def streams(kinds: list[tuple[str, int]]) -> list[Stream]:

@@ -73,7 +73,7 @@ def stringed(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- folders of DCP ---
+# folders of DCP
 
 
 def stock(path: Path, state: Any) -> Path:
@@ -218,7 +218,7 @@ def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_pa
         casckpt_to_dcp(store, "x/rank-0@1", tmp_path / "out")
 
 
-# --- files of torch.save ---
+# files of torch.save
 
 
 def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_files_of_no_use_are_refused(store: Store, tmp_path: Path) -> None:
             torch_save_to_casckpt(path, store, step=2)
 
 
-# --- folders of OLMo-core ---
+# folders of OLMo-core
 
 
 def olmo(path: Path) -> dict[str, torch.Tensor]:
@@ -349,7 +349,7 @@ def test_a_folder_of_the_later_trainer(store: Store, tmp_path: Path) -> None:
     assert store.read("o@11", allow_pickle=True)["train"][1] == {"c": Colour.RED}
 
 
-# --- memory ---
+# memory
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
@@ -360,7 +360,7 @@ def test_conversions_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     assert max(map(float, found.split())) <= 32  # MiB, of a state of 160: windows of 4, and what is in flight
 
 
-# --- what it is shows in its contents ---
+# what it is shows in its contents
 
 
 def test_contents_tell_what_a_path_is(store: Store, tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_contents_tell_what_a_path_is(store: Store, tmp_path: Path) -> None:
         look_at(tmp_path / "dcp")
 
 
-# --- URLs ---
+# URLs
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-# --- what is stored is what the native API stores ---
+# what is stored is what the native API stores
 
 
 def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -> None:
@@ -182,7 +182,7 @@ def test_an_empty_state(store: Store) -> None:
     assert store.read_attachment("default@1", "long") == b"x" * 5000
 
 
-# --- features ---
+# features
 
 
 def test_stateful_objects(store: Store) -> None:
@@ -330,7 +330,7 @@ def test_a_reader_says_what_is_not_there(tmp_path: Path) -> None:
         StorageReader(tmp_path / "none", "default@1").read_metadata()
 
 
-# --- the patterns of torch's own documentation of planners ---
+# the patterns of torch's own documentation of planners
 
 
 class RenamingSave(DefaultSavePlanner):
@@ -475,7 +475,7 @@ def test_pattern_materialise_a_meta_model(store: Store, monkeypatch: pytest.Monk
     assert identical({key: value.as_subclass(torch.Tensor) for key, value in planner.made.items()}, state)
 
 
-# --- notes ---
+# notes
 
 
 @pytest.fixture(autouse=True)

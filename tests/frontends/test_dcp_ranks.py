@@ -137,7 +137,7 @@ def test_what_one_mesh_saved_loads_on_another_and_natively(
     assert casckpt.open(store_path).get(f"native-{kind}@1").stats.bytes_written == 0
 
 
-# --- options of get_state_dict and set_state_dict ---
+# options of get_state_dict and set_state_dict
 
 
 def with_options(rank: int, size: int, path: Path) -> list[str]:
@@ -168,7 +168,7 @@ def test_options_of_state_dicts(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, with_options, store_path) == [[], []]
 
 
-# --- replicas, parts of ranks, processes alone ---
+# replicas, parts of ranks, processes alone
 
 
 def replicas(rank: int, size: int, path: Path) -> None:
@@ -234,7 +234,7 @@ def test_ranks_that_save_without_collectives(ranks: Pool, store_path: Path) -> N
     assert sorted(c.run for c in casckpt.open(store_path).checkpoints()) == [f"alone/rank-{n}" for n in range(3)]
 
 
-# --- failures ---
+# failures
 
 
 def fails_on(rank: int, size: int, path: Path, culprit: int) -> Any:
@@ -272,7 +272,7 @@ def test_a_rank_that_dies_leaves_nothing_visible(ranks: Pool, store_path: Path) 
     assert casckpt.open(store_path).checkpoints() == []
 
 
-# --- the old way of FSDP ---
+# the old way of FSDP
 
 
 def sharded_optimizer(rank: int, size: int, path: Path) -> None:

@@ -155,7 +155,7 @@ def test_nan_and_other_bits_are_kept(store: casckpt.Store) -> None:
     assert identical(other.state[fresh.weight]["momentum_buffer"], odd)
 
 
-# --- no side effects, no steps ---
+# no side effects, no steps
 
 
 class Refusing(optim.AdamW):
@@ -249,7 +249,7 @@ def test_state_in_the_layout_of_its_parameter(store: casckpt.Store) -> None:
     assert strides[0] == strides[1] == model.weight.stride()
 
 
-# --- options of groups ---
+# options of groups
 
 
 def test_options_are_restored_tensors_among_them(store: casckpt.Store) -> None:

@@ -44,7 +44,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
 
 
-# --- layout ---
+# layout
 
 
 def test_one_commit_holds_model_and_optimizer_by_name(store: casckpt.Store) -> None:
@@ -78,7 +78,7 @@ def test_a_path_or_a_url_is_a_store(store_path: Any, name: Callable[[Any], Any])
     assert identical(unshard_optim_state(place, "latest"), trained.state_dict())
 
 
-# --- groups ---
+# groups
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_state_that_belongs_to_no_parameter(store: casckpt.Store) -> None:
     assert identical(other.state_dict(), trained.state_dict())
 
 
-# --- what does not fit: an error that names it, and nothing changed ---
+# what does not fit: an error that names it, and nothing changed
 
 
 def refused(store: casckpt.Store, model: nn.Module, other: Optimizer | None, kind: type[CasckptError]) -> str:
@@ -308,7 +308,7 @@ def test_an_option_that_is_no_plain_data(store: casckpt.Store) -> None:
     load_model_and_optim_state(store, "a@2", model, trained, allow_pickle=True)
 
 
-# --- tied and frozen parameters ---
+# tied and frozen parameters
 
 
 class Tied(nn.Module):

@@ -30,7 +30,7 @@ from casckpt.frontends.training_state.names import WRAPPERS, parameter_names, pl
 from casckpt.frontends.training_state.stored import is_step, steps_on_cpu
 from tests.support.training import Network, bytes_of, everything, identical, train
 
-# --- names ---
+# names
 
 
 class Named(nn.Module):
@@ -148,7 +148,7 @@ def test_two_parameters_of_one_plain_name_are_refused() -> None:
         parameter_names(wrapper)
 
 
-# --- extra state ---
+# extra state
 
 
 class Extra(nn.Linear):
@@ -207,7 +207,7 @@ def test_extra_state_that_the_checkpoint_lacks(store: casckpt.Store) -> None:
     assert torch.equal(fresh.weight, model.weight)
 
 
-# --- hooks ---
+# hooks
 
 
 class Transposed(nn.Module):
@@ -251,7 +251,7 @@ def test_hooks_of_an_optimizer_are_heeded(store: casckpt.Store) -> None:
     assert seen == ["save", "before", "after"]
 
 
-# --- without a model ---
+# without a model
 
 
 def two_groups(model: Network) -> optim.Optimizer:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# --- what is the same on several ranks, and what is not ---
+# what is the same on several ranks, and what is not
 
 
 class Statistics(nn.Module):
@@ -137,7 +137,7 @@ def test_replicas_are_written_once_by_all_who_have_them(
         assert abs(written - stored / 4) <= BLOB
 
 
-# --- what goes wrong on one rank goes wrong on all ---
+# what goes wrong on one rank goes wrong on all
 
 
 def kinds(error: Any) -> tuple[str, str]:
@@ -245,7 +245,7 @@ def test_a_save_that_one_rank_must_refuse_all_refuse(store_path: Path, ranks: Po
         casckpt.open(store_path).get("a@1")
 
 
-# --- without a model ---
+# without a model
 
 
 def unsharded(rank: int, size: int, path: Path) -> Any:
@@ -292,7 +292,7 @@ def test_rank_0_alone(store_path: Path, ranks: Pool) -> None:
     assert all("rank 1" in text for _, text in second)
 
 
-# --- ranks that have other parameters each ---
+# ranks that have other parameters each
 
 
 def stages(rank: int, size: int, path: Path) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-# --- FSDP ---
+# FSDP
 
 
 def settings_of_fsdp(rank: int, size: int, path: Path) -> None:
@@ -117,7 +117,7 @@ def test_flat_parameters_that_are_no_flat_ranges_are_refused(store_path: Path, r
         assert "contiguous_format" in image
 
 
-# --- other wrappers, and wrappers of wrappers ---
+# other wrappers, and wrappers of wrappers
 
 
 # (of each block, of the whole)
@@ -160,7 +160,7 @@ def test_wrappers_of_wrappers(store_path: Path, ranks: Pool) -> None:
         assert sorted(unshard_model_state(store_path, f"a@{number}")) == sorted(names)
 
 
-# --- no steps ---
+# no steps
 
 
 class Refusing(optim.AdamW):

@@ -21,6 +21,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import commits, gc, manifests, replicating, tags, transactions
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.copying import CopyResult, execute, plan_copy, preview
+from casckpt.repository.processes import this_process
 from casckpt.repository.refs import resolve
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
@@ -579,7 +580,7 @@ def test_a_joined_transaction_is_not_dead_though_who_began_it_is(tmp_path: Path,
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
-    dead = msgspec.structs.replace(transactions.this_process(), started=1)
+    dead = msgspec.structs.replace(this_process(), started=1)
     began = records.Began(txid=commit.txid, run="run", step=3, time=1, process=dead, manifest=commit.id)
     target.put_record(transaction_key(commit.txid), began)
     (one,) = transactions.open_transactions(target, set())
@@ -598,7 +599,7 @@ def test_a_save_that_has_the_id_of_a_copy_is_left_alone(tmp_path: Path, source: 
     target = elsewhere(tmp_path)
     target.create()
     commit = resolve(source, "run@3")
-    process = transactions.this_process()
+    process = this_process()
     began = records.Began(txid=commit.txid, run="run", step=3, time=1, process=process)
     target.put_record(transaction_key(commit.txid), began)
     assert copy(source, target, "run@3").copied[0].txid == copied_txid(commit.txid, 1)

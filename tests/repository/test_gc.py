@@ -19,10 +19,11 @@ from casckpt.format.records import Began, Process
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, gc, manifests, paused, tags, transactions
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.gc import GcResult, Waiting, collect, execute, plan_gc, preview
+from casckpt.repository.gc import GcResult, collect, execute, plan_gc, preview
 from casckpt.repository.marking import Unreadable
+from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
-from casckpt.repository.retiring import min_age_of
+from casckpt.repository.retiring import Waiting, min_age_of
 from casckpt.storage.base import Traits
 from casckpt.storage.local import LocalStore
 from casckpt.storage.memory import MemoryStore
@@ -455,7 +456,7 @@ def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repo
 
 
 def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> None:
-    here = transactions.this_process()
+    here = this_process()
     fields = {name: getattr(here, name) for name in here.__struct_fields__}
     txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
     put_blob(repo, txid, "half")
@@ -465,7 +466,7 @@ def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> Non
 
 
 def test_the_dead_are_seen_to_even_if_nothing_is_to_be_deleted(repo: Repository) -> None:
-    here = transactions.this_process()
+    here = this_process()
     fields = {name: getattr(here, name) for name in here.__struct_fields__}
     txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
     alive = begin_elsewhere(repo)
@@ -478,7 +479,7 @@ def test_a_save_of_this_process_is_waited_for(repo: Repository) -> None:
     transaction = transactions.begin(repo, "run", 1)
     put_blob(repo, transaction.txid, "half")
     result = run_gc(repo)
-    assert [one.pid for one in result.waiting] == [transactions.this_process().pid]
+    assert [one.pid for one in result.waiting] == [this_process().pid]
     assert transaction.abort("enough")
     assert run_gc(repo).deleted_blobs == 1
 

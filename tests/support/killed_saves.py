@@ -151,7 +151,7 @@ def sweep(folder: Path, points: int, seed: int) -> None:
                 raise SystemExit(f"the save at {point.name} failed by itself")
 
 
-# --- beside a gc ---
+# beside a gc
 
 
 def _write(folder: Path, run: str, saves: int) -> None:

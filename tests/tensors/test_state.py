@@ -42,7 +42,7 @@ def through(state: Any) -> Any:
     return inflate(decode_tree(encode_tree(flat.tree)), leaf, lambda key: True)
 
 
-# --- what is a leaf ---
+# what is a leaf
 
 
 def test_mappings_are_descended_and_the_rest_are_leaves() -> None:
@@ -122,7 +122,7 @@ def test_per_rank_marks_everything_below() -> None:
     assert flatten(PerRank({"x": 1})).leaves["x"].per_rank
 
 
-# --- what is refused ---
+# what is refused
 
 
 @pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1]), torch.nn.Linear(1, 1)])
@@ -189,7 +189,7 @@ def test_metadata_that_is_not_plain_is_refused() -> None:
         flatten({"model": state})
 
 
-# --- there and back ---
+# there and back
 
 
 def test_a_module_and_an_optimizer() -> None:
@@ -281,7 +281,7 @@ def test_the_tree_of_a_state() -> None:
     assert flat.tree == Container("dict", (("a", pair),))
 
 
-# --- into a template ---
+# into a template
 
 
 def test_leaves_are_replaced_in_place() -> None:

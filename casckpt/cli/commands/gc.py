@@ -14,8 +14,8 @@ from casckpt.cli.text import count, moment, name, printable, say, shortened, siz
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
-    from casckpt.repository.gc import Waiting
     from casckpt.repository.repository import Repository
+    from casckpt.repository.retiring import Waiting
 
 log = logging.getLogger(__name__)
 

@@ -151,7 +151,7 @@ def _add_opaque(values: Values, key: str, data: bytes) -> None:
     values.opaque.add(key)
 
 
-# --- tensors ---
+# tensors
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
     return None
 
 
-# --- the other way round ---
+# the other way round
 
 Branch: TypeAlias = "dict[Element, Branch | Node]"
 

@@ -71,8 +71,8 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
-        compared = bool(options.get("check_replicas"))
-        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, compared)
+        check_replicas = bool(options.get("check_replicas"))
+        saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check_replicas)
         place, replaces = saving.agree(
             ranks,
             lambda: place_of(checkpoint_dir),
@@ -129,12 +129,12 @@ class Saving:
     rank: int
     content_metadata: Mapping[str, Any] | None = None
     fully_parallel: bool = False
-    compared: bool = False
+    check_replicas: bool = False
     sharded: list[Any] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     mine: Sequence[bool] = ()
     files: dict[str, bytes] = field(default_factory=dict)
-    _compared: Any = None
+    _common_seen: Any = None  # of the common part, what is compared with rank 0
 
     def agree(
         self, ranks: Ranks, locate: Callable[[], Place], *, validate: bool, preprocess: Preprocess | None
@@ -150,7 +150,7 @@ class Saving:
         def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
             if validate:
                 check_claims(gathered)
-            replaces, common = is_only_config(places[0]), _packed(self._compared) if validate else None
+            replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
             return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
 
         verdict = ranks.exchange(look, decide)
@@ -169,7 +169,7 @@ class Saving:
             kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
             self.common = {**self.common, CONTENT_METADATA: kept}
         self.sharded = [value for value in nested_values(sharded) if not is_empty(value)]
-        self._compared = preprocess(self.common) if preprocess else self.common
+        self._common_seen = preprocess(self.common) if preprocess else self.common
         self.files = _files(self.common) if self.rank == 0 else {}
         claims = claims_of(self.sharded)
         self.mine = [claim.main for claim in claims]
@@ -177,7 +177,7 @@ class Saving:
 
     def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
         """Of each rank's sharded values, which it is to hand in: others than main replicas to write, or to compare."""
-        main = main_regions(gathered) if self.fully_parallel or self.compared else set()
+        main = main_regions(gathered) if self.fully_parallel or self.check_replicas else set()
 
         def hands_in(claim: Claim) -> bool:
             if claim.main or isinstance(claim, ObjectClaim):
@@ -192,7 +192,7 @@ class Saving:
 
     def _warn_of_differences(self, common: bytes) -> None:
         try:
-            left, right, mismatch = diff(pickle.loads(common), self._compared)  # noqa: S301 - from a rank of the same job
+            left, right, mismatch = diff(pickle.loads(common), self._common_seen)  # noqa: S301 - from a rank of the same job
         except Exception as error:  # noqa: BLE001 - a rank that raised here would leave the others waiting in the save
             log.warning("the common state of rank %d could not be compared with that of rank 0: %r", self.rank, error)
             return

@@ -43,7 +43,7 @@ def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:
     return copy.deepcopy([dict(model.state_dict()), state["state"], groups])
 
 
-# --- there and back ---
+# there and back
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
@@ -264,7 +264,7 @@ def test_what_is_downloaded_before_is_not_read_from_the_store_again(tmp_path: Pa
         assert identical(contents(other, fresh), contents(model, optimizer))
 
 
-# --- looking, files ---
+# looking, files
 
 
 def test_checkpoints_are_found_from_one_listing(store: Store) -> None:
@@ -320,7 +320,7 @@ def test_files_travel_with_the_next_save() -> None:
             checkpointer.write_file(name, contents)  # type: ignore[arg-type]  # a wrong type on purpose
 
 
-# --- what is said ---
+# what is said
 
 
 def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -344,7 +344,7 @@ def test_every_save_is_summed_up_in_a_line(caplog: pytest.LogCaptureFixture) -> 
     assert len(lines) == 2
 
 
-# --- settings ---
+# settings
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_a_wrong_train_state_changes_nothing() -> None:
     assert dict(state) == {"epoch": 1}
 
 
-# --- how much a crash may cost ---
+# how much a crash may cost
 
 
 class Waiting(Checkpointer):
@@ -466,7 +466,7 @@ def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap
         CheckpointerConfig(fixed_steps=[5], max_steps_at_risk=gap)
 
 
-# --- used wrongly ---
+# used wrongly
 
 
 class Keeps:

@@ -39,7 +39,7 @@ def draws() -> tuple[Any, ...]:
     return random.random(), float(rng.random()), float(torch.rand(()))
 
 
-# --- train state ---
+# train state
 
 
 def save_draws(rank: int, size: int, path: Path) -> Any:
@@ -111,7 +111,7 @@ def test_pipeline_stages_and_their_optimizers_are_lists(store_path: Path, ranks:
     assert len(small_folder(store_path).read("sft@1")["model"]) == 8
 
 
-# --- failures ---
+# failures
 
 
 def fails_on_one(rank: int, size: int, path: Path) -> Any:
@@ -189,7 +189,7 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_finds(store_path: Path
     assert ranks.run(2, resume_while_another_saves, store_path) == [1, 1]
 
 
-# --- signals ---
+# signals
 
 
 def stopped_by_a_signal(rank: int, size: int, path: Path, saved_before: bool) -> Any:
@@ -262,7 +262,7 @@ def test_a_save_that_failed_is_made_again_before_leaving(store_path: Path) -> No
     assert checkpointer.latest_checkpoint().step == 1
 
 
-# --- turns ---
+# turns
 
 
 def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:

@@ -107,7 +107,7 @@ def test_what_must_stay_stays(
     assert gone <= {one.txid for one in plan_rotation(commits, rotation, (), now=0)}  # tags only ever keep more
 
 
-# --- when ---
+# when
 
 
 def test_when_a_step_is_due() -> None:
@@ -146,7 +146,7 @@ def test_no_gap_is_longer_than_the_longest(
     assert longest is None or longest >= max(gaps)
 
 
-# --- with a store ---
+# with a store
 
 
 def checkpointer_of(store: Store) -> Checkpointer:
