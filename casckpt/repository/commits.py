@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -20,6 +20,9 @@ from casckpt.storage.base import Entry
 PREFIX = "commits/"
 LaterRecord: TypeAlias = Forgotten | Restored | Purged
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
+
+Folded: TypeAlias = tuple[Mapping[str, int], "CommitList"]
+"""What a listing showed (sizes in bytes by key), and what all of its records say together."""
 
 _STATES: dict[type, str] = {
     Committed: "committed",
@@ -135,21 +138,14 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
     """
-    names = {entry: name for entry in repo.storage.list(PREFIX) if (name := parse_log(entry.key))}
-    sizes = {entry.key: entry.size for entry in names}
-    last: tuple[Mapping[str, int], CommitList | None] = repo.records.folded
-    if last[1] is not None and last[0] == sizes and not anew:
-        return last[1]
-    for txid in {name[0] for name in names.values()}:
-        if commit_key(txid) not in sizes:  # put while the listing ran, or gone
-            names[Entry(commit_key(txid), -1)] = (txid, 0)
-    logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
-    found = read_records(repo, PREFIX, names, _kind, anew=anew)
-    for entry, (txid, number) in names.items():
-        logs[txid][number] = _checked(found[entry.key], txid, entry.key)
-    commits = {txid: commit for txid, log in logs.items() if (commit := _folded(txid, log))}
-    listed = CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
-    if not listed.damaged and len(sizes) == len(names):
+    sizes = {entry.key: entry.size for entry in repo.storage.list(PREFIX)}
+    last: Folded | None = None if anew else repo.records.folded
+    before, listed = last or ({}, CommitList({}, {}))
+    touched = _touched(before, sizes)
+    if last and not touched:
+        return listed
+    listed = _replaced(listed, touched, _read_logs(repo, _entries(sizes, touched), anew=anew))
+    if not listed.damaged and all(commit_key(txid) in sizes for txid in listed.commits.keys() & touched):
         repo.records.folded = (sizes, listed)
     return listed
 
@@ -269,6 +265,40 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
+
+
+def _touched(before: Mapping[str, int], now: Mapping[str, int]) -> set[TxId]:
+    """The transactions whose records are not those that an earlier listing showed. Of ten thousand, few are."""
+    keys = {key for key, size in now.items() if before.get(key) != size} | (before.keys() - now.keys())
+    return {name[0] for key in keys if (name := parse_log(key))}
+
+
+def _entries(sizes: Mapping[str, int], touched: Collection[TxId]) -> dict[Entry, tuple[TxId, int]]:
+    """All records of the transactions, by what was listed of them; the first one too where it was not listed."""
+    names = {
+        Entry(key, size): name
+        for key, size in sizes.items()
+        if key[len(PREFIX) :].partition(".")[0] in touched and (name := parse_log(key))
+    }
+    for txid in {name[0] for name in names.values()}:
+        if commit_key(txid) not in sizes:  # put while the listing ran, or gone
+            names[Entry(commit_key(txid), -1)] = (txid, 0)
+    return names
+
+
+def _read_logs(repo: Repository, names: Mapping[Entry, tuple[TxId, int]], *, anew: bool) -> dict[TxId, dict[int, Read]]:
+    logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
+    found = read_records(repo, PREFIX, names, _kind, anew=anew)
+    for entry, (txid, number) in names.items():
+        logs[txid][number] = _checked(found[entry.key], txid, entry.key)
+    return logs
+
+
+def _replaced(listed: CommitList, touched: Collection[TxId], logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
+    """The list, with what ``logs`` say of the transactions that were touched."""
+    commits = {txid: commit for txid, commit in listed.commits.items() if txid not in touched}
+    commits |= {txid: commit for txid, log in logs.items() if (commit := _folded(txid, log))}
+    return CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
 
 
 def _name(key: str) -> tuple[TxId, int]:

@@ -1,4 +1,4 @@
-"""Decoded records, in memory: each save lists commits/ twice, and of a thousand records one is new."""
+"""Decoded records, in memory: each save lists commits/ twice, and of ten thousand records one is new."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MAX_RECORDS = 100_000
 class RecordCache:
     """Records by their key and the size of their bytes, which is what a listing shows. Thread-safe.
 
-    Like the rows of the catalogue, one is trusted as long as its size is the one that was listed. ``folded``: the last
-    listing of commits/ (sizes by key), and what all of its records say together.
+    Like the rows of the catalogue, one is trusted as long as its size is the one that was listed. ``folded``: see
+    `casckpt.repository.commits.Folded`.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, Any]] = {}
-        self.folded: tuple[Mapping[str, int], Any] = ({}, None)
+        self.folded: tuple[Mapping[str, int], Any] | None = None
 
     def get(self, key: str, size: int) -> Any | None:
         """The record of so many bytes under ``key``, if it is held."""

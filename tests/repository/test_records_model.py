@@ -55,6 +55,7 @@ class RecordsModel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.storage = memory()
         self.repo: Repository = repository(self.folder, self.storage)
+        self.watcher: Repository = repository(self.folder / "watcher", self.storage)
         self.model: dict[TxId, Known] = {}
         self.tagged: dict[str, TxId] = {}
 
@@ -151,6 +152,11 @@ class RecordsModel(RuleBasedStateMachine):
         assert [c.txid for c in found.live()] == [one.txid for one in self.model.values() if one.live]
         assert sorted(c.txid for c in (*found.current(), *found.superseded())) == [c.txid for c in found.visible()]
         assert log.list_names(self.repo) == set(self.model)
+
+    @rule()
+    def one_who_looks_now_and_then_sees_what_a_first_look_sees(self) -> None:
+        fresh = repository(self.folder / "fresh", self.storage)
+        assert list_commits(self.watcher) == list_commits(fresh) == list_commits(self.watcher, anew=True)
 
     @invariant()
     def references_name_what_the_model_says(self) -> None:
