@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
+from weakref import WeakSet
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
+
+log = logging.getLogger(__name__)
 
 
 class SaveFuture(Future[Checkpoint]):
@@ -41,6 +46,7 @@ class Background:
         self.staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="casckpt-async")
         self._last: SaveFuture | None = None
+        _all.add(self)
 
     @property
     def busy(self) -> bool:
@@ -70,3 +76,15 @@ class Background:
 
         self._thread.submit(run)
         return future
+
+
+_all: WeakSet[Background] = WeakSet()
+
+
+@atexit.register
+def _tell_unheard() -> None:
+    """The program ends: no next call will raise what failed last. What still runs is that of a parent process."""
+    for background in list(_all):
+        error = None if background.busy else background.unheard()
+        if error is not None:
+            log.error("the last save in the background failed, and nobody asked its future: %s", error)

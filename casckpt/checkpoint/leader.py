@@ -118,8 +118,10 @@ class Leader:
     def start(self) -> TxId:
         """Steps 1 and 2: only after the transaction has begun are commits listed. This order is what makes gc safe."""
         encode_metadata(self.options.metadata)  # refused before anything is written
-        self.repo.create()
+        made = self.repo.create()
         earlier = list_commits(self.repo)
+        if not made and not earlier.commits:
+            self.repo.create_again()  # a folder that was emptied has no marker either, and nobody would find this save
         self._replaced = self._existing(earlier)
         after = [one.txid for one in earlier.commits.values()]
         self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)

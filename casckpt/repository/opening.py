@@ -27,7 +27,7 @@ def open_repository(
     storage = open_storage(url, storage_options, single_writer=single_writer)
     return Repository(
         storage,
-        None if cache_dir is None else Path(cache_dir),
+        None if cache_dir is None else Path(cache_dir).expanduser().absolute(),
         single_writer=single_writer,
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
     )

@@ -127,6 +127,12 @@ class Repository:
             self.change_settings(exclusive_create=True)
         return made
 
+    def create_again(self) -> None:
+        """`create` with the same sizes, if somebody has deleted the store since this process has seen its marker."""
+        known = self.marker
+        self._marker = None
+        self.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes)
+
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 
 import casckpt
@@ -55,3 +57,45 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_pa
     store = casckpt.open(store_path)
     assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
     assert not store.verify().is_damaged
+
+
+def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
+    code = (
+        "import sys, casckpt, torch\n"
+        "store = casckpt.open(sys.argv[1])\n"
+        "heard = store.save_async({'w': object()}, step=1).exception()\n"
+        "other = casckpt.open(sys.argv[1])\n"
+        "other.save_async({'unheard': object()}, step=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(store_path)], timeout=SECONDS, check=True, capture_output=True, text=True
+    )
+    assert done.stderr.count("failed, and nobody asked its future") == 1
+    assert "unheard: a value of type builtins.object" in done.stderr
+
+
+def test_a_store_that_was_deleted_is_made_again_by_the_next_save(tmp_path: Path) -> None:
+    """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
+    store = casckpt.open(tmp_path / "store")
+    store.create(cell_bytes=8192, blob_bytes=1 << 16)
+    store.save({"w": torch.ones(5000)}, step=1)
+    shutil.rmtree(tmp_path / "store")
+    store.save({"w": torch.ones(5000)}, step=2)
+    fresh = casckpt.open(tmp_path / "store")
+    assert [ckpt.step for ckpt in fresh.checkpoints()] == [2]
+    assert fresh.read("default@2")["w"].sum() == 5000
+    assert fresh.repository.marker.cell_bytes == 8192
+    assert not fresh.verify().is_damaged
+
+
+def test_a_folder_for_the_cache_is_in_the_home_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    store, other = (casckpt.open(tmp_path / "store", cache_dir=folder) for folder in ("~/cache", "cache"))
+    store.save({"w": torch.ones(3)}, step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for one in (store, other):
+        assert len(one.checkpoints()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "elsewhere", "home", "store"]
+    assert not list((tmp_path / "elsewhere").iterdir())
