@@ -23,7 +23,8 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 MARKER = "casckpt.json"
 MAX_STEP = 2**63 - 1
 
-_TXID = r"[0-9]{8}T[0-9]{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9][0-9]{0,18})"  # \d would take any digit of Unicode
+_DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
+_TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would take any digit of Unicode
 _HEX64 = r"[0-9a-f]{64}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,8})"
 _TAG = r"[a-z0-9][a-z0-9._-]{0,99}"

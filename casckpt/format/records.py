@@ -23,12 +23,13 @@ DEFAULT_CELL_BYTES = 1 << 20
 DEFAULT_BLOB_BYTES = 32 << 20
 MAX_METADATA_BYTES = 64 << 10
 """Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
+_YEAR_10000 = 253_402_300_800 * 10**6
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all records. Unknown fields are ignored: what must not be ignored is a required feature of the marker.
 
-    Whatever becomes part of a key is checked at birth, also when it is decoded.
+    Whatever becomes part of a key, or a date, is checked at birth, also when it is decoded.
     """
 
     def __post_init__(self) -> None:
@@ -36,6 +37,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             check, value = _CHECKS.get(name), getattr(self, name)
             if check is not None and value is not None:
                 check(value)
+
+
+def _check_time(time: int) -> None:
+    if not 0 <= time < _YEAR_10000:
+        raise Refused(f"{time} microseconds since the epoch are no date of the years 1970 to 9999")
 
 
 _CHECKS: dict[str, Callable[[Any], object]] = {
@@ -46,6 +52,8 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "blob": check_hash,
     "run": check_run,
     "step": check_step,
+    "time": _check_time,
+    "created_at": _check_time,
 }
 
 

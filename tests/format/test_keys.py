@@ -74,10 +74,18 @@ def test_a_tail_makes_it_no_key(txid: TxId, tail: str) -> None:
         keys.check_txid(txid + tail)
 
 
-def test_a_txid_without_a_date_is_refused() -> None:
-    txid = TxId("20261399T030405000000Z-00000000000000ab-00000000000000cd-7")
+@pytest.mark.parametrize("time", ["20261301T000000", "20260132T000000", "20260101T240000", "20260101T006000"])
+def test_a_txid_without_a_date_is_no_key(time: str) -> None:
+    txid = TxId(f"{time}000000Z-00000000000000ab-00000000000000cd-7")
+    assert keys.parse_log(f"transactions/{txid}") is None
+    with pytest.raises(Refused):
+        keys.check_txid(txid)
+
+
+@pytest.mark.parametrize("day", ["20260230", "00000101"])
+def test_a_txid_of_a_day_that_never_was_is_refused(day: str) -> None:
     with pytest.raises(Refused, match="no date"):
-        keys.parse_txid(txid)
+        keys.parse_txid(TxId(f"{day}T030405000000Z-00000000000000ab-00000000000000cd-7"))
 
 
 @pytest.mark.parametrize("digits", ["٣" * 64, "A" * 64, "0" * 63, "0" * 65, "0" * 64 + "\n"])

@@ -130,6 +130,8 @@ def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
         {"type": "unheard-of"},
         {"parent": "0"},
         {"metadata": [1]},
+        {"time": -1},
+        {"created_at": 253_402_300_800_000_000},  # the year 10000, which no date can be
     ],
     ids=named,
 )
