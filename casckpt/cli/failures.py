@@ -78,12 +78,14 @@ class Reported:
 
 
 def _show_usage(error: click.ClickException) -> None:
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    if isinstance(error, _HELP) or context is None:
+    if isinstance(error, _HELP):
         error.show()
         return
-    click.echo(f"casckpt: {printable(error.format_message())}\n{context.get_usage()}", err=True)
-    click.echo(f"Try '{context.command_path} --help'.", err=True)
+    click.echo(f"casckpt: {printable(error.format_message())}", err=True)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        click.echo(context.get_usage(), err=True)
+    click.echo(f"Try '{context.command_path if context else 'casckpt'} --help'.", err=True)
 
 
 def _line(error: BaseException) -> str:

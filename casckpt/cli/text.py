@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ def printable(text: str, *, lines: bool = False) -> str:
         return character.encode("unicode_escape").decode("ascii")
 
     return text if text.isprintable() else "".join(map(shown, text))
+
+
+def bold(text: str) -> str:
+    """``text`` as a title, where the terminal knows how and nobody minds."""
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return text if plain else click.style(text, bold=True)
 
 
 def size(nbytes: int) -> str:
@@ -79,7 +86,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """
     cells = [tuple(map(printable, row)) for row in rows]
     widths = _widths(columns, cells)
-    say(click.style(_line(columns, widths, [column.title for column in columns]), bold=True))
+    say(bold(_line(columns, widths, [column.title for column in columns])))
     for row in cells:
         folded = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in zip_longest(*folded, fillvalue=""):

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import NotFound
+from casckpt.errors import CasckptError, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
@@ -21,6 +21,7 @@ from casckpt.frontends.safetensors_export import Exported, export_safetensors
 from casckpt.frontends.safetensors_import import Sources, find_sources, import_safetensors
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
+from casckpt.storage.failures import reporting
 from casckpt.storage.files import is_url, local_path, open_files
 
 __all__ = [
@@ -80,8 +81,16 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[Found]:
 
 
 def look_at(path: str | os.PathLike[str]) -> Found:
-    """What an import of ``path`` would read. Raises NotFound, InvalidInput or Unsupported, saying what it is."""
+    """What an import of ``path`` would read.
+
+    Raises NotFound, InvalidInput or Unsupported, saying what it is, and StorageError for what cannot be read.
+    """
     given = Path(path).expanduser()
+    with _reading(given):
+        return _look_at(given)
+
+
+def _look_at(given: Path) -> Found:
     kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
     if kind == "safetensors":
         return Found(kind, given, find_sources(given))
@@ -123,6 +132,19 @@ _IMPORTS: dict[str, Callable[..., Checkpoint]] = {
 
 def import_any(store: AnyStore, found: Found, *, allow_pickle: bool = False, **options: Any) -> Checkpoint:
     """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress."""
-    if found.kind == "safetensors":
-        return import_safetensors(store, found.path, **options)
-    return _IMPORTS[found.kind](found.path, store, allow_pickle=allow_pickle, **options)
+    with _reading(found.path):
+        if found.kind == "safetensors":
+            return import_safetensors(store, found.path, **options)
+        return _IMPORTS[found.kind](found.path, store, allow_pickle=allow_pickle, **options)
+
+
+@contextmanager
+def _reading(path: Path | str) -> Iterator[None]:
+    """Where the operating system refuses, a StorageError that names the file."""
+    try:
+        yield
+    except CasckptError:
+        raise
+    except OSError as error:
+        with reporting("read", Path(error.filename or path)):
+            raise

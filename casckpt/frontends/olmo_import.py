@@ -23,6 +23,7 @@ from casckpt.frontends.safetensors_files import read_header
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.storage.files import LocalFiles, open_files
+from casckpt.tensors.objects import refused_name
 from casckpt.tensors.values import Shard
 
 METADATA: Final = "metadata.json"
@@ -229,5 +230,7 @@ def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
     except pickle.UnpicklingError as error:
-        log.warning("left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)", name, error)
+        log.warning(
+            "left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)", name, refused_name(error)
+        )
         return None

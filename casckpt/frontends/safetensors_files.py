@@ -174,8 +174,8 @@ def check_safetensors(path: Path) -> None:
     raise InvalidInput(f"{path} is no safetensors file, or was cut short; get a whole one")
 
 
-def read_index(path: Path) -> list[str]:
-    """Names of the files that an index names, sorted; all lie beside it. Raises InvalidInput for any other index."""
+def read_index(path: Path) -> dict[str, str]:
+    """By key: the name of the file that holds it; all lie beside the index. Raises InvalidInput for any other index."""
     if path.stat().st_size > MAX_INDEX_BYTES:
         raise InvalidInput(f"{path} is larger than {MAX_INDEX_BYTES} bytes: that is no index of safetensors files")
     try:
@@ -192,7 +192,7 @@ def read_index(path: Path) -> list[str]:
                 "file beside it; do not trust where it comes from",
                 key=key,
             )
-    return sorted(set(weights.values()))
+    return weights
 
 
 def _is_plain(name: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,11 +37,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sources:
-    """What an import reads. ``attachments``: files that travel along, by name. ``skipped``: names of files left out."""
+    """What an import reads. ``attachments``: files that travel along, by name. ``skipped``: names of files left out.
+
+    ``keys``: which an index says that the files hold.
+    """
 
     weights: tuple[Path, ...]
     attachments: Mapping[str, Path]
     skipped: tuple[str, ...] = ()
+    keys: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +75,8 @@ def import_safetensors(
         log.warning("left out: %s", ", ".join(sources.skipped))
     maps = Maps(progress or (lambda nbytes: None))
     said = maps.add_all(sources.weights)
+    if missing := sorted(sources.keys - maps.state.keys()):
+        log.warning("the index of %s names %d tensors that no file holds: %s", path, len(missing), _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     return as_store(store).save(
         maps.state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,
@@ -87,37 +93,42 @@ def find_sources(path: str | os.PathLike[str]) -> Sources:
     given = Path(path).expanduser()
     if given.is_dir():
         weights = _weights_of(given)
-        attachments, skipped = _attachments(given, weights)
-        return Sources(tuple(weights), attachments, tuple(skipped))
+        attachments, skipped = _attachments(given, weights.weights)
+        return replace(weights, attachments=attachments, skipped=tuple(skipped))
     if given.name.endswith(INDEX_SUFFIX) and given.is_file():
-        return Sources(tuple(_shards(given)), {})
+        return _shards(given)
     check_safetensors(given)
     return Sources((given,), {})
 
 
-def _weights_of(folder: Path) -> list[Path]:
+def _weights_of(folder: Path) -> Sources:
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    shards = {name for index in indexes for name in read_index(index)}
+    shards = {name for index in indexes for name in read_index(index).values()}
     choices = [*indexes, *(file for file in files if file.name not in shards)]
     if not choices:
         raise _nothing_in(folder)
     if len(choices) > 1:
-        names = ", ".join(path.name for path in choices[:6])
+        names = _few([path.name for path in choices])
         raise InvalidInput(f"{folder} holds several models: {names}; give the path of the one that you mean")
     if indexes:
         return _shards(indexes[0])
     check_safetensors(files[0])
-    return files
+    return Sources(tuple(files), {})
 
 
-def _shards(index: Path) -> list[Path]:
-    found = [index.parent / name for name in read_index(index)]
+def _shards(index: Path) -> Sources:
+    named = read_index(index)
+    found = [index.parent / name for name in sorted(set(named.values()))]
     for path in found:
         if not path.is_file():
             raise NotFound(f"{index} names {path.name}, which is not there; get the file, or a whole folder")
         check_safetensors(path)
-    return found
+    return Sources(tuple(found), {}, keys=frozenset(named))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _nothing_in(folder: Path) -> Exception:
@@ -190,7 +201,7 @@ def _tensor(data: mmap.mmap, start: int, one: Named) -> torch.Tensor:
 # what travels along
 
 
-def _attachments(folder: Path, weights: list[Path]) -> tuple[dict[str, Path], list[str]]:
+def _attachments(folder: Path, weights: Iterable[Path]) -> tuple[dict[str, Path], list[str]]:
     """Files by name, and the names of those that are left out."""
     chosen: dict[str, Path] = {}
     skipped: list[str] = []
@@ -209,17 +220,21 @@ def _attachments(folder: Path, weights: list[Path]) -> tuple[dict[str, Path], li
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names, relative to the folder, and paths of the files below it, sorted; hidden ones are passed by."""
+    """Names, relative to the folder, and paths of what lies below it, sorted; what is hidden is passed by.
+
+    Links to folders are not followed: they are given as they are.
+    """
     for place, folders, names in os.walk(folder):
+        names += [name for name in folders if Path(place, name).is_symlink()]
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            path = Path(place, name)
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith("."):
+                path = Path(place, name)
                 yield path.relative_to(folder).as_posix(), path
 
 
 def _travels(folder: Path, name: str, path: Path) -> bool:
-    if any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
+    if not path.is_file() or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
         return False
     try:
         name.encode()

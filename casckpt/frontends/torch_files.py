@@ -10,6 +10,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,6 +38,7 @@ from casckpt.repository import manifests
 from casckpt.storage.files import local_path
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
+from casckpt.tensors.objects import refused_name
 from casckpt.tensors.state import inflate
 
 RESIDENT_BYTES: Final = 256 << 20
@@ -84,7 +86,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
             raise Refused(f"{path} cannot be read: {error!r}") from error
         raise InvalidInput(
             f"{path} holds more than tensors and plain data, and reading it runs code from it; pass allow_pickle=True "
-            f"(--allow-pickle) if you trust whoever wrote it ({str(error).splitlines()[0]})"
+            f"(--allow-pickle) if you trust whoever wrote it ({refused_name(error)})"
         ) from error
     except _UNREADABLE as error:
         raise Refused(f"{path} is no file that torch.save wrote, or it is damaged: {error}") from error
@@ -195,7 +197,8 @@ class _Export:
 
         with FakeTensorMode():
             state = inflate(tree, leaf, lambda key: True)
-            with skip_data(materialize_fake_tensors=True):
+            path.open("xb").close()  # so that Python says what is wrong where nothing may be written
+            with skip_data(materialize_fake_tensors=True), _as_os_error():
                 torch.save(state, path)
         return tensors
 
@@ -234,6 +237,15 @@ class _Export:
             target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
             self._download.run([Want(tensor.number, target)])
             yield memoryview(buffer.numpy().data)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Where the disk is full, torch fails with a RuntimeError about its zip file."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"torch.save failed ({error})") from error
 
 
 def _write_sums(path: Path, sums: Mapping[str, int]) -> None:

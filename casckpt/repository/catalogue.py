@@ -207,7 +207,7 @@ class Catalogue:
         self._off = True
         logger.warning(
             "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
-            "`casckpt reindex` makes a new one",
+            "`casckpt reindex` makes a new one, --cache-dir names another place",
             self.path,
             error,
         )

@@ -104,12 +104,16 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 
 def reindex(repo: Repository) -> int:
-    """Make the catalogue anew from the store; how many live checkpoints it holds then. Raises `StorageError`.
+    """Make the catalogue anew from the store; how many live checkpoints it holds then.
 
-    Checkpoints whose manifest cannot be read are left out: gc and verify tell of them.
+    Checkpoints whose manifest cannot be read are left out: gc and verify tell of them. Raises `StorageError`, also
+    where the catalogue cannot be written.
     """
     repo.catalogue.reindex()
-    return len(learn(repo, list_commits(repo).live()))
+    known = learn(repo, list_commits(repo).live())
+    if repo.catalogue.is_off:
+        raise StorageError(f"{repo.catalogue.path} cannot be written: make room there, or name another --cache-dir")
+    return len(known)
 
 
 def _summary(uploader: TxId, manifest: Manifest) -> ManifestSummary:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from casckpt.errors import CasckptError, StorageError
 
+_ROOM = "free space and try again; `casckpt gc` frees some, once it has a few KiB for its records"
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: free space, for instance with `casckpt gc`, and try again",
-    errno.EDQUOT: "the disk quota is used up: free space, for instance with `casckpt gc`, and try again",
+    errno.ENOSPC: f"the disk is full: {_ROOM}",
+    errno.EDQUOT: f"the disk quota is used up: {_ROOM}",
     errno.EROFS: "the file system is read-only: mount it writable or use another store",
     errno.EACCES: "permission denied: check who owns the folder and its files",
     errno.EPERM: "not permitted: check who owns the folder and its attributes",
@@ -20,7 +21,7 @@ _ADVICE = {
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ENFILE: "too many open files on this machine: close some and try again",
     errno.ENOTDIR: "a part of the path is a file: give the path of a folder",
-    errno.ENAMETOOLONG: "the path is too long: use a store with a shorter path",
+    errno.ENAMETOOLONG: "the path is too long: use a shorter one",
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import unquote
 
-from casckpt.errors import NotFound, Refused
+from casckpt.errors import InvalidInput, NotFound, Refused
 
 MAX_WHOLE_BYTES = 1 << 30
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -50,8 +50,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a local file or folder, also of a file:// URL."""
+    """The path of a local file or folder, also of a file:// URL. Raises InvalidInput for an empty one."""
     text = os.fspath(path)
+    if not text:
+        raise InvalidInput("'' names no file or folder; give a path or a URL")
     return Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text).expanduser()
 
 

@@ -88,6 +88,8 @@ class Folders:
         while not missing[-1].parent.exists():
             missing.append(missing[-1].parent)
         for path in reversed(missing):
+            if path.is_symlink():
+                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which is not there: make it first")
             with suppress(FileExistsError):
                 path.mkdir()
                 self._made.append(path)

@@ -205,7 +205,9 @@ class LocalStore:
             for _ in range(_ATTEMPTS):
                 with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
                     return act(fd)
-        raise StorageError(f"cannot write {path}: its folder was removed again and again; see who does, and try again")
+        raise StorageError(
+            f"cannot write {path}: its folder cannot be made, or was removed again and again; see why, and try again"
+        )
 
 
 def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:

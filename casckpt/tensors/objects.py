@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ def read_archive(data: bytes | memoryview) -> Any:
     Bytes of no use raise RuntimeError, as torch has it.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def refused_name(error: pickle.UnpicklingError) -> str:
+    """What torch's restricted unpickler did not take, out of the page that it says."""
+    found = re.search(r"GLOBAL (\S+) was not", str(error))
+    return f"it holds {found[1]}" if found else str(error).partition("\n")[0][:200]
 
 
 def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:

@@ -181,7 +181,7 @@ def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "a", "b"]
 
 
-# what is made, imported and exported
+# made, imported, exported
 
 
 def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
@@ -219,6 +219,10 @@ def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, ru
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr
     assert "no file" in run("import", store_path, tmp_path / "absent", "--step", 0, status=3).stderr
+    assert "'' names no file" in run("import", store_path, "", "--step", 0, status=1).stderr
+    too_long = run("import", store_path, "x" * 300, "--step", 0, status=1).stderr
+    assert "cannot read xxx" in too_long  # as with whatever else the operating system refuses
+    assert "too long" in too_long
     assert not store_path.exists()
 
 
@@ -229,6 +233,9 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     found = as_json("export", store_path, "default@0", tmp_path / "out", "--format", "dcp")
     assert (found["format"], found["tensors"], found["left_out"]) == ("dcp", 1, [])
     assert sorted(Path(name).name for name in found["files"]) == [".metadata", "__0_0.distcp"]
+    (tmp_path / "out" / "mine").touch()
+    again = as_json("export", store_path, "default@0", tmp_path / "out", "--format", "dcp", "--force")
+    assert again["files"] == found["files"]
     assert as_json("import", store_path, tmp_path / "out", "--step", 1)["kind"] == "dcp"
     found = as_json("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch")
     assert found["files"] == [str(tmp_path / "out.pt")]
@@ -236,7 +243,9 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
     run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", "--keys", "a", status=1)
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
-    assert "--allow-pickle" in run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
+    refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
+    assert "--allow-pickle" in refused
+    assert refused.endswith("slice)\n")
     run("import", store_path, tmp_path / "odd.pt", "--step", 2, "--allow-pickle")
 
 
@@ -393,6 +402,12 @@ def test_reindex_makes_the_catalogue_anew(saved: Path, tmp_path: Path, as_json: 
     assert found["checkpoints"] == 4
     assert Path(found["path"]).is_relative_to(tmp_path / "cache")
     assert Path(found["path"]).is_file()
+
+
+def test_reindex_fails_where_there_can_be_no_catalogue(saved: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").touch()
+    said = run("reindex", saved, "--cache-dir", tmp_path / "file" / "below", status=1).stderr
+    assert "catalogue.sqlite cannot be written" in said.splitlines()[-1]
 
 
 def test_the_cache_folder_may_come_from_the_environment(

@@ -42,6 +42,15 @@ def test_tags_and_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> N
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
+def test_a_run_that_is_not_there_is_told_of(run: Run, saved: Path, there: Path) -> None:
+    assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
+
+
+def test_options_of_the_wrong_store_are_wrong_usage(run: Run, saved: Path) -> None:
+    said = run("copy", saved, "s3://bucket/x", "--storage-option", "anon=true", status=2).stderr
+    assert "those of DST are --dst-option" in said
+
+
 def test_another_checkpoint_in_its_place_is_a_conflict(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
     casckpt.open(there).save({"mine": cells(1)}, run="a", step=2)
     found = as_json("copy", saved, there, status=5)

@@ -17,6 +17,7 @@ from casckpt.cli.main import cli, command_modules
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.types import SETTING
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
+from casckpt.format.digest import hex_digest
 from tests.cli.conftest import AsJson, Run
 
 WITHOUT_STORE = {"demo"}
@@ -92,7 +93,15 @@ def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["nonsense"], ["list"], ["list", "s", "--nonsense"], ["import", "s", "f", "--step", "x"]]
+    "args",
+    [
+        ["nonsense"],
+        ["list"],
+        ["list", "s", "--nonsense"],
+        ["import", "s", "f", "--step", "x"],
+        ["gc", "s", "--keep-last"],
+    ],
+    ids=" ".join,
 )
 def test_wrong_usage_says_what_to_do(run: Run, as_json: AsJson, args: list[str]) -> None:
     lines = run(*args, status=2).stderr.strip().splitlines()
@@ -181,6 +190,32 @@ def test_a_damaged_record_spoils_its_own_line_alone(saved: Path, run: Run, as_js
     assert "1 record damaged: put the files back from a copy" in verified
     assert "casckpt repair" not in verified  # which has no other copy of a record
     assert as_json("gc", saved, status=4)["error"]["kind"] == "damaged"
+
+
+def test_a_record_with_no_possible_time_spoils_its_own_line_alone(saved: Path, run: Run, as_json: AsJson) -> None:
+    record = min((saved / "commits").iterdir())
+    fields = json.loads(record.read_bytes().split(b"\n")[0])
+    line = json.dumps(fields | {"created_at": 1 << 62}).encode()
+    record.chmod(0o600)
+    record.write_bytes(line + b"\n" + hex_digest(line).encode() + b"\n")
+    assert len(as_json("list", saved)) == 3
+    assert "are no date" in run("verify", saved, status=4).stdout
+
+
+def test_a_tag_on_a_checkpoint_with_a_damaged_record_is_told_of(saved: Path, store: casckpt.Store, run: Run) -> None:
+    store.tag("best", "a@1")
+    record = min((saved / "commits").iterdir())
+    record.chmod(0o600)
+    record.write_bytes(b"nonsense")
+    assert "tag best names a checkpoint whose record cannot be read" in run("tag", saved).stderr
+
+
+def test_a_stray_file_that_is_named_by_no_date_is_nobodys(saved: Path, as_json: AsJson) -> None:
+    for folder in ("commits", "transactions"):
+        (saved / folder).mkdir(exist_ok=True)
+        (saved / folder / f"20269999T000000000000Z-{'0' * 16}-{'0' * 16}-1").write_bytes(b"x")
+    assert as_json("transactions", saved) == []
+    assert as_json("gc", saved, "--dry-run")["waiting"] == []
 
 
 def test_a_damaged_tag_spoils_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.cli.text import Column, cell_width, count, moment, printable, shortened, size, table
+from casckpt.cli.text import Column, bold, cell_width, count, moment, printable, shortened, size, table
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,17 @@ def test_words_for_numbers_and_times() -> None:
     assert moment("2026-11-21T04:12:59+02:00") == "2026-11-21 02:12"
     assert shortened(["a", "b", "c"], 3) == ["a", "b", "c"]
     assert shortened(["a", "b", "c"], 2) == ["a", "b", "... and 1 more (--json lists all)"]
+
+
+def test_titles_are_bold_unless_somebody_minds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert "\x1b[1m" in bold("x")
+    monkeypatch.setenv("TERM", "dumb")
+    assert bold("x") == "x"
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert bold("x") == "x"
 
 
 _COLUMNS = (Column("ID", fixed=True), Column("RUN"), Column("STEP", "right", fixed=True), Column("NOTES"))

@@ -216,15 +216,26 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         find_sources(folder)
 
 
+def test_a_tensor_that_only_the_index_has_is_told_of(
+    store: casckpt.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2), "b": torch.ones(2)})
+    file_of(folder, {"c": torch.ones(2)}, "model-00002-of-00002.safetensors")
+    assert list(import_safetensors(store, folder, step=0).tensors) == ["a", "c"]
+    assert "names 1 tensors that no file holds: b" in caplog.text
+
+
 def test_links_out_of_the_folder_do_not_travel(tmp_path: Path) -> None:
     folder = hugging_face(tmp_path / "hf", {"a": torch.ones(2)})
     (tmp_path / "secret.json").write_text("secret")
     (folder / "innocent.json").symlink_to(tmp_path / "secret.json")
     (folder / "inside.json").symlink_to("config.json")
     (folder / "more").symlink_to(tmp_path)
+    (folder / "broken.json").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe.json")
     found = find_sources(folder)
     assert "inside.json" in found.attachments
-    assert "innocent.json" in found.skipped
+    assert {"innocent.json", "more", "broken.json", "pipe.json"} <= set(found.skipped)
     assert not [name for name in found.attachments if "secret" in name]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import pickle
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Unsupported
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsupported
 from casckpt.frontends import torch_files
 from casckpt.frontends.convert import (
     export_safetensors,
@@ -239,6 +240,18 @@ def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monk
     assert zipfile.ZipFile(tmp_path / "out.pt").testzip() is None
     with pytest.raises(Conflict):
         casckpt_to_torch_save(store, "default@0", tmp_path / "out.pt")
+
+
+def test_a_file_that_cannot_be_written_is_told_of(store: Store, tmp_path: Path) -> None:
+    store.save({"a": numbers("a", 3000)}, step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # as on a full disk
+    try:
+        with pytest.raises(StorageError, match=r"out.pt cannot be written: .*make room"):
+            casckpt_to_torch_save(store, "default@1", tmp_path / "out.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_files_of_no_use_are_refused(store: Store, tmp_path: Path) -> None:

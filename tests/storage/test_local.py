@@ -480,6 +480,13 @@ def test_the_store_itself_may_be_a_symlink(store: LocalStore, tmp_path: Path) ->
     assert [entry.key for entry in LocalStore(tmp_path / "link").list("")] == [KEY]
 
 
+@pytest.mark.parametrize("below", ["", "store"])
+def test_a_link_to_nowhere_is_told_of(tmp_path: Path, below: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(InvalidInput, match=r"link is a link to .*unmounted, which is not there"):
+        LocalStore(tmp_path / "link" / below).put(KEY, b"1")
+
+
 def test_what_is_no_file_is_no_object(store: LocalStore) -> None:
     store.put("a", b"1")
     os.mkfifo(store.path / "pipe")

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casckpt.cli.describe import doubt
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
@@ -39,7 +40,10 @@ def command(
     """
     from casckpt.checkpoint.store import open as open_store
     from casckpt.repository import copying
+    from casckpt.storage.files import is_url
 
+    if session.storage_options and not is_url(session.url):
+        raise click.UsageError("--storage-option is for STORE, which is a local folder; those of DST are --dst-option")
     source = session.repository
     target = open_store(
         destination,
@@ -49,6 +53,8 @@ def command(
     ).repository
     run, tags, jobs = (options[name] for name in ("run", "tags", "jobs"))
     part = _part()
+    if run is not None:
+        doubt(source, run)
     plan = copying.plan_copy(source, target, refs, run=run)
     if dry_run:
         result = copying.preview(source, target, plan)

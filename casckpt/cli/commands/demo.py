@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from casckpt.cli.session import Output, plain_command
-from casckpt.cli.text import printable, say
+from casckpt.cli.text import bold, printable, say
 from casckpt.errors import Conflict
 
 
@@ -66,7 +66,7 @@ class _Tour:
         self.steps.append({"title": title, "command": line, "result": result})
         if self.output.as_json:
             return
-        say(click.style(f"# {title}", bold=True))
+        say(bold(f"# {title}"))
         if line is not None:
             name, _, rest = line.partition(" ")
             say(f"$ casckpt {name} {printable(str(self.folder))} {rest}".rstrip())

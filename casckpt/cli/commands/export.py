@@ -63,13 +63,15 @@ def _whole(
     **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
+    from casckpt.frontends.dcp.folder import METADATA
 
     if keys:
         raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
     (casckpt_to_dcp if format == "dcp" else casckpt_to_torch_save)(session.store, checkpoint, out, **options)
     attachments = session.store.attachments(checkpoint) if format == "dcp" else {}
     place = Path(out).expanduser()
-    files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [out]
+    names = [METADATA, *sorted(path.name for path in place.glob("*.distcp")), *attachments]
+    files = [place / name for name in names] if place.is_dir() else [out]
     tensors = checkpoint.tensors
     return {
         "files": [str(path) for path in files],

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.describe import doubt
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, shortened, size
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
-    from casckpt.repository.repository import Repository
     from casckpt.repository.retiring import Waiting
-
-log = logging.getLogger(__name__)
 
 
 @store_command("gc")
@@ -38,20 +35,10 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:
     newest of each run, and tagged ones, always stay. What has to wait is left to the next gc.
     """
     if options["run"] is not None:
-        _doubt(session.repository, options["run"])
+        doubt(session.repository, options["run"])
     with progress("deleting", None, of_bytes=False) as done:
         result = session.store.gc(dry_run=dry_run, progress=done, tell=_Teller(), **options)
     session.give(result.to_json(), text)
-
-
-def _doubt(repo: Repository, run: str) -> None:
-    """Say so, if nothing of ``run`` is there, not even forgotten: it may be a slip of the pen."""
-    from casckpt.repository.commits import list_commits
-    from casckpt.repository.refs import about_run
-
-    commits = list_commits(repo)
-    if all(commit.run != run for commit in commits.live()):
-        log.warning("%s", about_run(repo, commits, run))
 
 
 class _Teller:

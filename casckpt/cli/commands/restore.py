@@ -16,8 +16,8 @@ from casckpt.cli.text import name, say
 def command(session: Session, refs: tuple[str, ...]) -> None:
     """Make forgotten checkpoints visible again.
 
-    By their ids (`casckpt list --all`). A conflict if one was purged, or if another one is visible under its run and
-    step.
+    By their ids (`casckpt list --all`). Those that were purged are not found; a conflict if another one is visible
+    under its run and step.
     """
     found = [session.store.get(ref) for ref in refs]
     restored = [session.store.restore(one) for one in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import click
@@ -10,6 +11,8 @@ from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say
 from casckpt.errors import NotFound
+
+log = logging.getLogger(__name__)
 
 
 @store_command("tag")
@@ -35,8 +38,12 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 
 
 def _tags(session: Session, only: str | None) -> list[dict[str, Any]]:
+    from casckpt.repository.tags import list_tags
+
     session.repository.marker  # noqa: B018  # no store is not the same as no tags
     found = session.store.tags()
+    for tag in list_tags(session.repository).tags.keys() - found.keys():
+        log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag)
     if only is not None and only not in found:
         raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` makes it")
     return [{"name": tag} | brief(one) for tag, one in found.items() if only in (None, tag)]
