@@ -181,7 +181,7 @@ def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run
     assert [line.split()[0] for line in lines[:3]] == ["RUN", "a", "b"]
 
 
-# made, imported, exported
+# in and out
 
 
 def test_init_makes_a_store_with_its_sizes_once(store_path: Path, as_json: AsJson, run: Run) -> None:
