@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from casckpt.checkpoint.background import Background
 from casckpt.checkpoint.handle import Checkpoint
@@ -17,8 +17,6 @@ from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-WhenBusy = Literal["wait", "refuse"]
 
 
 class Saver:

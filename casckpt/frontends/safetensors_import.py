@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +17,13 @@ from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.frontends.resident import Resident
 from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.tensors.dtypes import torch_dtype
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 MAX_ATTACHMENTS_BYTES: Final = 256 << 20
-RESIDENT_BYTES: Final = 256 << 20
-"""So much of mapped files is resident at most, more or less."""
 METADATA_KEY: Final = "safetensors"
 """Where the ``__metadata__`` of a file stands in the metadata of a checkpoint."""
 
@@ -148,17 +148,12 @@ def _nothing_in(folder: Path) -> Exception:
 
 
 class Maps:
-    """Files mapped into memory, as tensors.
-
-    Pages that were read stay resident until they are let go: that is done every `RESIDENT_BYTES` of progress, so that
-    memory is bounded for those too who count pages of files. Whoever needs one again has it from the page cache.
-    """
+    """Files mapped into memory, as tensors. ``done``: to be called with the bytes just saved; see `Resident`."""
 
     def __init__(self, progress: Progress) -> None:
         self.state: dict[str, torch.Tensor] = {}
-        self._progress = progress
         self._maps: list[mmap.mmap] = []
-        self._since = 0
+        self.done = Resident(progress, partial(_let_go, self._maps)).done
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
         """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""
@@ -180,14 +175,10 @@ class Maps:
             self.state[one.key] = _tensor(data, start, one)
             start += one.nbytes
 
-    def done(self, nbytes: int) -> None:
-        """Called with the bytes just saved, by any thread."""
-        self._progress(nbytes)
-        self._since += nbytes
-        if self._since >= RESIDENT_BYTES:
-            self._since = 0
-            for data in self._maps:
-                data.madvise(mmap.MADV_DONTNEED)  # nothing was written, so nothing is lost
+
+def _let_go(maps: Sequence[mmap.mmap]) -> None:
+    for data in maps:
+        data.madvise(mmap.MADV_DONTNEED)
 
 
 def _tensor(data: mmap.mmap, start: int, one: Named) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -33,6 +33,7 @@ from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import TENSOR, Leaf
 from casckpt.frontends.new_files import new_file, place_for
+from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.repository import manifests
 from casckpt.storage.files import local_path
@@ -41,7 +42,6 @@ from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import refused_name
 from casckpt.tensors.state import inflate
 
-RESIDENT_BYTES: Final = 256 << 20
 WINDOW_BYTES: Final = 64 << 20
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
 _UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError, AttributeError, OSError)
@@ -67,7 +67,7 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    resident = _Resident(given, progress or (lambda nbytes: None))
+    resident = Resident(progress or (lambda nbytes: None), _letting_go(given))
     return as_store(store).save(
         state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=resident.done, no_dist=True,
@@ -92,26 +92,15 @@ def _read(path: Path, allow_pickle: bool) -> Any:
         raise Refused(f"{path} is no file that torch.save wrote, or it is damaged: {error}") from error
 
 
-class _Resident:
-    """Lets pages of a mapped file go every `RESIDENT_BYTES`, so that memory is bounded for those too who count them.
+def _letting_go(path: Path) -> Callable[[], None]:
+    """What lets the pages of a file go that torch has mapped, and of which it hands out no map."""
+    spans, advise = list(_spans(path)), ctypes.CDLL(None, use_errno=True).madvise
 
-    Nothing was written to them, so nothing is lost: whoever needs one again has it from the page cache.
-    """
+    def let_go() -> None:
+        for start, length in spans:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
-    def __init__(self, path: Path, progress: Progress) -> None:
-        self._progress = progress
-        self._spans = list(_spans(path))
-        self._since = 0
-        self._advise = ctypes.CDLL(None, use_errno=True).madvise
-
-    def done(self, nbytes: int) -> None:
-        """Called with the bytes just saved, by any thread."""
-        self._progress(nbytes)
-        self._since += nbytes
-        if self._since >= RESIDENT_BYTES:
-            self._since = 0
-            for start, length in self._spans:
-                self._advise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    return let_go
 
 
 def _spans(path: Path) -> Iterator[tuple[int, int]]:

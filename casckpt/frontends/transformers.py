@@ -141,9 +141,8 @@ class _Folder:
             maps = Maps(lambda nbytes: None)
             said = maps.add_all([path])
             state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
-            (state["model"] if _MODEL.fullmatch(name) else state[HOME]["tensors"].setdefault(name, {})).update(
-                maps.state
-            )
+            home = state["model"] if _MODEL.fullmatch(name) else state[HOME]["tensors"].setdefault(name, {})
+            home.update(maps.state)
         if self._optimizer is not None and (self._folder / OPTIMIZER).is_file():
             state["optim"] = state_to_save(self._model, self._optimizer)
         return state

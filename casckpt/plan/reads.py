@@ -15,7 +15,7 @@ import numpy as np
 
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
 from casckpt.format.names import CellDigest
-from casckpt.format.regions import Box, Region, Shape, intersect, normalise
+from casckpt.format.regions import Box, Region, Shape, intersect, normalise, strides
 from casckpt.plan.coverage import holes_and_overlaps
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def _spans(box: Box, wanted: Region, worth: int) -> list[tuple[int, int]]:
 
 def _runs(local: Box, shape: Shape, worth: int) -> Iterator[tuple[int, int]]:
     """Ranges of the row-major order of ``shape`` that hold ``local``; gaps of less than ``worth`` are not left out."""
-    steps = _strides(shape)
+    steps = strides(shape)
     length, split = 1, len(shape)
     while split and (local.shape[split - 1] == 1 or steps[split - 1] - length < worth):
         split -= 1
@@ -104,13 +104,6 @@ def _united(spans: list[tuple[int, int]], worth: int) -> list[tuple[int, int]]:
         else:
             united.append((lo, hi))
     return united
-
-
-def _strides(shape: Shape) -> list[int]:
-    steps = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        steps[dim] = steps[dim + 1] * shape[dim + 1]
-    return steps
 
 
 def _units_of_whole(table: ExtentTable, short: PackedWhole, lo: int, hi: int, verify: bool) -> Iterator[Unit]:

@@ -8,7 +8,6 @@ used go first when room is needed; one that somebody has open stays readable for
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 from casckpt.errors import CasckptError, InvalidInput, StorageError
 from casckpt.format.manifest import BlobRef
 from casckpt.repository.fetching import fetch
+from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.parallel import in_parallel
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
@@ -123,7 +123,7 @@ class BlobCache:
         """The bytes that came from the store: 0 if the blob was here, or another process has just fetched it."""
         if self._touch(ref):
             return 0
-        with self._turns.get(), self._lock(ref):
+        with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):
             if self._touch(ref):
                 return 0
             with AlignedBuffer(ref.size) as buffer:
@@ -150,21 +150,6 @@ class BlobCache:
         except OSError:
             return False
         return True
-
-    @contextmanager
-    def _lock(self, ref: BlobRef) -> Iterator[None]:
-        """One process of this host fetches a blob, the others wait. Only saves work: nothing depends on it."""
-        path = self.root / LOCKS / ref.hash[:3]
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.open("w")
-        except OSError:
-            yield
-            return
-        with lock:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     # room
 

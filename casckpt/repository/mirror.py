@@ -7,18 +7,15 @@ a time; those of several hosts share the work.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import threading
-from collections.abc import Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Container
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.records import Committed
 from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.mirrored import MirrorLag, lag_of, note, unmirrored
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
@@ -124,7 +121,9 @@ class Mirror:
     def _attempt(self, state: _State) -> CasckptError | None:
         """One pass; what went wrong."""
         try:
-            with _alone_on_this_host(self._repo):
+            if not self._repo.exists():
+                return None
+            with alone_on_this_host(self._repo.catalogue.path.with_name("mirror.lock")):
                 return self._catch_up(state)
         except CasckptError as error:
             logger.warning("%s lags behind; it is tried again: %s", self.target.storage.url, error)
@@ -135,8 +134,6 @@ class Mirror:
 
         Raises `StorageError`.
         """
-        if not self._repo.exists():
-            return None
         self._repo.declare_mirror()
         behind = unmirrored(self._repo, list_commits(self._repo).live(), self.target.storage.url)
         if not behind:
@@ -164,23 +161,3 @@ class Mirror:
             if not commit.visible:
                 forget(self.target, made.commit)
         note(self._repo, commit, self.target.storage.url)
-
-
-@contextmanager
-def _alone_on_this_host(repo: Repository) -> Iterator[None]:
-    """Wait until no other process of this host mirrors the store. Only saves work: nothing depends on it."""
-    try:
-        lock = _opened(repo.catalogue.path.with_name("mirror.lock"))
-    except OSError as error:
-        logger.info("processes of this host may copy the same: %s", error)
-        yield
-        return
-    with lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _opened(path: Path) -> IO[str]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("w")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remoteurls import Place
 from casckpt.storage.retries import Backoff
 from tests.support import servers
+from tests.support.buckets import impatient, state
 from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.proxy import Proxy, Trouble
 from tests.support.ranks import outcome_of, tell, wait_for
@@ -229,19 +230,6 @@ def mortal(tmp_path: Path) -> Iterator[Server]:
     (tmp_path / "server").mkdir()
     with servers.running(servers.seaweed(tmp_path / "server")) as server:
         yield server
-
-
-def state(step: int) -> dict[str, Any]:
-    """Several blobs, of which some are those of the step before."""
-    return {"kept": cells(40, seed=1), "new": cells(40, seed=step)}
-
-
-def impatient(server: Server, proxy: Proxy, bucket: str, cache: Path, backoff: Backoff) -> Store:
-    """A store through the proxy."""
-    options: Mapping[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
-    store = Store(Repository(RemoteStore(Place("s3", f"{bucket}/store", options), backoff=backoff), cache))
-    store.create(cell_bytes=CELL, blob_bytes=64 << 10)
-    return store
 
 
 def test_a_server_killed_in_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path) -> None:

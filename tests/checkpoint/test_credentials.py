@@ -10,8 +10,8 @@ import casckpt
 from casckpt.errors import StorageError
 from casckpt.repository.commits import list_commits
 from casckpt.storage.retries import Backoff
-from tests.checkpoint.test_buckets import impatient, state
 from tests.support import servers
+from tests.support.buckets import impatient, state
 from tests.support.proxy import Proxy
 from tests.support.ranks import outcome_of
 from tests.support.saves import same_state, steps

@@ -22,7 +22,6 @@ from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Body, Places
 from casckpt.format.records import encode
 from casckpt.repository import commits, manifests
-from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import begin
 from tests.support.faulty import FaultyStore, call_first, corrupt, truncate
 from tests.support.manifests import as_columns
@@ -34,14 +33,11 @@ from tests.support.saves import (
     flip,
     manifest_keys,
     overwrite,
+    reopened,
     same_state,
     small,
     small_folder,
 )
-
-
-def reopened(store: Store) -> Store:
-    return Store(Repository(store.repository.storage))
 
 
 @pytest.fixture(params=["memory", "folder"])

@@ -16,7 +16,6 @@ from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.repository import blobs, manifests
-from casckpt.repository.repository import Repository
 from casckpt.tensors.values import Shard
 from tests.support.saves import (
     BLOB,
@@ -26,15 +25,11 @@ from tests.support.saves import (
     counted,
     flip,
     manifest_keys,
+    reopened,
     same_state,
     small,
     small_folder,
 )
-
-
-def reopened(store: Store) -> Store:
-    """The same store, as a process that remembers nothing sees it."""
-    return Store(Repository(store.repository.storage))
 
 
 def manifest_of(store: Store, ref: str) -> Manifest:

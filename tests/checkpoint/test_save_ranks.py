@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 import casckpt
 from casckpt.errors import CasckptError, RankFailed
 from tests.support.ranks import outcome_of
-from tests.support.saves import BLOB, CELL, blob_keys, content, same_state, small_folder
+from tests.support.saves import BLOB, CELL, blob_keys, content, same_state
 from tests.support.together import (
     emptied,
     line,
@@ -29,13 +29,6 @@ from tests.support.together import (
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 def stored_bytes(path: Path) -> int:

@@ -20,7 +20,6 @@ from casckpt.repository import manifests, transactions
 from casckpt.repository.commits import list_commits
 from tests.support.faulty import Call, call_first, fail_before
 from tests.support.ranks import outcome_of, tell, wait_for
-from tests.support.saves import small_folder
 from tests.support.together import (
     emptied,
     impatient,
@@ -35,13 +34,6 @@ from tests.support.together import (
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
 
 
 # what is refused

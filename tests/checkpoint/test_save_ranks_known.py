@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A store with small cells and blobs."""
-    small_folder(tmp_path / "store")
-    return tmp_path / "store"
-
-
 def save_rows(rank: int, size: int, path: Path, step: int, count: int) -> Any:
     tensors = {f"big{i}": numbers(f"big{i}", 128, 256) for i in range(count)}
     tensors |= {f"small{i}": numbers(f"small{i}", 4 + 4 * (i % 7), 3) for i in range(3 * count)}

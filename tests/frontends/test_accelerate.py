@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +15,10 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 import casckpt
 from casckpt.errors import InvalidInput
 from tests.support.saves import steps
+from tests.support.torchrun import as_accelerate_hears
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
-
-
-@contextmanager
-def as_torchrun_says(rank: int, size: int) -> Iterator[None]:
-    """How Accelerate learns that its processes are there already. It remembers: that is undone."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    names = {name: str(value) for name, value in said.items()} | {"ACCELERATE_USE_CPU": "true", "MASTER_PORT": "1"}
-    os.environ.update(names)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for name in names:
-            os.environ.pop(name, None)
 
 
 class Training:
@@ -79,7 +57,7 @@ class Training:
 
 
 def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[str]:
-    with as_torchrun_says(rank, size):
+    with as_accelerate_hears(rank, size):
         training = Training(path, run)
         last = training.checkpointer.resume()
         assert (last.step + 1 if last else 0) == epochs.start
@@ -99,7 +77,7 @@ def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int)
 
 
 def loaded(rank: int, size: int, path: Path) -> Any:
-    with as_torchrun_says(rank, size):
+    with as_accelerate_hears(rank, size):
         training = Training(path)
         training.checkpointer.load("parts@3")
         training.accelerator._models.clear()

@@ -21,7 +21,7 @@ import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import Entry
-from casckpt.frontends import safetensors_export, safetensors_import
+from casckpt.frontends import resident, safetensors_export, safetensors_import
 from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors
 from casckpt.frontends.safetensors_export import Stream, plan_shards, plan_windows
 
@@ -136,7 +136,7 @@ def test_data_need_not_be_aligned(store: casckpt.Store, tmp_path: Path) -> None:
 def test_mapped_pages_are_let_go(
     store: casckpt.Store, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(safetensors_import, "RESIDENT_BYTES", 1000)  # nearly all the time
+    monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time
     state = tensors(seed)
     done: list[int] = []
     import_safetensors(store, file_of(tmp_path, state), step=0, progress=done.append)

@@ -23,8 +23,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
+<<<<<<< HEAD
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsupported
 from casckpt.frontends import torch_files
+=======
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Unsupported
+from casckpt.frontends import resident, torch_files
+>>>>>>> 73cc555 (Tests share their helpers from tests/support; a lock of a host and the pages of mapped files are one idea each)
 from casckpt.frontends.convert import (
     export_safetensors,
     import_any,
@@ -43,8 +48,8 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
-from tests.frontends.test_dcp_ranks import build, differing, state_of, whole
 from tests.support.dcp import load, save, zeros
+from tests.support.meshes import build, differing, state_of, whole
 from tests.support.together import numbers
 from tests.support.training import identical
 
@@ -212,7 +217,7 @@ def test_an_export_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:
 
 
 def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_path: Path) -> None:
-    from tests.frontends.test_dcp_pitfalls import half
+    from tests.support.chunks import half
 
     save({"a": half()}, StorageWriter(store, run="x", step=1), use_collectives=False)
     with pytest.raises(InvalidInput, match="no whole state"):
@@ -224,7 +229,7 @@ def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_pa
 
 def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_files, "WINDOW_BYTES", 10_000)
-    monkeypatch.setattr(torch_files, "RESIDENT_BYTES", 10_000)
+    monkeypatch.setattr(resident, "RESIDENT_BYTES", 10_000)
     store.create(cell_bytes=4096)
     state = example()
     for step, zipped in enumerate((True, False)):

@@ -31,6 +31,7 @@ from casckpt.errors import Conflict, InvalidInput, Mismatch, StorageError
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.dcp.session import Session
 from casckpt.repository import manifests
+from tests.support.chunks import Chunks, half
 from tests.support.dcp import causes, failed, failure, forget_plans, load, save
 from tests.support.faulty import fail_before
 from tests.support.ranks import outcome_of
@@ -137,43 +138,6 @@ def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatc
 
 
 # 4: holes are saved without a word where there is one plan, and load without a word
-
-
-def half(rows: int = 2, key: str = "a") -> Chunks:
-    """A tensor of 4 x 2 of which this process has the first rows."""
-    return Chunks(torch.Size((4, 2)), {(0, 0): numbers(key, rows, 2)})
-
-
-class Chunks(torch.Tensor):
-    """A tensor that tells DCP of the chunks that it holds, as DTensor does."""
-
-    held: dict[tuple[int, ...], torch.Tensor]
-
-    @staticmethod
-    def __new__(cls: type[Chunks], shape: torch.Size, held: dict[tuple[int, ...], torch.Tensor]) -> Chunks:
-        made: Chunks = torch.Tensor._make_wrapper_subclass(cls, shape)
-        made.held = held
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # torch's own is typed as a function
-        raise NotImplementedError(f"{func} of something that is only saved and loaded")
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
-                MetadataIndex(fqn, at),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(data), self.size()),
-            )
-            for chunk, (at, data) in zip(self.__create_chunk_list__(), self.held.items(), strict=True)
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), data.size()) for at, data in self.held.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.held[tuple(index.offset or ())]
 
 
 def test_04_a_hole_is_refused(store: Store) -> None:

@@ -9,96 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from tests.support.dcp import failed, load, save
 from tests.support.faulty import fail_before
+from tests.support.meshes import build, differing, state_of, whole
 from tests.support.ranks import die
 from tests.support.together import line, numbers, watched
-from tests.support.training import identical
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 KINDS = ("ddp", "fsdp2", "hsdp", "tp-fsdp2")
-
-
-class Net(nn.Module):
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            self.up = nn.Linear(6, 10)  # rows that do not divide evenly
-            self.norm = nn.BatchNorm1d(10)
-            self.down = nn.Linear(10, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.tanh(self.norm(self.up(x)))) * 2
-        return found
-
-
-def build(kind: str, size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model in one way to spread it, and its optimizer after two steps."""
-    model: Any = Net(seed)
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    elif kind == "fsdp2":
-        fully_shard(model, mesh=line(size))
-    elif kind == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
-    elif kind == "tp-fsdp2":
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(
-            model,
-            mesh["tp"],
-            {"up": ColwiseParallel(output_layouts=Replicate()), "down": RowwiseParallel(input_layouts=Replicate())},
-        )
-        fully_shard(model, mesh=mesh["dp"])
-    optim = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
-    for step in range(2):
-        optim.zero_grad()
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        optim.step()
-    return model, optim
-
-
-def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    found, optimizer = get_state_dict(model, optim)
-    return {"model": found, "optim": optimizer}
-
-
-def whole(state: Any) -> Any:
-    """The same with whole tensors, and lists for tuples: torch itself makes one of the other."""
-    if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [whole(value) for value in state]
-    return state.full_tensor() if hasattr(state, "full_tensor") else state
-
-
-def differing(one: Any, other: Any, path: str = "") -> list[str]:
-    """The paths at which two states differ."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        both = [key for key in one if key in other]
-        odd = [f"{path}.{key}" for key in {*one, *other} - set(both)]
-        return odd + [at for key in both for at in differing(one[key], other[key], f"{path}.{key}")]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [at for i, (a, b) in enumerate(zip(one, other, strict=True)) for at in differing(a, b, f"{path}.{i}")]
-    return [] if identical(one, other) else [path]
 
 
 def save_one(rank: int, size: int, path: Path, kind: str) -> Any:

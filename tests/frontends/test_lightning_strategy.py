@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +18,7 @@ import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
 from tests.support.saves import steps
+from tests.support.torchrun import as_torchrun_says
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -53,23 +50,6 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-@contextmanager
-def as_torchrun_says(rank: int, size: int) -> Iterator[None]:
-    """How Lightning learns that its processes are there already."""
-    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
-    names = {name: str(value) for name, value in said.items()} | {
-        "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-    }  # fmt: skip
-    os.environ.update(names)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name in names:
-            del os.environ[name]
 
 
 def fitted(rank: int, size: int, folder: Path, epochs: int, path: str | None = None, **options: Any) -> dict[int, str]:

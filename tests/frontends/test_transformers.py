@@ -24,9 +24,9 @@ from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.training_state import load_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
-from tests.frontends.test_accelerate import as_torchrun_says
 from tests.support.ranks import outcome_of
 from tests.support.saves import steps
+from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_a_training_that_crashed_goes_on_over_what_it_saved(tmp_path: Path, stor
 
 def trained_on_ranks(rank: int, size: int, folder: Path, run: str, back: Path | None) -> Any:
     """A real training over ranks, from the start or from a folder; (losses, weights that were trained)."""
-    with as_torchrun_says(rank, size):
+    with as_accelerate_hears(rank, size):
         hub.logging.set_verbosity_error()
         learner, losses = model(), Losses()
         callback = CasCheckpointCallback(folder / "store", run=run, async_save=True)

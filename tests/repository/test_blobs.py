@@ -16,19 +16,9 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import blob_hash, meanwhile, memory, put_blob, repository
+from tests.support.repositories import blob_hash, meanwhile, put_blob, repository
 
 HASH = blob_hash("x")
-
-
-@pytest.fixture
-def faults() -> FaultyStore:
-    return FaultyStore(memory())
-
-
-@pytest.fixture
-def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
-    return repository(tmp_path, faults)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from casckpt.repository import gc, tags
 from casckpt.repository.commits import list_commits
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
-from tests.repository.test_interleavings import Play
+from tests.repository.play import Play
 from tests.support.checkpoints import array, read_arrays, save_arrays
 from tests.support.repositories import repository
 

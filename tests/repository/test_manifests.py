@@ -13,17 +13,7 @@ from casckpt.repository import manifest_cache, manifests
 from casckpt.repository.commits import Commit, forget, list_commits, purge
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before, truncate
-from tests.support.repositories import blob_hash, body, memory, repository, save
-
-
-@pytest.fixture
-def faults() -> FaultyStore:
-    return FaultyStore(memory())
-
-
-@pytest.fixture
-def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
-    return repository(tmp_path, faults)
+from tests.support.repositories import blob_hash, body, repository, save
 
 
 def fresh(tmp_path: Path, repo: Repository) -> Repository:

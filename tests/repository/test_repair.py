@@ -28,19 +28,9 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.faulty import FaultyStore, call_first, fail_before
-from tests.support.repositories import memory, repository
+from tests.support.repositories import repository
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore(memory())
-
-
-@pytest.fixture
-def repo(tmp_path: Path, store: FaultyStore) -> Repository:
-    return repository(tmp_path, store)
 
 
 @pytest.fixture
@@ -83,12 +73,12 @@ def damage(repo: Repository, key: str, how: str) -> None:
 KINDS = ["flipped", "header", "short", "gone"]
 
 
-def test_nothing_damaged_nothing_done(repo: Repository, store: FaultyStore) -> None:
+def test_nothing_damaged_nothing_done(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, STATE)
-    calls = len(store.calls)
+    calls = len(faults.calls)
     found = repair(repo)
     assert (found.blobs, found.manifests, found.superseded, found.lost, found.is_damaged) == ((), (), (), (), False)
-    assert {call.method for call in store.calls[calls:]} <= {"list", "get", "size"}
+    assert {call.method for call in faults.calls[calls:]} <= {"list", "get", "size"}
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -278,22 +268,22 @@ def test_manifest_and_blobs_together(tmp_path: Path, repo: Repository, other: Re
 
 
 def test_a_failed_repair_leaves_no_checkpoint_and_no_open_transaction(
-    repo: Repository, store: FaultyStore, other: Repository
+    repo: Repository, faults: FaultyStore, other: Repository
 ) -> None:
     older, newer = with_dead_cells(repo)
     (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
     damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", "gone")
     save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
-    store.inject(fail_before("put", key="objects/*.manifest"))
+    faults.inject(fail_before("put", key="objects/*.manifest"))
     with pytest.raises(StorageError):
         repair(repo, sources=[other])
     assert [commit.id for commit in list_commits(repo).visible()] == [newer.id]
-    store.heal()
+    faults.heal()
     assert len(repair(repo, sources=[other]).superseded) == 1
 
 
 def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
-    repo: Repository, store: FaultyStore, other: Repository
+    repo: Repository, faults: FaultyStore, other: Repository
 ) -> None:
     older, newer = with_dead_cells(repo)
     (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
@@ -301,10 +291,10 @@ def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
     save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
 
     def forget(call: object) -> None:
-        store.heal()
+        faults.heal()
         commits.forget(repo, newer)
 
-    store.inject(call_first("put", forget, key="transactions/*"))
+    faults.inject(call_first("put", forget, key="transactions/*"))
     found = repair(repo, sources=[other])
     assert found.superseded == ()
     assert list_commits(repo).visible() == []

@@ -18,16 +18,6 @@ from tests.support.faulty import FaultyStore, call_first, fail_after
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
 
 
-@pytest.fixture
-def faults() -> FaultyStore:
-    return FaultyStore(memory())
-
-
-@pytest.fixture
-def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
-    return repository(tmp_path, faults)
-
-
 def named(repo: Repository) -> dict[str, str]:
     return {name: tag.txid for name, tag in tags(repo).items()}
 

@@ -29,24 +29,13 @@ from casckpt.repository.transactions import (
     revoke,
 )
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
-from tests.support.repositories import committed, memory, repository
+from tests.support.repositories import committed
 
 NEVER = 1e6  # seconds between signs of life, for tests that want none
 
 
 def changed(process: Process, **fields: object) -> Process:
     return Process(**{name: getattr(process, name) for name in process.__struct_fields__} | fields)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Repository:
-    return repository(tmp_path, FaultyStore(memory()))
-
-
-@pytest.fixture
-def faults(repo: Repository) -> FaultyStore:
-    assert isinstance(repo.storage, FaultyStore)
-    return repo.storage
 
 
 @pytest.fixture

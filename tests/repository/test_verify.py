@@ -17,17 +17,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
-from tests.support.repositories import body, commit_bare, memory, repository
-
-
-@pytest.fixture
-def store() -> FaultyStore:
-    return FaultyStore(memory())
-
-
-@pytest.fixture
-def repo(tmp_path: Path, store: FaultyStore) -> Repository:
-    return repository(tmp_path, store)
+from tests.support.repositories import body, commit_bare
 
 
 def marks(repo: Repository) -> set[str]:
@@ -101,11 +91,11 @@ def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode:
     assert found.checked_blobs == 3
 
 
-def test_exists_reads_no_blob(repo: Repository, store: FaultyStore) -> None:
+def test_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
     commit = save_arrays(repo, {"a": array(1)})
     flip(repo, only_blob(repo, commit), DATA_OFFSET)
     found = verify(repo, mode="exists")
-    assert (found.damaged, found.checked_bytes, store.count("open")) == ((), 0, 0)
+    assert (found.damaged, found.checked_bytes, faults.count("open")) == ((), 0, 0)
 
 
 def test_a_blob_that_is_no_safetensors_file_is_damaged(repo: Repository) -> None:
@@ -171,16 +161,18 @@ def test_forgotten_checkpoints_are_read_purged_ones_are_not(repo: Repository) ->
     assert two.live
 
 
-def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(repo: Repository, store: FaultyStore) -> None:
+def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
+    repo: Repository, faults: FaultyStore
+) -> None:
     one = save_arrays(repo, {"a": array(1)})
     save_arrays(repo, {"a": array(2)}, step=1)
 
     def purge(call: object) -> None:
-        store.heal()
+        faults.heal()
         commits.forget(repo, one)
         assert gc.collect(repo).deleted_blobs == 1
 
-    store.inject(call_first("open", purge, key=only_blob(repo, one)))
+    faults.inject(call_first("open", purge, key=only_blob(repo, one)))
     found = verify(repo)
     assert (found.damaged, found.manifests) == ((), ())
     assert marks(repo) == set()
@@ -220,24 +212,24 @@ def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
     assert "outside its blob" in broken.why
 
 
-def test_one_bad_read_is_tried_again(repo: Repository, store: FaultyStore) -> None:
+def test_one_bad_read_is_tried_again(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
-    store.inject(fail_before("read_into"))
+    faults.inject(fail_before("read_into"))
     assert not verify(repo).is_damaged
 
 
-def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Repository, store: FaultyStore) -> None:
+def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Repository, faults: FaultyStore) -> None:
     bad, _ = save_arrays(repo, {"a": array(1)}), save_arrays(repo, {"a": array(2)}, step=1)
-    store.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
+    faults.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
     found = verify(repo)
     assert [blob for blob, _ in found.failed] == [hash_in(only_blob(repo, bad))]
     assert (found.damaged, found.checked_blobs) == ((), 2)
     assert marks(repo) == set()
 
 
-def test_a_disk_that_lies_is_found_out(repo: Repository, store: FaultyStore) -> None:
+def test_a_disk_that_lies_is_found_out(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
-    store.inject(corrupt("read_into"))
+    faults.inject(corrupt("read_into"))
     assert len(verify(repo).damaged) == 1
 
 

@@ -6,13 +6,14 @@ All numbers come from the same global tensors, so what a rank should hold after 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
+import casckpt
 from casckpt.frontends import megatron
 
 LAYERS, HIDDEN, FFN, VOCAB = 4, 8, 6, 10
@@ -191,3 +192,31 @@ def emptied(state: dict[str, Any]) -> dict[str, Any]:
 
     result: dict[str, Any] = megatron.dict_list_map_outplace(empty, state)
     return result
+
+
+def differences(one: Any, other: Any) -> list[Any]:
+    """The paths of what is not the same, to the bit; the order of keys does not matter."""
+    left, right = dict(leaves(one)), dict(leaves(other))
+    return [path for path in left | right if not same(left.get(path), right.get(path))]
+
+
+def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All leaves of dicts and lists, with their paths."""
+    if not isinstance(x, dict | list):
+        yield path, x
+        return
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        yield from leaves(value, (*path, key))
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same type and, to the bit, the same value?"""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) -> int:
+    """Save its state as one rank; the bytes that all ranks wrote."""
+    megatron.save(state(topology.at(rank)), where, **options)
+    return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written

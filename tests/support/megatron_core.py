@@ -16,6 +16,8 @@ import torch
 from packaging.version import Version
 
 from casckpt.frontends import megatron
+from tests.support import gpt
+from tests.support.gpt import Topology
 
 VERSION = Version(version("megatron-core"))
 
@@ -66,3 +68,11 @@ def without_cuda() -> Iterator[None]:
         patch.object(torch.cuda, "current_device", lambda: "cpu"),
     ):
         yield
+
+
+def own_state(rank: int, topology: Topology) -> dict[str, Any]:
+    """Without the flat part from 0.16 on: Megatron-core refuses it."""
+    state = gpt.state(topology.at(rank))
+    if Version("0.16") <= VERSION:
+        del state["optimizer"]["flat"]
+    return state

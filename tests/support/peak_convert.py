@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from casckpt.checkpoint.store import Store
-from casckpt.frontends import torch_files
+from casckpt.frontends import resident, torch_files
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
@@ -57,7 +57,7 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
 def main(folder: Path, mib: int) -> None:
     """Measure, and print one line."""
     items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
-    torch_files.WINDOW_BYTES = torch_files.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
+    torch_files.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")
     convert(store, folder / "warm", 12, "warm")
     print(" ".join(f"{found:.1f}" for found in convert(store, folder / "real", mib, "real")))  # noqa: T201 - its parent reads it

@@ -110,3 +110,13 @@ def flip(store: Store, key: str, position: int) -> None:
 def steps(store: Store) -> list[tuple[str, int]]:
     """Run and step of all that is visible."""
     return [(ckpt.run, ckpt.step) for ckpt in store.checkpoints()]
+
+
+def files(path: Path) -> dict[Path, bytes]:
+    """What all files below a folder hold."""
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def reopened(store: Store) -> Store:
+    """The same store, as a process that remembers nothing sees it."""
+    return Store(Repository(store.repository.storage))

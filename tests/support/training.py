@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from tests.support.exact import same
@@ -96,3 +96,16 @@ def everything(model: nn.Module, optim: Optimizer | None = None) -> Any:
             [group | {"params": len(group["params"])} for group in optim.param_groups],
         ]
     return copy.deepcopy(found)
+
+
+def made(seed: int = 0) -> tuple[Network, optim.AdamW]:
+    """A network and its optimizer."""
+    model = Network(seed)
+    return model, optim.AdamW(model.parameters(), lr=0.01)
+
+
+def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
+    """The same after two steps."""
+    model, optimizer = made(seed)
+    train(model, optimizer, range(2))
+    return model, optimizer

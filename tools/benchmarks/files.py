@@ -29,12 +29,13 @@ def make_durable(folder: Path) -> None:
     """Sync every file and folder below ``folder``, and the folder that holds it: four at once, folders last."""
     folders = [Path(base) for base, _, _ in os.walk(folder, topdown=False)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(_sync, files_of(folder)))
+        list(pool.map(sync, files_of(folder)))
     for path in (*folders, folder.parent):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make a file or a folder durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

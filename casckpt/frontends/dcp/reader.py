@@ -131,8 +131,7 @@ class StorageReader(Protocol):
     @hook
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """A load begins."""
-        if self._opened is None:
-            raise InvalidInput("a StorageReader was used before read_metadata; pass it to dcp.load")
+        self._now  # noqa: B018 - or it is not dcp.load that calls
 
     @hook
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import casckpt
 from casckpt.frontends import megatron
-from tests.frontends.megatron.test_gpt import differences
+from tests.support.gpt import differences
 from tests.support.megatron_core import core, module, without_cuda
 
 if TYPE_CHECKING:

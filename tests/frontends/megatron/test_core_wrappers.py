@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron.endings import Ending, wait_for_end
-from tests.frontends.megatron.test_gpt import differences
-from tests.frontends.megatron.test_strategies import own_state
 from tests.support import gpt
-from tests.support.gpt import Topology
-from tests.support.megatron_core import core, since, theirs, without_cuda
+from tests.support.gpt import Topology, differences
+from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:

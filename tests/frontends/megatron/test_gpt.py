@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,38 +11,13 @@ import torch
 import casckpt
 from casckpt.frontends import megatron
 from tests.support import gpt
-from tests.support.gpt import Topology
+from tests.support.gpt import Topology, differences, saved
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 SAVED = Topology(tp=2, pp=2, cut=0.3)
 LOADED = [Topology(tp=4), Topology(pp=4), Topology(tp=2, dp=2), Topology(tp=2, pp=2), Topology(dp=4, cut=0.1)]
-
-
-def differences(one: Any, other: Any) -> list[Any]:
-    """The paths of what is not the same, to the bit; the order of keys does not matter."""
-    left, right = dict(leaves(one)), dict(leaves(other))
-    return [path for path in left | right if not same(left.get(path), right.get(path))]
-
-
-def leaves(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if not isinstance(x, dict | list):
-        yield path, x
-        return
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        yield from leaves(value, (*path, key))
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
-
-
-def saved(rank: int, size: int, where: str, topology: Topology, **options: Any) -> int:
-    megatron.save(gpt.state(topology.at(rank)), where, **options)
-    return casckpt.open(where.partition("#")[0]).get(where.partition("#")[2]).stats.bytes_written
 
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:

@@ -16,6 +16,7 @@ import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import CheckpointingException, ShardedObject, ShardedTensor, validate_sharding_integrity
 from tests.support.ranks import outcome_of
+from tests.support.saves import files
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -105,10 +106,6 @@ def refused(rank: int, size: int, path: Path, name: str) -> tuple[str, str, bool
     unchanged = files(path) == before
     good = outcome_of(lambda: megatron.save({"w": part(rank)}, f"{path}#after@1"))
     return type(error).__name__, str(error), unchanged and good is None
-
-
-def files(path: Path) -> dict[Path, bytes]:
-    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("name", BAD)

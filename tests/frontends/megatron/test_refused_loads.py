@@ -13,8 +13,8 @@ import torch
 
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import ShardedObject, ShardedTensor, StrictHandling
-from tests.frontends.megatron.test_integrity import files
 from tests.support.ranks import outcome_of
+from tests.support.saves import files
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool

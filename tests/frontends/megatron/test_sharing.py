@@ -14,9 +14,8 @@ from casckpt.frontends import megatron
 from casckpt.frontends.megatron import ShardedObject, ShardedTensor
 from casckpt.frontends.megatron.integrity import claims_of
 from casckpt.frontends.megatron.sharing import plan_sharing
-from tests.frontends.megatron.test_gpt import differences, saved
 from tests.support import gpt
-from tests.support.gpt import Topology
+from tests.support.gpt import Topology, differences, saved
 from tests.support.ranks import die, outcome_of
 
 if TYPE_CHECKING:

@@ -10,28 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 import casckpt
 from casckpt.frontends import megatron
-from tests.frontends.megatron.test_gpt import differences
 from tests.support import gpt
-from tests.support.gpt import Topology
-from tests.support.megatron_core import VERSION, core, theirs
+from tests.support.gpt import Topology, differences
+from tests.support.megatron_core import core, own_state, theirs
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
 SAVED = Topology(tp=2)  # no more than two ranks: in each of them Megatron-core takes seconds to import
-
-
-def own_state(rank: int, topology: Topology) -> dict[str, Any]:
-    """Without the flat part from 0.16 on: Megatron-core refuses it."""
-    state = gpt.state(topology.at(rank))
-    if Version("0.16") <= VERSION:
-        del state["optimizer"]["flat"]
-    return state
 
 
 def saved_by_core(rank: int, size: int, path: Path, topology: Topology, **options: Any) -> None:

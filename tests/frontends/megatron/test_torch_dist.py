@@ -13,9 +13,8 @@ import torch
 import casckpt
 from casckpt.frontends import megatron
 from casckpt.frontends.convert import dcp_to_casckpt
-from tests.frontends.megatron.test_gpt import differences
 from tests.support import gpt
-from tests.support.gpt import Topology
+from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core
 from tests.support.torch_dist_folder import FLAT_FOLDER, FOLDER, flat_state, state
 

@@ -22,18 +22,7 @@ from casckpt.repository.repository import Repository
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
-from tests.support.training import Network, identical, train
-
-
-def made(seed: int = 0) -> tuple[Network, optim.AdamW]:
-    model = Network(seed)
-    return model, optim.AdamW(model.parameters(), lr=0.01)
-
-
-def trained(seed: int = 0) -> tuple[Network, optim.AdamW]:
-    model, optimizer = made(seed)
-    train(model, optimizer, range(2))
-    return model, optimizer
+from tests.support.training import Network, identical, made, train, trained
 
 
 def contents(model: nn.Module, optimizer: optim.Optimizer) -> Any:

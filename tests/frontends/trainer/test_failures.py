@@ -11,10 +11,10 @@ from torch import nn
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, StorageError
 from casckpt.frontends.trainer import Checkpointer
-from tests.frontends.trainer.test_checkpointer import trained
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
+from tests.support.training import trained
 
 
 def broken(*faults: Any) -> tuple[FaultyStore, Store]:

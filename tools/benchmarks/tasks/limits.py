@@ -37,7 +37,7 @@ def write(here: Here, folder: str, size: int, writers: int) -> Measured:
     todo = list(enumerate(length for _, length in files.pieces(size, _BLOB)))
     _shared(todo, writers, lambda worker, one: _write_file(path / f"{one[0]:05}", buffers[worker], one[1]))
     for one in (path, path.parent):
-        _sync(one)
+        files.sync(one)
     return meter.stop()
 
 
@@ -195,11 +195,3 @@ def _prepare(here: Here, path: Path, cache: str) -> None:
         files.bring_into_cache(path)
     else:
         files.drop_from_cache(path, everything=not here.quick)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,30 @@
+"""A lock among the processes of one host, which saves work and decides nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def alone_on_this_host(path: Path) -> Iterator[None]:
+    """Wait until no other process of this host holds ``path``, a file that is made for it; hold it as long as the body.
+
+    Where that cannot be, for want of a folder or on a file system without locks, nobody waits: nothing depends on it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+    except OSError as error:
+        logger.debug("processes of this host do not wait for each other: %s", error)
+        yield
+        return
+    with lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

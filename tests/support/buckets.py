@@ -1,0 +1,29 @@
+"""Stores in a bucket behind a proxy, and what is saved there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from casckpt.checkpoint.store import Store
+from casckpt.repository.repository import Repository
+from casckpt.storage.remote import RemoteStore
+from casckpt.storage.remoteurls import Place
+from casckpt.storage.retries import Backoff
+from tests.support.proxy import Proxy
+from tests.support.saves import CELL, cells
+from tests.support.servers import Server
+
+
+def state(step: int) -> dict[str, Any]:
+    """Several blobs, of which some are those of the step before."""
+    return {"kept": cells(40, seed=1), "new": cells(40, seed=step)}
+
+
+def impatient(server: Server, proxy: Proxy, bucket: str, cache: Path, backoff: Backoff) -> Store:
+    """A store through the proxy."""
+    options: Mapping[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
+    store = Store(Repository(RemoteStore(Place("s3", f"{bucket}/store", options), backoff=backoff), cache))
+    store.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    return store

@@ -1,0 +1,36 @@
+"""What torchrun tells the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+
+@contextmanager
+def as_torchrun_says(rank: int, size: int, **more: str) -> Iterator[None]:
+    """How Lightning and others learn that their processes are there already. ``more``: what else is in the environment.
+
+    What they warn of in it is left unheard.
+    """
+    said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0}
+    names = {name: str(value) for name, value in said.items()}
+    meeting = {"TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with patch.dict(os.environ, names | meeting | more), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def as_accelerate_hears(rank: int, size: int) -> Iterator[None]:
+    """The same for Accelerate, which remembers what it was told: that is undone."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    with as_torchrun_says(rank, size, ACCELERATE_USE_CPU="true"):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
