@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Self
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits as commit_log
 from casckpt.repository import copying, manifests, refs, tags
@@ -28,7 +28,6 @@ from casckpt.repository.verify import Mode, VerifyResult, verify
 if TYPE_CHECKING:
     from pathlib import Path
 
-Progress: TypeAlias = Callable[[int], None]
 log = logging.getLogger(__name__)
 
 
@@ -167,7 +166,7 @@ class Archive:
             return preview(self.repository, plan)
         return execute(
             self.repository, plan, wait=wait, revoke_after=revoke_after,
-            progress=progress or (lambda count: None), tell=tell or (lambda waiting: None),
+            progress=progress or silent, tell=tell or (lambda waiting: None),
         )  # fmt: skip
 
     # checking and copying
@@ -186,9 +185,7 @@ class Archive:
         damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
         """
         chosen = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs] or None
-        return verify(
-            self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or (lambda nbytes: None)
-        )
+        return verify(self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or silent)
 
     def repair(self, *sources: Archive | str | os.PathLike[str], progress: Progress | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
@@ -197,7 +194,7 @@ class Archive:
         the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
         """
         others = [repository_of(one, self.repository.cache_dir) for one in sources]
-        return repair(self.repository, sources=others, progress=progress or (lambda nbytes: None))
+        return repair(self.repository, sources=others, progress=progress or silent)
 
     def copy_to(
         self,
@@ -229,7 +226,7 @@ class Archive:
             return copying.preview(self.repository, other, plan)
         result = copying.execute(
             self.repository, other, plan, with_tags=tags, jobs=jobs, part=part,
-            progress=progress or (lambda nbytes: None),
+            progress=progress or silent,
         )  # fmt: skip
         result.raise_failure()
         return result

@@ -6,7 +6,7 @@ into a buffer and copied from there. Units that several destinations want are re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +21,7 @@ from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.regions import Region, normalise
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.manifests import blobs_of
@@ -91,7 +92,7 @@ class Download:
     manifest: Manifest
     verify: bool
     threads: int
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = silent
     ranks: int = 1
     ranks_here: int = 1
 

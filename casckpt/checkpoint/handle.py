@@ -6,17 +6,15 @@ import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
 from casckpt.errors import ForgottenWarning
-from casckpt.format.records import Committed
+from casckpt.format.records import Committed, moment
 from casckpt.repository import manifests, tags
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class Checkpoint:
     @property
     def created_at(self) -> datetime:
         """When it was saved, UTC."""
-        return _EPOCH + timedelta(microseconds=self._record.created_at)
+        return moment(self._record.created_at)
 
     @property
     def ephemeral(self) -> bool:

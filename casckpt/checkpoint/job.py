@@ -17,6 +17,7 @@ from casckpt.checkpoint.save import save
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format.keys import check_run, check_step
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository.repository import Repository
 from casckpt.tensors.staging import Staging
 
@@ -82,7 +83,7 @@ def save_options(
     metadata: Mapping[str, Any] | None,
     dedup: str,
     threads: int | None,
-    progress: Callable[[int], None] | None,
+    progress: Progress | None,
     **rest: bool,
 ) -> SaveOptions:
     """The arguments of a save, checked. Raises InvalidInput."""
@@ -98,9 +99,5 @@ def save_options(
         dedup=dedup,
         threads=usable_threads(threads),
         torch_version=str(torch.__version__),
-        progress=progress or _silent,
+        progress=progress or silent,
     )
-
-
-def _silent(nbytes: int) -> None:
-    pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from casckpt.format.keys import commit_key
 from casckpt.format.manifest import TENSOR, Attachment, BlobRef, Body, ObjectEntry, encode_metadata, packed_blobs
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import FORMAT_VERSION, Committed, FirstRecord
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import Duty
 from casckpt.repository import manifests
@@ -39,7 +40,7 @@ class SaveOptions:
     threads: int
     torch_version: str
     check_replicas: bool = False
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = silent
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Entry, ObjectEntry
 from casckpt.format.regions import whole
 from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
@@ -40,14 +41,12 @@ class LoadOptions:
     rank: int = 0
     ranks: int = 1
     ranks_here: int = 1  # on this host
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = silent
 
 
-def load_options(
-    *, threads: int | None = None, progress: Callable[[int], None] | None = None, **rest: Any
-) -> LoadOptions:
+def load_options(*, threads: int | None = None, progress: Progress | None = None, **rest: Any) -> LoadOptions:
     """The arguments of a load, checked. Raises InvalidInput."""
-    return LoadOptions(threads=usable_threads(threads), progress=progress or (lambda nbytes: None), **rest)
+    return LoadOptions(threads=usable_threads(threads), progress=progress or silent, **rest)
 
 
 class LoadPlan:

@@ -28,6 +28,7 @@ import torch
 from casckpt.checkpoint.messages import Message, astray, first_line, seen_from
 from casckpt.checkpoint.wire import Transfer, Wire
 from casckpt.errors import CasckptError, InvalidInput, RankFailed, Unsupported
+from casckpt.plan.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +83,7 @@ def everyone(value: Down, size: int) -> list[Down]:
     return [value] * size
 
 
-def telling(ranks: Ranks, progress: Callable[[int], None]) -> Callable[[int], None]:
+def telling(ranks: Ranks, progress: Progress) -> Progress:
     """``progress``, which is also taken as a sign of life."""
 
     def both(nbytes: int) -> None:

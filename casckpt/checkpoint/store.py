@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from casckpt.checkpoint.archive import Archive, Progress, repository_of
+from casckpt.checkpoint.archive import Archive, repository_of
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import ATTACHMENT
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
 from casckpt.repository.commits import Commit
@@ -254,9 +255,7 @@ class Store(Archive):
 
             options = load_options(strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads)
             refs = wanted_blobs(self.repository, manifest, state, options)
-        return pre_download(
-            self.repository, commit, refs, threads=threads or PREFETCHING, progress=progress or (lambda nbytes: None)
-        )
+        return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=progress or silent)
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""

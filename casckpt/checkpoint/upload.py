@@ -15,7 +15,7 @@ Memory is bounded by the workers' buffers, whatever the size of the state; they 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
@@ -29,6 +29,7 @@ from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.plan.cells import UNKNOWN
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
 from casckpt.repository.repository import Repository
@@ -66,7 +67,7 @@ class Upload:
     sources: Sequence[Source]
     known: KnownCells
     threads: int
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, Placed] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)

@@ -7,6 +7,7 @@ one that was torn or flipped is told from one that is of a later version.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,14 @@ DEFAULT_BLOB_BYTES = 32 << 20
 MAX_METADATA_BYTES = 64 << 10
 """Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
 _YEAR_10000 = 253_402_300_800 * 10**6
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def moment(microseconds: int) -> datetime:
+    """A time of a record."""
+    return _EPOCH + timedelta(microseconds=microseconds)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.safetensors_files import read_header
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress, silent
 from casckpt.storage.files import LocalFiles, open_files
 from casckpt.tensors.objects import refused_name
 from casckpt.tensors.values import Shard
@@ -61,7 +61,7 @@ def import_olmo(
 
     Raises NotFound, Refused or InvalidInput for a folder of no use, and what `Store.save` raises.
     """
-    files, maps = LocalFiles(path), _AllMaps(progress or (lambda nbytes: None))
+    files, maps = LocalFiles(path), _AllMaps(progress or silent)
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
         found = {name: _tensors(part, maps) for name, part in parts.items()}
@@ -84,7 +84,7 @@ class _AllMaps:
 
     def tensors(self, path: Path) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped."""
-        found = Maps(lambda nbytes: None)
+        found = Maps(silent)
         found.add_all([path])
         self._maps.append(found)
         return found.state

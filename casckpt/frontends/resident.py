@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from casckpt.plan.progress import Progress
+
 RESIDENT_BYTES: Final = 256 << 20
 """So much of mapped files is resident at most, more or less."""
 
@@ -16,7 +18,7 @@ class Resident:
     whoever needs one again has it from the page cache.
     """
 
-    def __init__(self, progress: Callable[[int], None], let_go: Callable[[], None]) -> None:
+    def __init__(self, progress: Progress, let_go: Callable[[], None]) -> None:
         self._progress = progress
         self._let_go = let_go
         self._since = 0

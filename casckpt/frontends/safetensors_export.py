@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
@@ -29,17 +28,17 @@ from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors_files import Named, encode_header, encode_index, file_type
 from casckpt.frontends.safetensors_import import METADATA_KEY
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
 from casckpt.storage.files import is_url
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
 STEM, SUFFIX = "model", ".safetensors"
 INDEX: Final = f"{STEM}{SUFFIX}.index.json"
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
-_ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # any dtype of a size: bytes are copied
 
 
 class Stream(NamedTuple):
@@ -174,9 +173,7 @@ class _Job:
     ) -> None:
         self.checkpoint = checkpoint
         self.manifest = manifests.get(store.repository, checkpoint.commit)
-        self.download = Download(
-            store.repository, self.manifest, True, min(8, os.cpu_count() or 1), progress or (lambda nbytes: None)
-        )
+        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), progress or silent)
         self.streams, self.left_out = _chosen(self.manifest, keys)
         self.metadata = _file_metadata(checkpoint)
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -234,7 +231,7 @@ class _Job:
     def _want(self, piece: Piece, data: torch.Tensor) -> Want:
         entry = piece.stream.entry
         region = Region(full_box(entry.shape), piece.lo, piece.hi)
-        kind = _ELEMENTS[itemsize(entry.dtype)]
+        kind = BITS[itemsize(entry.dtype)]
         return Want(piece.stream.number, Destination(region, data.view(kind), kind))
 
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...]) -> Exported:

@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import torch
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress, silent
 from casckpt.tensors.dtypes import torch_dtype
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
@@ -73,7 +73,7 @@ def import_safetensors(
     sources = find_sources(path)
     if sources.skipped:
         log.warning("left out: %s", ", ".join(sources.skipped))
-    maps = Maps(progress or (lambda nbytes: None))
+    maps = Maps(progress or silent)
     said = maps.add_all(sources.weights)
     if missing := sorted(sources.keys - maps.state.keys()):
         log.warning("the index of %s names %d tensors that no file holds: %s", path, len(missing), _few(missing))

@@ -20,7 +20,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
@@ -35,6 +34,7 @@ from casckpt.format.tree import TENSOR, Leaf
 from casckpt.frontends.new_files import new_file, place_for
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
 from casckpt.storage.files import local_path
 from casckpt.tensors.dtypes import torch_dtype
@@ -67,7 +67,7 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    resident = Resident(progress or (lambda nbytes: None), _letting_go(given))
+    resident = Resident(progress or silent, _letting_go(given))
     return as_store(store).save(
         state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=resident.done, no_dist=True,
@@ -147,7 +147,7 @@ def casckpt_to_torch_save(
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
-    job = _Export(opened, checkpoint, allow_pickle, progress or (lambda nbytes: None))
+    job = _Export(opened, checkpoint, allow_pickle, progress or silent)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
         job.write(target)
     return checkpoint

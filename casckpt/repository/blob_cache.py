@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.errors import CasckptError, InvalidInput, StorageError
 from casckpt.format.manifest import BlobRef
+from casckpt.plan.progress import Progress
 from casckpt.repository.fetching import fetch
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.parallel import in_parallel
@@ -30,8 +31,7 @@ from casckpt.storage.localreader import LocalReader
 FOLDER, LOCKS = "blobs", "locks"
 AT_ONCE = 8  # blobs on their way here, each with a buffer of its size
 
-Progress = Callable[[int], None]
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class BlobCache:
 
     def drop(self, ref: BlobRef) -> None:
         """Remove a blob: it is not what it was."""
-        logger.warning("%s is not as it was written to this cache; it is read from the store", self.root / _key(ref))
+        log.warning("%s is not as it was written to this cache; it is read from the store", self.root / _key(ref))
         with suppress(CasckptError):
             self._files.delete(_key(ref))
 
@@ -90,7 +90,7 @@ class BlobCache:
         except _Unusable as error:
             if not self._off:  # of several threads one says it
                 self._off = True
-                logger.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
+                log.warning("nothing more is put into the cache %s by this process: %s", self.root, error)
             return False
         return True
 

@@ -46,7 +46,7 @@ _INSERT = {
 }
 _MANIFEST = "SELECT tensors, bytes, hashes, sizes, uploaders, uploader_index, digest FROM manifests WHERE key = ?"
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -205,7 +205,7 @@ class Catalogue:
     def _turn_off(self, error: Exception) -> None:
         self.close()
         self._off = True
-        logger.warning(
+        log.warning(
             "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
             "`casckpt reindex` makes a new one, --cache-dir names another place",
             self.path,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,7 @@ from casckpt.format.blob import DATA_OFFSET, decode_header
 from casckpt.format.digest import Hasher
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef
+from casckpt.plan.progress import Progress
 from casckpt.repository.parallel import in_parallel
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -20,8 +21,6 @@ from casckpt.storage.buffers import BufferPool
 PIECE = 4 << 20  # bytes read at once
 _MAX_THREADS = 8
 _ATTEMPTS = 2
-
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)

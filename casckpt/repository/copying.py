@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, restore
 from casckpt.repository.mirrored import note, unmirrored
@@ -28,7 +29,6 @@ REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
 
 T = TypeVar("T")
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def execute(
     with_tags: bool = False,
     jobs: int | None = None,
     part: Part = (0, 1),
-    progress: Progress = lambda nbytes: None,
+    progress: Progress = silent,
 ) -> CopyResult:
     """Carry out ``plan``. A target that is not there is made, with the cell and blob size of the source.
 

@@ -24,6 +24,7 @@ from typing import Any
 from casckpt.errors import Conflict, InvalidInput, Unsupported
 from casckpt.format.keys import parse_log, parse_object, uploader_folder
 from casckpt.format.names import TxId
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import paused as paused_state
 from casckpt.repository.commits import Commit, list_names
@@ -46,7 +47,6 @@ from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
 
-Progress = Callable[[int], None]
 Tell = Callable[[Sequence[Waiting]], None]
 
 
@@ -146,7 +146,7 @@ def execute(
     *,
     wait: float = WAIT,
     revoke_after: float | None = None,
-    progress: Progress = lambda count: None,
+    progress: Progress = silent,
     tell: Tell = lambda waiting: None,
     sleep: Sleep = time.sleep,
 ) -> GcResult:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def alone_on_this_host(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("w")
     except OSError as error:
-        logger.debug("processes of this host do not wait for each other: %s", error)
+        log.debug("processes of this host do not wait for each other: %s", error)
         yield
         return
     with lock:

@@ -24,7 +24,7 @@ from casckpt.storage.forking import PerProcess
 JOBS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Mirror:
             with alone_on_this_host(self._repo.catalogue.path.with_name("mirror.lock")):
                 return self._catch_up(state)
         except CasckptError as error:
-            logger.warning("%s lags behind; it is tried again: %s", self.target.storage.url, error)
+            log.warning("%s lags behind; it is tried again: %s", self.target.storage.url, error)
             return error
 
     def _catch_up(self, state: _State) -> CasckptError | None:
@@ -149,9 +149,9 @@ class Mirror:
             try:
                 self._copy(commit, there)
             except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
-                logger.info("%s", error)
+                log.info("%s", error)
             except (Damaged, Refused) as error:
-                logger.error("%s is not mirrored: %s", commit, error)
+                log.error("%s is not mirrored: %s", commit, error)
                 failed = error
         return failed
 

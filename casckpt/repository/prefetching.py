@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from casckpt.errors import Conflict, Damaged
 from casckpt.format.manifest import BlobRef
+from casckpt.plan.progress import Progress
 from casckpt.repository.commits import Commit, refresh
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository
 
 
-def pre_download(
-    repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Callable[[int], None]
-) -> int:
+def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Progress) -> int:
     """Have all of ``refs``, which ``commit`` needs, in the cache of this host; the bytes that had to be fetched.
 
     ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Conflict` if the checkpoint was

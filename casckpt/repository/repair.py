@@ -19,8 +19,9 @@ from typing import Any
 from casckpt.errors import Conflict, Refused
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs
-from casckpt.repository.checking import Checked, Progress, check_blobs
+from casckpt.repository.checking import Checked, check_blobs
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.manifest_repair import repair_manifests
 from casckpt.repository.marking import list_objects
@@ -112,9 +113,7 @@ class _Repair:
         return rest
 
 
-def repair(
-    repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = lambda nbytes: None
-) -> RepairResult:
+def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
     """Repair what is damaged in ``repo``. ``sources``: other stores that may hold what is missing; they are only read.
 
     ``progress``: called with the bytes just put back. Raises `NotFound`, `StorageError`; what cannot be repaired is
@@ -154,7 +153,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
         ref for ref in refs
         if (ref.uploader, ref.hash) in marked or sizes.get(blob_key(ref.uploader, ref.hash)) != ref.size
     ]  # fmt: skip
-    checked = list(check_blobs(repo, suspects, lambda nbytes: None))
+    checked = list(check_blobs(repo, suspects, silent))
     for one in checked:
         if not one.why and not one.failed:
             blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")

@@ -9,7 +9,7 @@ copy that was killed is gone on with, as long as no gc has given up on its trans
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -31,6 +31,7 @@ from casckpt.format.keys import (
 from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
 from casckpt.format.names import BlobHash
 from casckpt.format.records import Began, Committed, FirstRecord
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
 from casckpt.repository.commits import commit as put_commit
@@ -61,7 +62,7 @@ class Work:
     jobs: int = 4
     part: Part = (0, 1)
     twins: bool = False
-    progress: Callable[[int], None] = lambda nbytes: None
+    progress: Progress = silent
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +30,6 @@ Clock: TypeAlias = Callable[[], int]
 Entropy: TypeAlias = Callable[[int], bytes]
 """That many random bytes."""
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder of the cache
 
 
@@ -227,7 +225,7 @@ class Repository:
         keys.check_step(step)
         latest = max(after, default=None)  # ids sort by time
         try:
-            begun = keys.later_than(_EPOCH + timedelta(microseconds=self.clock()), [latest] if latest else [])
+            begun = keys.later_than(records.moment(self.clock()), [latest] if latest else [])
         except OverflowError as error:
             raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
         return keys.make_txid(begun, self.entropy(8), run, step)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from casckpt.errors import Conflict
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Settings
+from casckpt.format.records import Settings, moment
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
 from casckpt.repository.mirrored import unmirrored
@@ -24,7 +24,6 @@ from casckpt.repository.tags import tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
 
 REMOTE_AGE, REMOTE_EPHEMERAL_AGE = 24 * 3600.0, 15 * 60.0  # seconds
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def waiting_for(one: OpenTransaction) -> Waiting:
     began = one.began
     if began is None:
         return Waiting("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
-    since = _EPOCH + timedelta(microseconds=began.time)
+    since = moment(began.time)
     process = began.process
     return Waiting("transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since)
 
@@ -122,7 +121,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         elif commit.txid in tagged:
             waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
         elif until > now:
-            waiting.append(_waits(commit, "young", until=_EPOCH + timedelta(microseconds=until)))
+            waiting.append(_waits(commit, "young", until=moment(until)))
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting))

@@ -26,7 +26,7 @@ SIGN_OF_LIFE_SECONDS = 120.0
 STOP_SECONDS = 30.0
 MAX_REASON_CHARACTERS = 500
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class _Pulse:
@@ -64,9 +64,9 @@ class _Pulse:
             record = SignOfLife(txid=self._txid, time=self._repo.clock(), process=self._process)
             self._repo.put_record(transaction_key(self._txid, self.signs), record)
         except Conflict:
-            logger.debug("sign of life %d of transaction %s was given by another process", self.signs, self._txid)
+            log.debug("sign of life %d of transaction %s was given by another process", self.signs, self._txid)
         except CasckptError as error:
-            logger.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
+            log.warning("sign of life %d of transaction %s was not written: %s", self.signs, self._txid, error)
 
 
 class Transaction:
@@ -101,7 +101,7 @@ class Transaction:
         try:
             has_ended = self._repo.storage.size(key) is not None
         except StorageError as error:  # the save is done, this is tidying up
-            logger.info("files of transaction %s are left to gc: %s", self.txid, error)
+            log.info("files of transaction %s are left to gc: %s", self.txid, error)
             self._pulse.stop()
             return
         if not has_ended:
@@ -120,7 +120,7 @@ class Transaction:
             revoke(self._repo, self.txid, reason)
             found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         except CasckptError as error:
-            logger.warning("transaction %s was not revoked, a later gc will do that: %s", self.txid, error)
+            log.warning("transaction %s was not revoked, a later gc will do that: %s", self.txid, error)
             return False
         self._remove_files()
         return isinstance(found, records.Revoked)
@@ -135,7 +135,7 @@ class Transaction:
             for number in numbers:
                 self._repo.storage.delete(transaction_key(self.txid, number))
         except CasckptError as error:  # as where writers may not delete
-            logger.info("files of transaction %s are left to gc: %s", self.txid, error)
+            log.info("files of transaction %s are left to gc: %s", self.txid, error)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refuse
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import BlobHash, TxId
+from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.checking import Checked, Progress, check_blobs
+from casckpt.repository.checking import Checked, check_blobs
 from casckpt.repository.commits import Commit, list_commits, refresh
 from casckpt.repository.marking import list_objects
 from casckpt.repository.refs import resolve_many
@@ -106,7 +107,7 @@ def verify(
     mode: Mode = "full",
     sample: float = 1.0,
     mark: bool = True,
-    progress: Progress = lambda nbytes: None,
+    progress: Progress = silent,
 ) -> VerifyResult:
     """Check all that live checkpoints need, forgotten ones too.
 

@@ -11,6 +11,7 @@ from fsspec.core import url_to_fs
 
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
+from casckpt.storage.failures import in_one_line
 from casckpt.storage.remotebase import Failure
 
 _LONGEST = 300  # characters of what an error says: some hold whole answers
@@ -40,8 +41,7 @@ class FsspecClient:
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
-        text, status = " ".join(str(error).split())[:_LONGEST], _status(error)
-        line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        line, status = in_one_line(error)[:_LONGEST], _status(error)
         if isinstance(error, FileNotFoundError) or status == 404:  # that an object is not there is told before
             return Failure(f"{line}; {_MISSING}", kind=NotFound)
         if isinstance(error, PermissionError) or status in (401, 403):

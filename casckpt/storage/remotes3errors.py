@@ -22,6 +22,7 @@ from botocore.exceptions import ConnectionError as Unreached
 from botocore.parsers import ResponseParserError
 
 from casckpt.errors import CasckptError, NotFound, StorageError, Unsupported
+from casckpt.storage.failures import in_one_line
 from casckpt.storage.remotebase import Failure
 
 FAILURES: tuple[type[Exception], ...] = (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
@@ -63,10 +64,10 @@ def explain(error: Exception) -> Failure:
     if isinstance(error, _NO_CREDENTIALS):
         return Failure(f"no credentials were found: {_GIVE}, or anon=True for a public bucket")
     if isinstance(error, SSLError):
-        return Failure(f"{_line(error)}; {_TLS}", again=True)
+        return Failure(f"{in_one_line(error)}; {_TLS}", again=True)
     if isinstance(error, _LOST):
-        return Failure(f"{_line(error)}; check the network and the endpoint, and try again", again=True)
-    return Failure(f"{_line(error)}; check the storage_options")
+        return Failure(f"{in_one_line(error)}; check the network and the endpoint, and try again", again=True)
+    return Failure(f"{in_one_line(error)}; check the storage_options")
 
 
 def _explain_answer(error: ClientError) -> Failure:
@@ -97,8 +98,3 @@ def size_from(content_range: str | None) -> int | None:
     """The size of the whole object, as the answer to a ranged read says it."""
     found = _RANGE.fullmatch(content_range or "")
     return int(found[1]) if found else None
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -123,12 +123,13 @@ def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
     return raw.data_ptr() % dtype.itemsize == 0
 
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
 
 
 def as_bits(data: torch.Tensor) -> torch.Tensor:
     """The same elements as integers of their size: torch has copies for these, and they keep every bit of a NaN."""
-    return data.view(_BITS.get(data.element_size(), data.dtype))
+    return data.view(BITS.get(data.element_size(), data.dtype))
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:

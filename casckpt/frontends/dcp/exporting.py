@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.workers import usable_threads
@@ -33,6 +32,7 @@ from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.new_files import new_folder, place_for
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
+from casckpt.plan.progress import Progress, silent
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
@@ -79,9 +79,7 @@ def casckpt_to_dcp(
     )
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
-    download = Download(
-        opened_store.repository, opened.manifest, True, usable_threads(None), progress or (lambda nbytes: None)
-    )
+    download = Download(opened_store.repository, opened.manifest, True, usable_threads(None), progress or silent)
     attachments = opened_store.attachments(checkpoint)
     with (
         place_for(path, force=force, last=(METADATA,)) as place,

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.job import save_options
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress
 from casckpt.storage.files import Files, open_files
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20

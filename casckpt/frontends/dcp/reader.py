@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import this_rank
@@ -28,6 +27,7 @@ from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
+from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
@@ -79,7 +79,7 @@ class StorageReader(Protocol):
         self._ref = ref
         self._verify, self._cast, self._allow_pickle = verify, cast, allow_pickle
         self._threads = usable_threads(threads)
-        self._progress = progress or _silent
+        self._progress = progress or silent
         self._missing: NotFound | None = None
         self._alone = False
         self._opened: Opened | None = None
@@ -225,10 +225,6 @@ class StorageReader(Protocol):
         """Has it the form of a reference?"""
         text = os.fspath(checkpoint_id)
         return bool(text) and not text.startswith(("/", ".")) and "://" not in text
-
-
-def _silent(nbytes: int) -> None:
-    pass
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:

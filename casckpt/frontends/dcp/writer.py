@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from casckpt.checkpoint.archive import Progress
 from casckpt.checkpoint.job import save_options
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import this_rank
@@ -24,6 +23,7 @@ from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.plan.progress import Progress
 
 _PLACE = re.compile(r"(?:(?P<run>.+)@)?(?P<step>[0-9]{1,19})")
 

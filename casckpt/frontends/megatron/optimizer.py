@@ -15,18 +15,15 @@ from casckpt.frontends.megatron.kinds import is_factory
 from casckpt.frontends.megatron.mapping import LocalNonpersistentObject
 from casckpt.frontends.megatron.nesting import Nested, nested_values
 from casckpt.frontends.megatron.selecting import extract_sharded_tensors_and_factories
+from casckpt.frontends.training_state.holding import local as local_of
 from casckpt.tensors.dtensors import is_dtensor
 
 log = logging.getLogger(__name__)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
     """Where its elements lie, and its shape; nothing if it has none."""
-    local = None if tensor is None else _local(tensor)
+    local = None if tensor is None else local_of(tensor)
     return () if local is None or not local.numel() else (local.data_ptr(), *local.shape)
 
 
@@ -71,7 +68,7 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
 
     Raises CheckpointingException if that has another shape than the parameter.
     """
-    data, key = _local(optim_param), f"{prefix}.{model_param.key}"
+    data, key = local_of(optim_param), f"{prefix}.{model_param.key}"
     if is_factory(model_param):
         return replace(model_param, key=key, data=data)
     if getattr(model_param, "flattened_range", None) is None and tuple(data.shape) != tuple(model_param.local_shape):
