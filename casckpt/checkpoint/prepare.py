@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
+from casckpt.format.plain import Spill
 from casckpt.format.tree import encode_tree
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
@@ -60,7 +62,7 @@ def prepare(
         if leaf.is_tensor:
             sources.append(_tensor(key, leaf.value, mine, frozen=is_frozen(key)))
         else:
-            entry, parts = _object(key, leaf.value, mine, allow_pickle=allow_pickle)
+            entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
     inline, large = _attachments(attachments or {})
@@ -82,15 +84,20 @@ def _tensor(key: str, value: Any, rank: int | None, *, frozen: bool) -> Source:
     )
 
 
-def _object(key: str, value: Any, rank: int | None, *, allow_pickle: bool) -> tuple[ObjectEntry, list[Source]]:
-    """A leaf that is no tensor, encoded; and its large buffers, which are stored as tensors are."""
+def stored_object(
+    key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
+) -> tuple[ObjectEntry, list[Source]]:
+    """A leaf that is no tensor, and its large buffers, which are stored as tensors are.
+
+    ``encode``: hands those to what it is given, and gives the bytes, and whether they are a pickle.
+    """
     parts: list[bytes] = []
 
     def spill(buffer: memoryview) -> int:
         parts.append(bytes(buffer))
         return len(parts) - 1
 
-    data, pickled = encode_object(key, value, allow_pickle=allow_pickle, spill=spill)
+    data, pickled = encode(spill)
     sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
     return ObjectEntry(key, rank, data, len(parts), pickled), sources
 

@@ -12,11 +12,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from casckpt.checkpoint.prepare import Prepared, prepare
+from casckpt.checkpoint.prepare import Prepared, prepare, stored_object
 from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
-from casckpt.format.manifest import PART, TENSOR, ObjectEntry
+from casckpt.format.manifest import TENSOR, ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.tree import Container, decode_tree, encode_tree
 from casckpt.frontends.dcp.note import Chunk
@@ -139,15 +139,13 @@ def _comes_back(value: Any) -> bool:
 
 def _add_opaque(values: Values, key: str, data: bytes) -> None:
     """Bytes as they are. Those of torch.save are read outside of DCP as far as its restricted unpickler allows it."""
-    parts: list[bytes] = []
 
-    def spill(buffer: memoryview) -> int:
-        parts.append(bytes(buffer))
-        return len(parts) - 1
+    def encode(spill: plain.Spill) -> tuple[bytes, bool]:
+        return plain.encode(data, spill=spill, spill_from=_INLINE, where=key), is_archive(data)
 
-    encoded = plain.encode(data, spill=spill, spill_from=_INLINE, where=key)
-    values.objects.append(ObjectEntry(key, None, encoded, len(parts), is_archive(data)))
-    values.sources += [Source(PART, key, i, None, "uint8", (len(p),), buffer=p) for i, p in enumerate(parts)]
+    entry, parts = stored_object(key, None, encode)
+    values.objects.append(entry)
+    values.sources += parts
     values.opaque.add(key)
 
 
