@@ -23,13 +23,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-<<<<<<< HEAD
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsupported
-from casckpt.frontends import torch_files
-=======
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Unsupported
 from casckpt.frontends import resident, torch_files
->>>>>>> 73cc555 (Tests share their helpers from tests/support; a lock of a host and the pages of mapped files are one idea each)
 from casckpt.frontends.convert import (
     export_safetensors,
     import_any,

@@ -1,7 +1,7 @@
 """The surface of Megatron's ``dist_checkpointing``: every name is there, flat, and a test says how it behaves.
 
 `TABLE` names for each the test of this folder. That test must be there, use the name, by itself or by what it calls in
-its module, and assert something.
+its module or in tests/support, and assert something.
 """
 
 from __future__ import annotations
@@ -119,11 +119,17 @@ write_folder                                test_core_failures.test_a_folder_mad
 ROWS: dict[str, str] = dict(line.split() for line in TABLE.strip().splitlines())
 
 
+TESTS = Path(__file__).parents[2]
+
+
 @cache
 def functions(module: str) -> dict[str, ast.FunctionDef]:
-    """The functions at the top of a test module."""
+    """The functions at the top of a test module, and of the modules of tests/support that it imports from."""
     tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text())
-    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    imported = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
+    support = [TESTS.parent / f"{name.replace('.', '/')}.py" for name in imported if name.startswith("tests.support.")]
+    trees = [*(ast.parse(path.read_text()) for path in support), tree]
+    return {node.name: node for one in trees for node in one.body if isinstance(node, ast.FunctionDef)}
 
 
 def words(node: ast.AST) -> Iterator[str]:
