@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,76 +10,26 @@ from typing import Any
 import msgspec
 import pytest
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsupported
-from casckpt.format.keys import blob_key, manifest_key, transaction_key, uploader_folder
-from casckpt.format.names import TxId
-from casckpt.format.records import Began, Process
+from casckpt.errors import Damaged, InvalidInput, NotFound
+from casckpt.format.keys import blob_key, manifest_key
 from casckpt.plan.retention import Policy
-from casckpt.repository import commits, gc, manifests, paused, tags, transactions
-from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.gc import GcResult, collect, execute, plan_gc, preview
-from casckpt.repository.marking import Unreadable
-from casckpt.repository.processes import this_process
+from casckpt.repository import commits, manifests, tags, transactions
+from casckpt.repository.commits import list_commits
+from casckpt.repository.gc import GcResult, execute, plan_gc
 from casckpt.repository.repository import Repository
-from casckpt.repository.retiring import Waiting, min_age_of
-from casckpt.storage.base import Traits
+from casckpt.repository.retiring import min_age_of
 from casckpt.storage.local import LocalStore
-from casckpt.storage.memory import MemoryStore
-from tests.support.faulty import FaultyStore, call_first, fail_before
-from tests.support.repositories import Ticks, blob_hash, memory, put_blob, repository, save
-
-LAST = Policy(keep_last=1)
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Repository:
-    return repository(tmp_path)
-
-
-def keys(repo: Repository, prefix: str = "objects/") -> set[str]:
-    return {entry.key for entry in repo.storage.list(prefix)}
-
-
-def snapshot(repo: Repository) -> dict[str, int]:
-    return {entry.key: entry.size for entry in repo.storage.list("")}
-
-
-def ticking(repo: Repository) -> Callable[[float], None]:
-    """A sleep that lets the repository's clock go on."""
-    clock = repo.clock
-    assert isinstance(clock, Ticks)
-    return clock.advance
-
-
-def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> GcResult:
-    return collect(repo, policy, **{"sleep": ticking(repo)} | options)
-
-
-def steps(found: Sequence[Commit]) -> list[int]:
-    return [commit.step for commit in found]
-
-
-def begin_elsewhere(repo: Repository, run: str = "other", step: int = 7, **process: Any) -> TxId:
-    """A transaction of a process of which nothing can be proved, unless ``process`` says otherwise."""
-    txid = repo.new_txid(run, step)
-    fields: dict[str, Any] = {"host": "gpu7", "boot_id": "b", "pid": 4711, "pid_namespace": "n", "started": 1} | process
-    who = Process(**fields)
-    repo.put_record(transaction_key(txid), Began(txid=txid, run=run, step=step, time=repo.clock(), process=who))
-    return txid
-
-
-def sign(repo: Repository, txid: TxId, number: int) -> None:
-    repo.storage.put(transaction_key(txid, number), b"alive")
-
-
-def commit_of(repo: Repository, txid: TxId, texts: Sequence[str]) -> None:
-    """The end of a save that has uploaded ``texts`` under ``txid``."""
-    from tests.support import repositories as support
-
-    refs = [support.put_blob(repo, txid, text) for text in texts]
-    found = manifests.put(repo, txid, *support.body(refs, "other", 7))
-    commits.commit(repo, support.committed(repo, "other", 7, manifest=found, txid=txid))
-
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import (
+    LAST,
+    begin_elsewhere,
+    keys,
+    run_gc,
+    snapshot,
+    steps,
+    ticking,
+)
+from tests.support.repositories import memory, put_blob, repository, save
 
 # what goes and what stays
 
@@ -181,21 +129,6 @@ def test_progress_counts_every_deleted_object(repo: Repository) -> None:
 
 
 # age
-
-
-class RemoteStore(MemoryStore):
-    """A storage that says it is remote."""
-
-    exclusive: bool | None = True
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(remote=True, read_gap=1 << 20, parallel=4, exclusive=self.exclusive)
-
-
-@pytest.fixture
-def remote(tmp_path: Path) -> Repository:
-    return repository(tmp_path, RemoteStore(str(tmp_path)))
 
 
 def test_a_bucket_keeps_what_was_forgotten_for_a_day(remote: Repository) -> None:
@@ -346,317 +279,3 @@ def test_the_json_is_plain(remote: Repository) -> None:
     assert [one["reason"] for one in found["waiting"]] == ["young", "transaction"]
     assert "T" in found["waiting"][0]["until"]
     assert found["waiting"][1]["since"].endswith("+00:00")
-
-
-# waiting
-
-
-def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "slow")
-    told: list[Sequence[Waiting]] = []
-    naps: list[float] = []
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        if len(naps) == 3:
-            commit_of(repo, txid, ["slow"])
-
-    result = run_gc(repo, sleep=nap, tell=told.append)
-    assert len(naps) == 3
-    assert [one.txid for one in told[0]] == [txid]
-    assert (result.deleted_blobs, result.waiting, result.kept_blobs) == (0, (), 1)
-
-
-def test_what_an_open_save_began_with_stays_although_it_is_purged_meanwhile(repo: Repository) -> None:
-    old, _ = save(repo, step=0, texts=["base"]), save(repo, step=1, texts=["b"])
-    txid = begin_elsewhere(repo)  # it has listed commits, and will reuse all of step 0
-    reused = list(manifests.get(repo, old).blobs)
-
-    def end(seconds: float) -> None:
-        from tests.support import repositories as support
-
-        found = manifests.put(repo, txid, *support.body(reused, "other", 7))
-        commits.commit(repo, support.committed(repo, "other", 7, manifest=found, txid=txid))
-
-    result = run_gc(repo, LAST, sleep=end)
-    assert steps(result.purged) == [0]
-    assert (result.deleted_blobs, result.deleted_manifests) == (0, 1)
-    assert blob_key(old.txid, reused[0].hash) in keys(repo)
-
-
-def test_what_was_committed_and_purged_while_gc_waited_stays_for_this_time(repo: Repository) -> None:
-    """Somebody may have begun to reuse it in between, whom this gc does not wait for."""
-    first = begin_elsewhere(repo)
-    put_blob(repo, first, "shared")
-
-    def meanwhile(seconds: float) -> None:
-        commit_of(repo, first, ["shared"])
-        begin_elsewhere(repo, step=8)  # after gc looked for open ones; it lists commits, and will reuse "shared"
-        commits.purge(repo, commits.forget(repo, list_commits(repo).commits[first]))
-
-    result = run_gc(repo, sleep=meanwhile)
-    assert (result.deleted_blobs, result.waiting) == (0, ())
-    assert blob_key(first, blob_hash("shared")) in keys(repo)
-
-
-def test_gc_that_ran_out_of_time_says_so_and_the_next_one_goes_on(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    naps: list[float] = []
-    result = run_gc(repo, wait=60.0, sleep=naps.append)
-    assert sum(naps) == pytest.approx(60)
-    assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
-    assert [(one.reason, one.txid, one.host) for one in result.waiting] == [("transaction", txid, "gpu7")]
-    left = paused.take_up(repo, list_commits(repo))
-    assert left is not None
-    assert left.waits == {txid}
-    commits.commit(repo, support_commit(repo, txid))
-    later = begin_elsewhere(repo, step=8)  # began after the candidates were made: need not be waited for
-    put_blob(repo, later, "later")
-    result = run_gc(repo, wait=0.0)
-    assert result.deleted_blobs == 1, "the next gc did not go on from where the first one stopped"
-    assert [one.txid for one in result.waiting] == [later]
-    transactions.revoke(repo, later, "enough")
-    assert run_gc(repo).deleted_blobs == 1
-    assert repo.catalogue.note(paused.NOTE) is None
-
-
-def support_commit(repo: Repository, txid: TxId) -> Any:
-    """A commit that names no blob."""
-    from tests.support import repositories as support
-
-    found = manifests.put(repo, txid, *support.body([], "other", 7))
-    return support.committed(repo, "other", 7, manifest=found, txid=txid)
-
-
-def test_a_paused_gc_is_not_continued_in_a_copy_of_the_store(tmp_path: Path) -> None:
-    one = repository(tmp_path)
-    txid = begin_elsewhere(one)
-    put_blob(one, txid, "half")
-    run_gc(one, wait=0.0)
-    other = memory()
-    for entry in one.storage.list(""):
-        other.put(entry.key, one.storage.get(entry.key, limit=1 << 20))
-    copy = repository(tmp_path, other)
-    assert copy.marker.store_id == one.marker.store_id
-    assert paused.take_up(one, list_commits(one)) is not None
-    assert paused.take_up(copy, list_commits(copy)) is None
-
-
-def test_a_paused_gc_is_not_continued_when_what_had_ended_lives_again(repo: Repository) -> None:
-    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    assert run_gc(repo, LAST, wait=0.0).waiting
-    assert paused.take_up(repo, list_commits(repo)) is not None
-    for number in (1, 2):  # a backup of the folder was put back
-        repo.storage.delete(f"commits/{old.txid}.{number}")
-    assert paused.take_up(repo, list_commits(repo)) is None
-
-
-def test_a_dead_process_of_this_host_is_revoked_at_once(repo: Repository) -> None:
-    here = this_process()
-    fields = {name: getattr(here, name) for name in here.__struct_fields__}
-    txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
-    put_blob(repo, txid, "half")
-    result = run_gc(repo, wait=0.0)
-    assert (result.revoked, result.deleted_blobs, result.waiting) == ((txid,), 1, ())
-    assert list_commits(repo).commits[txid].last == "revoked"
-
-
-def test_the_dead_are_seen_to_even_if_nothing_is_to_be_deleted(repo: Repository) -> None:
-    here = this_process()
-    fields = {name: getattr(here, name) for name in here.__struct_fields__}
-    txid = begin_elsewhere(repo, **fields | {"started": here.started + 1})
-    alive = begin_elsewhere(repo)
-    result = run_gc(repo)
-    assert (result.revoked, result.waiting) == ((txid,), ())
-    assert keys(repo, "transactions/") == {transaction_key(alive)}
-
-
-def test_a_save_of_this_process_is_waited_for(repo: Repository) -> None:
-    transaction = transactions.begin(repo, "run", 1)
-    put_blob(repo, transaction.txid, "half")
-    result = run_gc(repo)
-    assert [one.pid for one in result.waiting] == [this_process().pid]
-    assert transaction.abort("enough")
-    assert run_gc(repo).deleted_blobs == 1
-
-
-def test_silence_is_counted_over_several_gcs(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    assert run_gc(repo, wait=60.0).revoked == ()
-    ticking(repo)(3000)
-    sign(repo, txid, 1)
-    assert run_gc(repo, wait=60.0).revoked == ()
-    ticking(repo)(3000)
-    assert run_gc(repo, wait=60.0).revoked == (), "the sign of life was not counted"
-    ticking(repo)(3600)
-    result = run_gc(repo, wait=60.0)
-    assert (result.revoked, result.deleted_blobs) == ((txid,), 1)
-
-
-def test_revoke_after_is_an_option_and_a_setting(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    assert run_gc(repo, wait=60.0).revoked == ()
-    repo.change_settings(revoke_after_seconds=90.0)
-    assert run_gc(repo, wait=20.0).revoked == ()
-    assert run_gc(repo, wait=20.0).revoked == (txid,)
-    other = begin_elsewhere(repo)
-    put_blob(repo, other, "half")
-    assert run_gc(repo, revoke_after=0.0).revoked == (other,)
-
-
-def test_a_transaction_whose_file_was_removed_by_hand_is_still_waited_for(repo: Repository) -> None:
-    txid = begin_elsewhere(repo)
-    put_blob(repo, txid, "half")
-    run_gc(repo, wait=0.0)
-    repo.storage.delete(transaction_key(txid))
-    result = run_gc(repo, wait=10.0)
-    assert (result.deleted_blobs, [one.txid for one in result.waiting]) == (0, [txid])
-    assert run_gc(repo, wait=1.0, revoke_after=5.0).revoked == (txid,)
-
-
-def test_a_file_of_a_transaction_that_cannot_be_read_is_waited_for(repo: Repository) -> None:
-    txid = repo.new_txid("run", 3)
-    repo.storage.put(transaction_key(txid), b"torn")
-    put_blob(repo, txid, "half")
-    result = run_gc(repo, wait=1.0)
-    assert [(one.txid, one.step, one.host) for one in result.waiting] == [(txid, 3, None)]
-
-
-# damage
-
-
-@pytest.mark.parametrize("damage", ["gone", "torn"])
-def test_a_live_manifest_that_cannot_be_read_stops_deletion(repo: Repository, damage: str) -> None:
-    saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
-    key = manifest_key(saved[1].txid, saved[1].id)
-    repo.storage.delete(key)
-    if damage == "torn":
-        repo.storage.put(key, b"CASCKPT\x01 and no more")
-    commits.forget(repo, saved[0])
-    before = keys(repo)
-    with pytest.raises(Damaged, match="run@1") as caught:
-        run_gc(repo)
-    assert caught.value.exit_status == 4
-    assert caught.value.checkpoints == (saved[1].id,)
-    assert keys(repo) == before
-    with pytest.raises(Damaged, match="run@1"):
-        run_gc(repo, dry_run=True)
-
-
-def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
-    saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
-    repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
-    commits.forget(repo, saved[1])
-    assert run_gc(repo, dry_run=True).deleted_blobs == 1
-    result = run_gc(repo)
-    assert (steps(result.purged), result.deleted_blobs) == ([1], 1)
-
-
-def test_a_manifest_missing_in_a_bucket_is_noticed(remote: Repository) -> None:
-    old = save(remote, step=0, texts=["a"])
-    manifests.blobs_of(remote, old)  # the catalogue knows it
-    remote.storage.delete(manifest_key(old.txid, old.id))
-    with pytest.raises(Damaged, match="gc deletes nothing"):
-        run_gc(remote)
-
-
-def test_a_commit_record_that_cannot_be_read_stops_deletion(repo: Repository) -> None:
-    old = save(repo, step=0, texts=["a"])
-    save(repo, step=1, texts=["b"])
-    repo.storage.replace(f"commits/{old.txid}", b"torn")
-    put_blob(repo, begin_elsewhere(repo), "half")
-    before = snapshot(repo)
-    with pytest.raises(Damaged, match=old.txid):
-        run_gc(repo, LAST)
-    assert snapshot(repo) == before
-
-
-def test_a_failed_deletion_shows_and_the_next_gc_does_the_rest(tmp_path: Path) -> None:
-    store = FaultyStore(memory())
-    repo = repository(tmp_path, store)
-    for step in range(6):
-        save(repo, step=step, texts=[str(step)])
-    store.inject(fail_before("delete", at=2, key="objects/*.safetensors"))
-    with pytest.raises(StorageError):
-        run_gc(repo, LAST)
-    kept = list_commits(repo).live()
-    assert steps(kept) == [5]
-    store.heal()
-    assert run_gc(repo, LAST).deleted_manifests == 5
-    assert len(keys(repo)) == 2
-
-
-def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
-    store = RemoteStore(str(tmp_path))
-    store.exclusive = None
-    repo = repository(tmp_path, store)
-    assert plan_gc(repo).forget == ()
-    repo.change_settings(exclusive_create=False)
-    with pytest.raises(Unsupported, match="single_writer"):
-        plan_gc(repo)
-    assert plan_gc(replace(repo, single_writer=True)).forget == ()
-
-
-# other gcs
-
-
-def test_another_gc_that_purges_meanwhile_makes_this_one_start_again(tmp_path: Path) -> None:
-    store = FaultyStore(memory())
-    repo = repository(tmp_path, store)
-    other = repository(tmp_path / "other", store.inner, seed=2)
-    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
-
-    def other_gc(call: object) -> None:
-        store.heal()
-        assert steps(run_gc(other, LAST).purged) == [0]
-
-    store.inject(call_first("get", other_gc, key=manifest_key(old.txid, old.id)))
-    manifests.get(repo, old)  # in memory, which must not count
-    result = run_gc(repo)
-    assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
-
-
-def test_a_gc_that_is_disturbed_again_and_again_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    repo = repository(tmp_path)
-    save(repo, step=0, texts=["a"])
-
-    def never(*_: object, **__: object) -> None:
-        raise Unreadable("purged")
-
-    monkeypatch.setattr(gc, "candidates", never)
-    with pytest.raises(Conflict, match="again and again"):
-        run_gc(repo)
-    with pytest.raises(Conflict, match="another gc"):
-        preview(repo, plan_gc(repo))
-
-
-def test_nothing_of_gc_needs_the_catalogue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "cache").write_text("no folder")
-    with caplog.at_level(logging.CRITICAL):
-        repo = repository(tmp_path)
-        for step in range(3):
-            save(repo, step=step, texts=[str(step)])
-        txid = begin_elsewhere(repo)
-        put_blob(repo, txid, "half")
-        assert run_gc(repo, LAST).waiting
-        transactions.revoke(repo, txid, "enough")
-        assert run_gc(repo, LAST).deleted_blobs == 3
-
-
-def test_leftovers_of_killed_puts_go_with_their_transaction(tmp_path: Path) -> None:
-    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
-    txid = begin_elsewhere(repo)
-    folder = tmp_path / "store" / uploader_folder(txid)
-    folder.mkdir(parents=True)
-    (folder / ".x.safetensors.0123456789abcdef.tmp").write_bytes(b"half")
-    run_gc(repo)
-    assert folder.exists(), "its transaction is open yet"
-    transactions.revoke(repo, txid, "enough")
-    run_gc(repo)
-    assert not folder.exists()

@@ -1,0 +1,67 @@
+"""Copies from one repository into another one, without tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository import gc, manifests
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.copying import CopyResult, execute, plan_copy
+from casckpt.repository.replicating import Work
+from casckpt.repository.repository import Repository
+from casckpt.repository.verify import verify
+from casckpt.storage.base import ObjectStore
+from tests.support.checkpoints import CELL, array, read_arrays, save_arrays
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import START, Ticks, memory
+
+ONE_BY_ONE = Work(jobs=1)
+_HOURS = itertools.count(1)
+
+
+def chain(repo: Repository, count: int = 4) -> Repository:
+    """run@0 and so on, each with a blob of its own and those of the ones before."""
+    arrays, last = {}, None
+    for step in range(count):
+        arrays[f"t{step}"] = array(step)
+        last = save_arrays(repo, arrays, step=step, reuse=last, bytes_total=2 * CELL * (step + 1), metadata={"n": step})
+    return repo
+
+
+def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2) -> Repository:
+    """A view of another store, which need not be there; each has an hour of its own."""
+    clock = Ticks(START + next(_HOURS) * 3_600_000_000)
+    return Repository(storage or memory(), tmp_path / "cache", clock=clock, entropy=random.Random(seed).randbytes)
+
+
+def copy(source: Repository, target: Repository, *refs: str | Commit, **options: object) -> CopyResult:
+    """All of it, or what ``refs`` name."""
+    run = options.pop("run", None)
+    return execute(source, target, plan_copy(source, target, refs, run=run), **options)  # type: ignore[arg-type]  # any of its arguments
+
+
+def contents(repo: Repository) -> dict[str, dict[str, bytes]]:
+    """The arrays of all that is visible."""
+    return {f"{one.run}@{one.step}": read_arrays(repo, one) for one in list_commits(repo).current()}
+
+
+def blob_puts(storage: FaultyStore) -> list[str]:
+    """The keys of the blobs that were put."""
+    return [key for key in storage.keys("put") if key.endswith(".safetensors")]
+
+
+def check_clean(repo: Repository) -> None:
+    """A gc that is left alone leaves exactly what live checkpoints need, and verify is content."""
+    assert gc.collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
+    named = {key for one in list_commits(repo).live() for key in _named(repo, one)}
+    assert {entry.key for entry in repo.storage.list("objects/")} == named
+    assert not list(repo.storage.list("transactions/"))
+    assert not verify(repo).is_damaged
+
+
+def _named(repo: Repository, commit: Commit) -> list[str]:
+    refs = manifests.get(repo, commit).blobs
+    return [manifest_key(commit.committed.uploader, commit.id), *(blob_key(ref.uploader, ref.hash) for ref in refs)]

@@ -1,0 +1,84 @@
+"""Gcs of repositories without tensors: what they are run on, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from casckpt.format.keys import transaction_key
+from casckpt.format.names import TxId
+from casckpt.format.records import Began, Committed, Process
+from casckpt.plan.retention import Policy
+from casckpt.repository import commits, manifests
+from casckpt.repository.commits import Commit
+from casckpt.repository.gc import GcResult, collect
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Traits
+from casckpt.storage.memory import MemoryStore
+from tests.support.repositories import Ticks, body, committed, put_blob
+
+LAST = Policy(keep_last=1)
+
+
+def keys(repo: Repository, prefix: str = "objects/") -> set[str]:
+    """What is there below ``prefix``."""
+    return {entry.key for entry in repo.storage.list(prefix)}
+
+
+def snapshot(repo: Repository) -> dict[str, int]:
+    """All there is, and its sizes."""
+    return {entry.key: entry.size for entry in repo.storage.list("")}
+
+
+def ticking(repo: Repository) -> Callable[[float], None]:
+    """A sleep that lets the repository's clock go on."""
+    clock = repo.clock
+    assert isinstance(clock, Ticks)
+    return clock.advance
+
+
+def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> GcResult:
+    """A gc for which time passes as it sleeps."""
+    return collect(repo, policy, **{"sleep": ticking(repo)} | options)
+
+
+def steps(found: Sequence[Commit]) -> list[int]:
+    """Of commits, in their order."""
+    return [commit.step for commit in found]
+
+
+def begin_elsewhere(repo: Repository, run: str = "other", step: int = 7, **process: Any) -> TxId:
+    """A transaction of a process of which nothing can be proved, unless ``process`` says otherwise."""
+    txid = repo.new_txid(run, step)
+    fields: dict[str, Any] = {"host": "gpu7", "boot_id": "b", "pid": 4711, "pid_namespace": "n", "started": 1} | process
+    who = Process(**fields)
+    repo.put_record(transaction_key(txid), Began(txid=txid, run=run, step=step, time=repo.clock(), process=who))
+    return txid
+
+
+def sign(repo: Repository, txid: TxId, number: int) -> None:
+    """A sign of life."""
+    repo.storage.put(transaction_key(txid, number), b"alive")
+
+
+def commit_of(repo: Repository, txid: TxId, texts: Sequence[str]) -> None:
+    """The end of a save that has uploaded ``texts`` under ``txid``."""
+    refs = [put_blob(repo, txid, text) for text in texts]
+    found = manifests.put(repo, txid, *body(refs, "other", 7))
+    commits.commit(repo, committed(repo, "other", 7, manifest=found, txid=txid))
+
+
+class RemoteStore(MemoryStore):
+    """A storage that says it is remote."""
+
+    exclusive: bool | None = True
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=True, read_gap=1 << 20, parallel=4, exclusive=self.exclusive)
+
+
+def bare_commit(repo: Repository, txid: TxId) -> Committed:
+    """A record that names no blob."""
+    found = manifests.put(repo, txid, *body([], "other", 7))
+    return committed(repo, "other", 7, manifest=found, txid=txid)
