@@ -40,7 +40,9 @@ class SaveJob:
 
     def prepare(self) -> Prepared:
         """Look at every leaf; see `casckpt.checkpoint.prepare.prepare`."""
-        state = self.state if isinstance(self.state, Mapping) or not callable(self.state) else self.state()
+        state: Any = self.state
+        if callable(state) and not isinstance(state, Mapping | torch.nn.Module):  # what a model does is its forward
+            state = state()
         with collecting_later():
             return prepare(
                 state,

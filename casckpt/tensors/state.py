@@ -95,7 +95,8 @@ def _writes(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike 
 def _check_state(state: Any) -> None:
     inner = state.value if isinstance(state, PerRank) else state
     if not isinstance(inner, Mapping):
-        raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give a mapping")
+        what = "its state_dict()" if hasattr(inner, "state_dict") else "a mapping"
+        raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give {what}")
 
 
 @dataclass(frozen=True)

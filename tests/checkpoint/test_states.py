@@ -389,3 +389,18 @@ def test_a_second_store_object_sees_the_same(tmp_path: Path) -> None:
     assert same_state(open_store((tmp_path / "s").as_uri()).read("latest"), state)
     with pytest.raises(CasckptError):
         open_store(tmp_path / "t").read("latest")
+
+
+def test_a_model_is_no_state_and_is_not_run() -> None:
+    """It can be called, as a function that makes a state can."""
+
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor | None = None) -> Any:
+            raise AssertionError
+
+    model, store = Model(2, 2), small()
+    with pytest.raises(InvalidInput, match=r"not a Model; give its state_dict\(\)"):
+        store.save(model, step=1)
+    store.save(model.state_dict(), step=1)
+    with pytest.raises(InvalidInput, match=r"not a Model; give its state_dict\(\)"):
+        store.load(model, "default@1")
