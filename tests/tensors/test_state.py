@@ -125,12 +125,17 @@ def test_per_rank_marks_everything_below() -> None:
 # what is refused
 
 
-@pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1]), torch.nn.Linear(1, 1)])
+@pytest.mark.parametrize("state", [torch.zeros(1), [1], None, PerRank([1])])
 def test_a_state_is_a_mapping(state: Any) -> None:
     with pytest.raises(InvalidInput, match="give a mapping"):
         flatten(state)
     with pytest.raises(InvalidInput, match="give a mapping"):
         replace_leaves(state, {})
+
+
+def test_a_module_is_no_state() -> None:
+    with pytest.raises(InvalidInput, match=r"not a Linear; give its state_dict\(\)"):
+        flatten(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
