@@ -1,0 +1,54 @@
+"""A storage in a folder, and file systems that lack or fail something."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from casckpt.storage import syscalls
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.local import LocalStore
+from casckpt.storage.newfile import Way
+
+KEY = "objects/x/a"
+
+
+def lacking(*args: object) -> Any:
+    """In place of a system call that is not there."""
+    raise syscalls.Lacking
+
+
+def only(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that has nothing better than ``way``."""
+    if way > Way.UNNAMED:
+        monkeypatch.setattr(syscalls, "open_unnamed", lacking)
+    if way > Way.LINK:
+        monkeypatch.setattr(syscalls, "link_named", lacking)
+
+
+def failing(call: Callable[..., Any], code: int, *, times: int = 1, after: int = 0) -> Callable[..., Any]:
+    """``call``, but it fails ``times`` times from the call ``after`` on."""
+    calls = iter(range(10**6))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if after <= next(calls) < after + times:
+            raise OSError(code, os.strerror(code))
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def put_aligned(store: ObjectStore, key: str, data: bytes) -> None:
+    """Put from memory that begins at a page."""
+    with AlignedBuffer(len(data)) as buffer:
+        buffer.view[:] = data
+        store.put(key, buffer.view)
+
+
+def files(store: LocalStore) -> list[str]:
+    """Everything in the folder that is no folder, hidden or not."""
+    return sorted(str(path.relative_to(store.path)) for path in store.path.rglob("*") if not path.is_dir())
