@@ -108,6 +108,15 @@ def _said_as_ours(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def torch_saves() -> Iterator[None]:
+    """Inside, where the disk is full, torch.save fails with an OSError, and not with one about its zip file."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"torch.save failed ({error})") from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, where the file system can."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

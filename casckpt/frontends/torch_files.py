@@ -10,7 +10,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,7 +30,7 @@ from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import TENSOR, Leaf
-from casckpt.frontends.new_files import new_file, place_for
+from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.progress import Progress, silent
@@ -187,7 +186,7 @@ class _Export:
         with FakeTensorMode():
             state = inflate(tree, leaf, lambda key: True)
             path.open("xb").close()  # so that Python says what is wrong where nothing may be written
-            with skip_data(materialize_fake_tensors=True), _as_os_error():
+            with skip_data(materialize_fake_tensors=True), torch_saves():
                 torch.save(state, path)
         return tensors
 
@@ -203,15 +202,15 @@ class _Export:
         with zipfile.ZipFile(path) as archive:
             sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
         sums: dict[str, int] = {}
-        with path.open("r+b", buffering=0) as file:
+        with path.open("r+b") as file:
             for tensor in tensors:
                 if sizes.get(tensor.record) != tensor.entry.nbytes:
                     raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
-                place = reader.get_record_offset(tensor.record)
                 crc = 0
+                file.seek(reader.get_record_offset(tensor.record))
                 for data in self._pieces(tensor):
-                    os.pwrite(file.fileno(), data, place)
-                    crc, place = zlib.crc32(data, crc), place + len(data)
+                    file.write(data)
+                    crc = zlib.crc32(data, crc)
                 sums[tensor.record] = crc
         return sums
 
@@ -226,15 +225,6 @@ class _Export:
             target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
             self._download.run([Want(tensor.number, target)])
             yield memoryview(buffer.numpy().data)
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """Where the disk is full, torch fails with a RuntimeError about its zip file."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(f"torch.save failed ({error})") from error
 
 
 def _write_sums(path: Path, sums: Mapping[str, int]) -> None:

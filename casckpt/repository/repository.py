@@ -214,7 +214,7 @@ class Repository:
 
     def _cache_name(self) -> str:
         """By id and by place: a copy of a store has the same id, but goes its own way."""
-        return f"{self.marker.store_id}-{hex_digest(self.storage.url.encode())[:16]}"
+        return f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
         """A new transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.

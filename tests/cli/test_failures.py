@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,14 @@ def test_a_stray_file_that_is_named_by_no_date_is_nobodys(saved: Path, as_json: 
         (saved / folder / f"20269999T000000000000Z-{'0' * 16}-{'0' * 16}-1").write_bytes(b"x")
     assert as_json("transactions", saved) == []
     assert as_json("gc", saved, "--dry-run")["waiting"] == []
+
+
+def test_a_store_may_have_any_name_that_a_folder_may(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+    odd = tmp_path / os.fsdecode(b"not utf-8 \xff\x1b")
+    saved.rename(odd)
+    assert len(as_json("list", odd)) == 4
+    assert as_json("verify", odd)["checked_checkpoints"] == 4
+    assert len(as_json("copy", odd, tmp_path / os.fsdecode(b"\xfe"))["copied"]) == 4
 
 
 def test_a_damaged_tag_spoils_no_checkpoint(saved: Path, store: casckpt.Store, run: Run, as_json: AsJson) -> None:

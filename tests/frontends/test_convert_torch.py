@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,16 +243,38 @@ def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monk
         casckpt_to_torch_save(store, "default@0", tmp_path / "out.pt")
 
 
-def test_a_file_that_cannot_be_written_is_told_of(store: Store, tmp_path: Path) -> None:
-    store.save({"a": numbers("a", 3000)}, step=1)
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """As on a disk that is almost full: what goes beyond is written in part, or not at all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
-        with pytest.raises(StorageError, match=r"out.pt cannot be written: .*make room"):
-            casckpt_to_torch_save(store, "default@1", tmp_path / "out.pt")
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("call", [casckpt_to_torch_save, casckpt_to_dcp])
+def test_a_full_disk_is_told_of(store: Store, tmp_path: Path, call: Callable[..., Any]) -> None:
+    store.save({"a": numbers("a", 3000), "b": numbers("b", 100_000)}, step=1)
+    with files_of_at_most(4000), pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+        call(store, "default@1", tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written_is_told_of(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = torch_files._Export._fill
+
+    def filling(*args: Any) -> Any:
+        with files_of_at_most(8192):
+            return fill(*args)
+
+    monkeypatch.setattr(torch_files._Export, "_fill", filling)
+    store.save({"a": numbers("a", 3000)}, step=1)
+    with pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
+        casckpt_to_torch_save(store, "default@1", tmp_path / "out")
 
 
 def test_files_of_no_use_are_refused(store: Store, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from casckpt.format.manifest import Entry
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import new_folder, place_for
+from casckpt.frontends.new_files import new_folder, place_for, torch_saves
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, silent
@@ -138,7 +138,8 @@ class _Writer:
         )
         for chunk, data in made:
             start = file.tell()
-            torch.save(data, file)
+            with torch_saves():
+                torch.save(data, file)
             self._note(MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)
 
     def _note(self, index: MetadataIndex, file: BinaryIO, name: str, nbytes: int) -> None:
