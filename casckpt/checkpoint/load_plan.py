@@ -135,7 +135,7 @@ class LoadPlan:
         table = self.contents.manifest.extents(entry)
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
-        data = _empty(entry, device)
+        data = new_empty(entry, device)
         self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
         return data
 
@@ -198,7 +198,8 @@ class LoadPlan:
         return decode_object(key, one.data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
 
 
-def _empty(entry: Entry, device: torch.device) -> torch.Tensor:
+def new_empty(entry: Entry, device: torch.device) -> torch.Tensor:
+    """Memory for a whole tensor, in the dtype in which it was saved. Raises InvalidInput where ``device`` has none."""
     try:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
     except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking

@@ -378,8 +378,26 @@ def test_a_part_of_an_optimizers_state(
 
 def test_a_device(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
     assert unshard_model_state(store, "a@2", device=torch.device("cpu"))["counts"].device.type == "cpu"
-    with pytest.raises(RuntimeError, match="nowhere"):
-        unshard_optim_state(store, "a@2", device="nowhere")
+    for unshard in (unshard_model_state, unshard_optim_state):
+        with pytest.raises(InvalidInput, match="device='nowhere' is not usable"):
+            unshard(store, "a@2", device="nowhere")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+    for unshard in (unshard_model_state, unshard_optim_state):
+        with pytest.raises(InvalidInput, match="cannot be made on cuda"):
+            unshard(store, "a@2", device="cuda")
+
+
+def test_patterns(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:
+    """One text is one pattern, as for `Store.read`."""
+    assert list(unshard_model_state(store, "a@2", keys="counts")) == ["counts"]
+    first = unshard_optim_state(store, "a@2", keys=["norm.*"], by_name=True)["state"]
+    assert identical(unshard_optim_state(store, "a@2", keys="norm.*", by_name=True)["state"], first)
+    for unshard in (unshard_model_state, unshard_optim_state):
+        with pytest.raises(InvalidInput, match="give a list of patterns"):
+            unshard(store, "a@2", keys=5)  # type: ignore[arg-type]  # what is refused
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from casckpt.checkpoint.load_plan import new_empty
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Entry
 from casckpt.frontends.training_state.flat import FlatPart
@@ -95,7 +96,7 @@ class Holding:
         if is_dtensor(parameter) and not _is_plain(there, entry, parameter):
             return _new_dtensor(parameter, entry)
         alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
-        return _new_like(parameter, entry) if alike else new_tensor(entry, device)
+        return _new_like(parameter, entry) if alike else new_empty(entry, device)
 
 
 def _alone(value: Any) -> Any:
@@ -125,11 +126,6 @@ def unwrapped(value: Any) -> Any:
     if type(value) is list and len(value) == 1 and isinstance(value[0], Shard):
         return value[0].data
     return type(value)([unwrapped(child) for child in value]) if type(value) in (list, tuple) else value
-
-
-def new_tensor(entry: Entry, device: torch.device) -> torch.Tensor:
-    """Memory for a whole tensor, in the dtype in which it was saved, on ``device``."""
-    return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
 
 def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:

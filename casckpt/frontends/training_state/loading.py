@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.load_plan import new_empty
 from casckpt.errors import Mismatch
 from casckpt.format.manifest import Entry
 from casckpt.format.tree import Element
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
-from casckpt.frontends.training_state.holding import Holding, apart, local, new_tensor, unwrapped
+from casckpt.frontends.training_state.holding import Holding, apart, local, unwrapped
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -142,7 +143,7 @@ class _OptimizerPlan:
         home = self._homes.get(str(name))
         cpu = torch.device("cpu")
         if home is None:
-            return new_tensor(entry, cpu)
+            return new_empty(entry, cpu)
         on_cpu = home.steps_on_cpu and is_step(entry, key)
         device = cpu if on_cpu else home.holding.parameter.device
         found = home.holding.destination(entry, home.there.get(f".{key}"), device, self._taken)

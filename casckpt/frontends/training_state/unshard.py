@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from casckpt.checkpoint.arguments import usable_device, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.load_plan import new_empty
 from casckpt.checkpoint.ranks import open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry
 from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.training_state.holding import new_tensor
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import STATE, Stored, StoredGroups, is_step, steps_on_cpu
@@ -54,7 +55,8 @@ def _model_of(
     names = stored.keys_below("model")
     if not names:
         raise MissingKey(f"{stored.where} holds no model; `casckpt show` lists its keys", keys=("model",))
-    patterns = [_pattern(pattern, names, stored.where) for pattern in (["*"] if keys is None else keys)]
+    wanted = usable_patterns(["*"] if keys is None else keys) or ()
+    patterns = [_pattern(pattern, names, stored.where) for pattern in wanted]
     state = stored.store.read(stored.checkpoint, keys=patterns, device=device, **options)
     found: OrderedDict[str, Any] = OrderedDict()
     for key, value in _named_values(state, ""):
@@ -116,7 +118,7 @@ def unshard_optim_state(
     options["allow_pickle"] = allow_pickle
 
     def read(stored: Stored, groups: StoredGroups | None) -> dict[str, Any]:
-        state = _optimizer_of(stored, groups or [], keys, torch.device(device), options)
+        state = _optimizer_of(stored, groups or [], usable_patterns(keys), usable_device(device), options)
         return {"state": state, "param_groups": groups} if by_name else by_number(state, groups or [])
 
     return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist, optimizer=True, allow_pickle=allow_pickle)
@@ -133,7 +135,7 @@ def _optimizer_of(
 
     def place(name: Element, key: str, entry: Entry) -> torch.Tensor:
         stays = is_step(entry, key) and on_cpu.get(str(name), False)
-        return new_tensor(entry, torch.device("cpu") if stays else target)
+        return new_empty(entry, torch.device("cpu") if stays else target)
 
     wanted = None if keys is None else _wanted(stored, keys, list(on_cpu))
     state = stored.template(stored.nodes(on_cpu), place, lambda key: wanted is None or key in wanted)
