@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import pkgutil
 import re
 from contextlib import chdir
 from pathlib import Path
@@ -231,6 +232,25 @@ def test_files_that_are_named_are_there(page: Path) -> None:
 
 
 # docs/decisions
+
+
+def named_in_the_code() -> dict[str, Path]:
+    """Full names of things of casckpt that docstrings refer to, and a module that does."""
+    names: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in re.findall(r"(?<!`)`(casckpt(?:\.\w+)+)`(?!`)", path.read_text()):
+            names.setdefault(name, path.relative_to(ROOT))
+    return names
+
+
+def test_what_docstrings_refer_to_is_there() -> None:
+    broken = []
+    for name, path in named_in_the_code().items():
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            broken.append(f"{path}: {name}")
+    assert broken == []
 
 
 def test_decisions_are_numbered_listed_and_under_a_page() -> None:
