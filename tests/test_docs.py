@@ -231,9 +231,6 @@ def test_files_that_are_named_are_there(page: Path) -> None:
         assert any((folder / name).exists() for folder in (ROOT, PACKAGE, DOCS)), f"{page.name} names {name}"
 
 
-# docs/decisions
-
-
 def named_in_the_code() -> dict[str, Path]:
     """Full names of things of casckpt that docstrings refer to, and a module that does."""
     names: dict[str, Path] = {}
@@ -251,6 +248,9 @@ def test_what_docstrings_refer_to_is_there() -> None:
         except (ImportError, AttributeError):
             broken.append(f"{path}: {name}")
     assert broken == []
+
+
+# docs/decisions
 
 
 def test_decisions_are_numbered_listed_and_under_a_page() -> None:
