@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
-from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, NotFound
+from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound
 from casckpt.format.manifest import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.repository import manifests
@@ -492,3 +492,15 @@ def test_streams_are_those_of_the_native_api(store: Store) -> None:
     one, other = (manifests.get(store.repository, store.get(ref).commit).body for ref in ("dcp@1", "native@1"))
     assert [e.name for e in one.entries if e.kind == TENSOR] == [e.name for e in other.entries if e.kind == TENSOR]
     assert one.tree == other.tree
+
+
+def test_tensors_of_one_memory_that_differ_in_the_checkpoint(store: Store) -> None:
+    """Else the one that is overwritten would be taken for damaged."""
+    store.save({"a": torch.ones(3000), "b": torch.zeros(3000), "c": torch.ones(3000)}, step=1)
+    shared = torch.full((3000,), 5.0)
+    load({"a": shared, "c": shared}, StorageReader(store, "default@1"))
+    assert shared.eq(1).all()
+    error = causes(failure(lambda: load({"a": shared, "b": shared}, StorageReader(store, "default@1"))))[0]
+    assert isinstance(error, Mismatch)
+    assert "'a' and 'b' share memory here" in str(error)
+    assert shared.eq(1).all()

@@ -19,6 +19,7 @@ from torch.futures import Future
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import this_rank
+from casckpt.checkpoint.tied import Tied
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.regions import Box, Region
@@ -186,13 +187,14 @@ class StorageReader(Protocol):
         targets = [planner.resolve_tensor(item) for item in items]
         pairs = list(zip(items, targets, strict=True))
         converted: dict[str, None] = {}
-        download.run([want for item, target in pairs for want in self._wants(item, target.detach(), converted)])
+        tied = Tied()
+        download.run([want for item, target in pairs for want in self._wants(item, target.detach(), converted, tied)])
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
             planner.commit_tensor(item, target)
 
-    def _wants(self, item: ReadItem, target: torch.Tensor, converted: dict[str, None]) -> Iterator[Want]:
+    def _wants(self, item: ReadItem, target: torch.Tensor, converted: dict[str, None], tied: Tied) -> Iterator[Want]:
         key = item.storage_index.fqn
         number, entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
@@ -209,6 +211,7 @@ class StorageReader(Protocol):
         if not covers(table, region):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:
+            tied.add(key, target, entry.dtype, table, region)
             yield Want(number, Destination(region, target, stored), table)
 
     def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
