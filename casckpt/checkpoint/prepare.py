@@ -12,6 +12,7 @@ import torch
 
 from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_attachment_name
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
 from casckpt.format.plain import Spill
 from casckpt.format.tree import encode_tree
@@ -22,7 +23,6 @@ from casckpt.tensors.staging import Staging
 from casckpt.tensors.state import flatten
 
 _INLINE_BYTES = 4096
-_MAX_ATTACHMENT_NAME = 1024
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,3 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         else:
             large.append(_stream(ATTACHMENT, name, 0, None, data))
     return inline, large
-
-
-def check_attachment_name(name: str) -> str:
-    """The name of an attachment: a relative path without "..", so that an export can make a file of it."""
-    parts = str(name).split("/")
-    bad = any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or c == "\\" for c in str(name))
-    if type(name) is not str or bad or len(name) > _MAX_ATTACHMENT_NAME:
-        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..'")
-    return name

@@ -67,7 +67,7 @@ def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]
         tensors = msgspec.json.decode(head[8:], type=dict[str, _Tensor])
         runs = [(tensor.dtype, _nbytes(tensor)) for tensor in tensors.values()]
         canonical = _encode(runs) == head
-    except (msgspec.DecodeError, InvalidInput) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(f"the header of a blob is not understood: {error}") from error
     if not canonical or sum(nbytes for _, nbytes in runs) != size - DATA_OFFSET:
         raise Refused("the header of a blob does not describe its data as casckpt would")

@@ -22,6 +22,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 
 MARKER = "casckpt.json"
 MAX_STEP = 2**63 - 1
+_MAX_ATTACHMENT_NAME = 1024
 
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
 _TXID = rf"{_DATE}-[0-9a-f]{{16}}-[0-9a-f]{{16}}-(?:0|[1-9][0-9]{{0,18}})"  # \d would take any digit of Unicode
@@ -124,6 +125,15 @@ def check_tag(name: str) -> str:
         raise InvalidInput(
             f"tag {name!r} is not a usable name: use up to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
         )
+    return name
+
+
+def check_attachment_name(name: str) -> str:
+    """``name`` if it is a relative path without "..", so that an export can make a file of it, else `InvalidInput`."""
+    parts = str(name).split("/")
+    bad = any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or c == "\\" for c in str(name))
+    if type(name) is not str or bad or len(name) > _MAX_ATTACHMENT_NAME:
+        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..'")
     return name
 
 

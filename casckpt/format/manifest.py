@@ -25,7 +25,7 @@ from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.extents import ExtentTable, Packed, pack, unpack, unpacked
-from casckpt.format.keys import check_hash, check_run, check_step, check_txid
+from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step, check_txid
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import MAX_METADATA_BYTES
 from casckpt.format.regions import check_shape
@@ -154,12 +154,12 @@ class Manifest:
         self._worn = frozenset(unpack(body.blobs.worn).tolist())
         count = len(self.blob_sizes)
         if len(body.blobs.hashes) != 32 * count or len(self._uploader_of) != count:
-            raise Refused(f"manifest {id} is not usable: its columns of blobs differ in length")
+            raise Refused("its columns of blobs differ in length")
         if count and int(self.blob_sizes.max()) > MAX_BLOB_BYTES:
-            raise Refused(f"manifest {id} is not usable: a blob is larger than {MAX_BLOB_BYTES} bytes")
+            raise Refused(f"a blob is larger than {MAX_BLOB_BYTES} bytes")
         if count and int(self._uploader_of.max()) >= len(self._uploaders):
-            raise Refused(f"manifest {id} is not usable: a blob has no uploader")
-        _check_body(id, body)
+            raise Refused("a blob has no uploader")
+        _check_body(body)
 
     @property
     def blob_count(self) -> int:
@@ -221,23 +221,24 @@ class Manifest:
         return Places(uploaders=list(self._uploaders), index=pack(self._uploader_of))
 
 
-def _check_body(id: ManifestId, body: Body) -> None:
-    try:
-        check_run(body.run)
-        check_step(body.step)
-        if body.parent is not None:
-            check_hash(body.parent)
-        if not 4096 <= body.cell_bytes <= 1 << 30 or body.cell_bytes % 64:
-            raise Refused(f"a cell of {body.cell_bytes} bytes")
-        for entry in body.entries:
-            if entry.kind not in (TENSOR, PART, ATTACHMENT) or len(entry.key) > MAX_KEY_CHARACTERS:
-                raise Refused(f"an entry of kind {entry.kind[:20]!r}, key {entry.key[:80]!r}")
-            check_shape(entry.shape)
-            dtypes.itemsize(entry.dtype)
-            if entry.kind != TENSOR and (entry.dtype != "uint8" or len(entry.shape) != 1):
-                raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
-    except ValueError as error:
-        raise Refused(f"manifest {id} is not usable: {error}") from error
+def _check_body(body: Body) -> None:
+    check_run(body.run)
+    check_step(body.step)
+    if body.parent is not None:
+        check_hash(body.parent)
+    if not 4096 <= body.cell_bytes <= 1 << 30 or body.cell_bytes % 64:
+        raise Refused(f"a cell of {body.cell_bytes} bytes")
+    for attachment in body.attachments:
+        check_attachment_name(attachment.name)
+    for entry in body.entries:
+        if entry.kind not in (TENSOR, PART, ATTACHMENT) or len(entry.key) > MAX_KEY_CHARACTERS:
+            raise Refused(f"an entry of kind {entry.kind[:20]!r}, key {entry.key[:80]!r}")
+        if entry.kind == ATTACHMENT:
+            check_attachment_name(entry.key)
+        check_shape(entry.shape)
+        dtypes.itemsize(entry.dtype)
+        if entry.kind != TENSOR and (entry.dtype != "uint8" or len(entry.shape) != 1):
+            raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
 
 
 def encode(body: Body, places: Places) -> tuple[ManifestId, bytes]:
@@ -258,7 +259,7 @@ def decode(data: bytes, id: ManifestId) -> Manifest:
         raise Damaged(f"manifest {id} is damaged: its bytes do not have the hash in its name", checkpoints=(id,))
     try:
         return Manifest(id, msgspec.msgpack.decode(head, type=Body), msgspec.msgpack.decode(tail, type=Places))
-    except (*DECODE_ERRORS, Refused) as error:
+    except (*DECODE_ERRORS, InvalidInput) as error:
         raise Refused(f"manifest {id} is not usable: {error}", checkpoints=(id,)) from error
 
 

@@ -18,7 +18,6 @@ import torch
 from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.dtypes import itemsize
@@ -193,7 +192,6 @@ class _Job:
             if entry.kind == ATTACHMENT:
                 found[entry.key] = Stream(number, entry)
         for name in found:
-            check_attachment_name(name)
             if name.lower() in taken:
                 raise InvalidInput(
                     f"attachment {name!r} has the name of a file with tensors; export to a file, as OUT.safetensors"

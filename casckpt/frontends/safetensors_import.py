@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.format.keys import check_attachment_name
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
 from casckpt.frontends.stores import AnyStore, as_store

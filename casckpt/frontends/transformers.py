@@ -28,10 +28,10 @@ except ImportError as error:
     raise ImportError("casckpt.frontends.transformers needs it: pip install 'casckpt[transformers]'") from error
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.prepare import check_attachment_name
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
+from casckpt.format.keys import check_attachment_name
 from casckpt.frontends.new_files import new_folder
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.prepare import Frozen, check_attachment_name
+from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Revoked
-from casckpt.format.keys import check_step
+from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
