@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from casckpt.errors import ForgottenWarning
-from casckpt.format.records import Committed, moment
+from casckpt.format.records import Committed, time_of
 from casckpt.repository import manifests, tags
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
@@ -73,7 +73,7 @@ class Checkpoint:
     @property
     def created_at(self) -> datetime:
         """When it was saved, UTC."""
-        return moment(self._record.created_at)
+        return time_of(self._record.created_at)
 
     @property
     def ephemeral(self) -> bool:

@@ -22,7 +22,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
-from casckpt.repository.commits import Commit
+from casckpt.repository.commits import Commit, just_committed
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.memory import TensorMemory
@@ -82,7 +82,7 @@ class _Attempt:
             raise
         if self._share is not None and self.ranks.size > 1:
             self.memory.remembered[self.options.run] = Remembered(done.record.manifest, self._share, done.worn)
-        return Commit(done.record.txid, done.record, "committed", 0, done.record.time)
+        return just_committed(done.record)
 
     def _exchange_all(self) -> Done:
         start = self.ranks.exchange(self._hello, self.leader.begin)

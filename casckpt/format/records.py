@@ -30,7 +30,7 @@ _YEAR_10000 = 253_402_300_800 * 10**6
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def moment(microseconds: int) -> datetime:
+def time_of(microseconds: int) -> datetime:
     """A time of a record."""
     return _EPOCH + timedelta(microseconds=microseconds)
 

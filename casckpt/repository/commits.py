@@ -84,6 +84,11 @@ class Commit:
         return f"{self.run}@{self.step} ({self.id[:12]})" if isinstance(self.first, Committed) else self.txid
 
 
+def just_committed(record: Committed) -> Commit:
+    """What a log says that holds ``record`` alone."""
+    return Commit(record.txid, record, "committed", 0, record.time)
+
+
 @dataclass(frozen=True)
 class CommitList:
     """A snapshot made by one LIST of commits/.

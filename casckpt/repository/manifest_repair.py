@@ -18,9 +18,9 @@ from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import ManifestId, TxId
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.marking import list_objects
 from casckpt.repository.repository import Repository
 from casckpt.repository.salvage import readable
+from casckpt.repository.stock import list_objects
 from casckpt.repository.verify import DamagedManifest
 
 
@@ -63,7 +63,7 @@ def _places(repo: Repository, commit: Commit, source: Repository, manifest: Mani
     if known is not None:
         return [BlobRef(blob, size, uploader) for uploader, blob, size in known.blobs()]
     there = _named(repo)
-    sizes = list_objects(repo).sizes
+    sizes = list_objects(repo)
     refs = []
     for ref in manifest.blobs:
         uploader = own if blob_key(own, ref.hash) in sizes else there.get(ref.hash)

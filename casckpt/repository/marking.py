@@ -10,27 +10,18 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused
-from casckpt.format.keys import blob_key, manifest_key, parse_object
+from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.stock import Stock
 
-OBJECTS = "objects/"
 _NAMED_AT_MOST = 3
 
 
 class Unreadable(Exception):
     """A manifest went away while it was wanted: another gc is at work. Start again."""
-
-
-@dataclass(frozen=True)
-class Objects:
-    """A listing of objects/: sizes in bytes by key. ``foreign``: keys that no casckpt made; they are left alone."""
-
-    sizes: dict[str, int] = field(repr=False)
-    foreign: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,18 +33,6 @@ class Candidates:
 
     sizes: dict[str, int] = field(repr=False)
     ended: frozenset[TxId] = field(repr=False)
-
-
-def list_objects(repo: Repository) -> Objects:
-    """One LIST of objects/. Raises `StorageError`."""
-    sizes: dict[str, int] = {}
-    foreign = []
-    for entry in repo.storage.list(OBJECTS):
-        if parse_object(entry.key) is None:
-            foreign.append(entry.key)
-        else:
-            sizes[entry.key] = entry.size
-    return Objects(sizes, tuple(sorted(foreign)))
 
 
 def commits_without_doubt(repo: Repository) -> CommitList:

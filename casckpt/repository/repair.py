@@ -24,9 +24,9 @@ from casckpt.repository import blobs
 from casckpt.repository.checking import Checked, check_blobs
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.manifest_repair import repair_manifests
-from casckpt.repository.marking import list_objects
 from casckpt.repository.repository import Repository
 from casckpt.repository.salvage import Cells, Copies, LiveCell, live_cells, readable, salvage
+from casckpt.repository.stock import list_objects
 from casckpt.repository.superseding import supersede
 from casckpt.repository.verify import DamagedBlob, DamagedManifest, describe, survey
 
@@ -147,7 +147,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
     """Live blobs that are marked, gone, or of another size, and are not right now."""
-    sizes = list_objects(repo).sizes
+    sizes = list_objects(repo)
     marked = blobs.damaged_marks(repo)
     suspects = [
         ref for ref in refs

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -30,10 +30,10 @@ from casckpt.format.keys import (
 )
 from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
 from casckpt.format.names import BlobHash
-from casckpt.format.records import Began, Committed, FirstRecord
+from casckpt.format.records import Began, Committed, FirstRecord, time_of
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
+from casckpt.repository.commits import Commit, CommitList, just_committed, list_commits, refresh
 from casckpt.repository.commits import commit as put_commit
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.parallel import in_parallel
@@ -115,7 +115,7 @@ def _check(target: Repository, commit: Commit, manifest: Manifest) -> None:
     told = (record.run, record.step, name.run_hash, name.step)
     if told != (body.run, body.step, run_hash(body.run), body.step):
         raise Refused(f"the record of {commit} is not that of its manifest ({body.run}@{body.step}); it is not copied")
-    if name.time > datetime.fromtimestamp(target.clock() / 1e6, UTC) + _AHEAD:
+    if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
             f"{commit} was saved in the future ({name.time:%Y-%m-%d}), and later saves could not come after it; "
             "set the clock right, or save it anew"
@@ -295,7 +295,7 @@ class _Copy:
                 raise
             record = self._committed_by_another()
         self.transaction.close()
-        return Commit(record.txid, record, "committed", 0, record.time)
+        return just_committed(record)
 
     def _put_manifest(self) -> None:
         key = manifest_key(self.transaction.txid, self.commit.id)

@@ -225,7 +225,7 @@ class Repository:
         keys.check_step(step)
         latest = max(after, default=None)  # ids sort by time
         try:
-            begun = keys.later_than(records.moment(self.clock()), [latest] if latest else [])
+            begun = keys.later_than(records.time_of(self.clock()), [latest] if latest else [])
         except OverflowError as error:
             raise Refused(f"transaction id {latest} lies at the end of time; nothing can come after it") from error
         return keys.make_txid(begun, self.entropy(8), run, step)

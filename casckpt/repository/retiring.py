@@ -14,7 +14,7 @@ from typing import Any
 from casckpt.errors import Conflict
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Settings, moment
+from casckpt.format.records import Settings, time_of
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
 from casckpt.repository.mirrored import unmirrored
@@ -60,7 +60,7 @@ def waiting_for(one: OpenTransaction) -> Waiting:
     began = one.began
     if began is None:
         return Waiting("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
-    since = moment(began.time)
+    since = time_of(began.time)
     process = began.process
     return Waiting("transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since)
 
@@ -121,7 +121,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         elif commit.txid in tagged:
             waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
         elif until > now:
-            waiting.append(_waits(commit, "young", until=moment(until)))
+            waiting.append(_waits(commit, "young", until=time_of(until)))
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting))

@@ -20,9 +20,8 @@ from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import CellDigest
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.marking import list_objects
 from casckpt.repository.repository import Repository
-from casckpt.repository.stock import BLOB
+from casckpt.repository.stock import BLOB, list_objects
 from casckpt.storage.base import ShortObject
 
 
@@ -65,7 +64,7 @@ class Copies:
     def __init__(self, repo: Repository, others: Iterable[Repository]) -> None:
         self._keys: dict[str, list[tuple[Repository, str]]] = defaultdict(list)
         for store in (repo, *others):
-            for key in list_objects(store).sizes:
+            for key in list_objects(store):
                 name = parse_object(key)
                 if name is not None and name.kind == BLOB:
                     self._keys[name.hash].append((store, key))

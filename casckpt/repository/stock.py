@@ -79,6 +79,11 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
     return Sums(*counts[True], *counts[False])
 
 
+def list_objects(repo: Repository) -> dict[str, int]:
+    """Bytes by key of all objects, guarded or not, as they are now: one LIST. Raises `StorageError`."""
+    return {entry.key: entry.size for entry in repo.storage.list("objects/") if parse_object(entry.key) is not None}
+
+
 @dataclass(frozen=True)
 class _Guarded:
     guard: TxId

@@ -48,7 +48,7 @@ def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], cells: 
         transaction.abort(f"repair failed: {error}")
         raise
     transaction.close()
-    made = Commit(new.txid, new, "committed", 0, new.time)
+    made = commits.just_committed(new)
     for name in tags_of(tags(repo), commit.txid):
         set_tag(repo, name, made)
     commits.forget(repo, commit)

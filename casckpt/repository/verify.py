@@ -16,9 +16,9 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
 from casckpt.repository.checking import Checked, check_blobs
 from casckpt.repository.commits import Commit, list_commits, refresh
-from casckpt.repository.marking import list_objects
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
+from casckpt.repository.stock import list_objects
 from casckpt.repository.tags import list_tags
 
 Mode = Literal["full", "exists"]
@@ -220,7 +220,7 @@ def _sampled(repo: Repository, refs: list[BlobRef], fraction: float) -> list[Blo
 
 def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
     """Presence and sizes, from one listing."""
-    sizes = list_objects(repo).sizes
+    sizes = list_objects(repo)
     for ref in refs:
         size = sizes.get(blob_key(ref.uploader, ref.hash))
         why = "it is gone" if size is None else f"it has {size} bytes instead of {ref.size}"

@@ -108,7 +108,7 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
     """A commit whose manifest nobody wrote, for tests that look at records alone."""
     record = committed(repo, run, step, **fields)
     commits.commit(repo, record)
-    return Commit(record.txid, record, "committed", 0, record.time)
+    return commits.just_committed(record)
 
 
 def body(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> tuple[Body, Places]:

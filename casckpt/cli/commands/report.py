@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, count, facts, moment, say, size, table
+from casckpt.format.records import time_of
 from casckpt.repository.usage import usage
 
 _COLUMNS = (
@@ -29,12 +29,8 @@ def command(session: Session) -> None:
     uses: so much a gc would free if the run were given up.
     """
     found = usage(session.repository)
-    runs = [asdict(run) | {"newest_at": _time(run.newest_at)} for run in found.runs]
+    runs = [asdict(run) | {"newest_at": time_of(run.newest_at).isoformat()} for run in found.runs]
     session.give(asdict(found) | {"runs": runs}, text)
-
-
-def _time(microseconds: int) -> str:
-    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat()
 
 
 def text(result: dict[str, Any]) -> None:

@@ -49,9 +49,8 @@ def _open(repo: Repository) -> list[dict[str, Any]]:
 
 
 def _described(repo: Repository, one: OpenTransaction) -> dict[str, Any]:
-    from datetime import UTC, datetime
-
     from casckpt.format.keys import parse_txid
+    from casckpt.format.records import time_of
     from casckpt.repository.transactions import has_died
 
     name = parse_txid(one.txid)
@@ -59,7 +58,7 @@ def _described(repo: Repository, one: OpenTransaction) -> dict[str, Any]:
     if one.began is None:
         return row | {"host": None, "pid": None, "alive": None}
     process = one.began.process
-    since = datetime.fromtimestamp(one.began.time / 1e6, UTC).isoformat()
+    since = time_of(one.began.time).isoformat()
     alive = _alive(process)
     if alive is False and not has_died(repo, one):
         alive = None  # another process has joined: a copy that goes on
