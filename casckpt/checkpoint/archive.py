@@ -177,15 +177,20 @@ class Archive:
         mode: Mode = "full",
         sample: float = 1.0,
         progress: Progress | None = None,
+        expect: Progress | None = None,
     ) -> VerifyResult:
         """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
 
         ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
-        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes just read. What is
-        damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
+        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes just read, ``expect``
+        before, once, with all that are to be read. What is damaged stands in the result. Raises NotFound, InvalidInput,
+        StorageError.
         """
         chosen = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs] or None
-        return verify(self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or silent)
+        return verify(
+            self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or silent,
+            expect=expect or silent,
+        )  # fmt: skip
 
     def repair(self, *sources: Archive | str | os.PathLike[str], progress: Progress | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.

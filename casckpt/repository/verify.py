@@ -108,13 +108,14 @@ def verify(
     sample: float = 1.0,
     mark: bool = True,
     progress: Progress = silent,
+    expect: Progress = silent,
 ) -> VerifyResult:
     """Check all that live checkpoints need, forgotten ones too.
 
     ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and compares its
     hash; "exists" looks at presence and size alone. ``sample``: the fraction of the blobs to look at, drawn at random.
     ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again.
-    ``progress``: called with the bytes just read.
+    ``progress``: called with the bytes just read; ``expect``: before, once, with all that are to be read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
@@ -125,6 +126,7 @@ def verify(
     records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
     found = survey(repo, chosen, with_extents=mode == "full")
     wanted = _sampled(repo, found.refs(), sample)
+    expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
 
     def count(nbytes: int) -> None:

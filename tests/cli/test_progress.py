@@ -25,7 +25,18 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, total: int | Non
     assert "[reading]" in terminal.getvalue()
 
 
+def test_what_is_to_come_may_be_said_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("reading", None) as done:
+        done.expect(8192)
+        done(4096)
+    assert "4.0/8.0 KiB" in terminal.getvalue()
+
+
 def test_nobody_else_does(capsys: pytest.CaptureFixture[str]) -> None:
     with progress("reading", 10) as done:
+        done.expect(20)
         done(10)
     assert capsys.readouterr() == ("", "")

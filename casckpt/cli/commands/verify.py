@@ -32,7 +32,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
     """
     with progress("verifying", None) as done:
         mode: Mode = "exists" if quick else "full"
-        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
+        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done, expect=done.expect)
     session.give(result.to_json(), text)
     if result.is_damaged:
         return DAMAGED
