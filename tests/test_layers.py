@@ -254,8 +254,12 @@ def test_a_right_import_is_left_alone(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
+LATE = ("checkpoint/archive.py", "checkpoint/handle.py", "checkpoint/place.py", "checkpoint/store.py")
+"""Modules of layers with torch that import it when a tensor comes: `casckpt list` stands on them."""
+
+
 def test_what_needs_no_tensor_does_not_load_torch() -> None:
-    free = [path for path in modules() if not path.startswith((*TORCH, "__main__"))]
+    free = [path for path in modules() if not path.startswith((*TORCH, "__main__")) or path in LATE]
     names = [".".join(("casckpt", *path.removesuffix(".py").split("/"))).removesuffix(".__init__") for path in free]
     code = f"import sys\nfor name in {names}: __import__(name)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

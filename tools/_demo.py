@@ -222,10 +222,7 @@ class Tour:
         kept = [f"{row['run']}@{row['step']}" for row in self.json("list", STORE)]
         claim(kept == ["base@0", f"sft@{TRAINED - EVERY}", f"sft@{TRAINED}"], f"{', '.join(kept)} are left")
         expected = self.base_bytes + 2 * self.training.changing_bytes()
-        claim(
-            abs(self.stats()["bytes_stored"] - expected) <= 0.02 * expected,
-            "and only their bytes are stored, within 2 %",
-        )
+        claim(near(self.stats()["bytes_stored"], expected), "and only their bytes are stored, within 2 %")
         fresh = Training()
         casckpt.load_model_and_optim_state(self.store, "sft@latest", fresh.model, fresh.optim)
         claim(alike(fresh.state(), self.copies[TRAINED]), "the newest one loads, every bit of it")
