@@ -158,7 +158,11 @@ def read_attachment(repo: Repository, manifest: Manifest, name: str, options: Lo
     contents = Contents(manifest, options.rank)
     number = contents.numbers.get((ATTACHMENT, name, 0))
     if number is None:
-        raise NotFound(f"{manifest.body.run}@{manifest.body.step} has no attachment {name!r}")
+        long = [entry.key for entry in manifest.body.entries if entry.kind == ATTACHMENT]
+        there = sorted([*long, *(short.name for short in manifest.body.attachments)])
+        listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
+        where = f"{manifest.body.run}@{manifest.body.step}"
+        raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
     plan = LoadPlan(contents, options)
     data = plan.new_tensor(number, manifest.body.entries[number], torch.device("cpu"))
     plan.run(repo)

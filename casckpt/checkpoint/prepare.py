@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, TypeAlias
 
 import torch
@@ -141,6 +142,9 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidInput(f"attachment {name!r} is {type(data).__name__}; give its contents as bytes")
         check_attachment_name(name)
+        folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
+        if folder is not None:
+            raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
         if len(data) < _INLINE_BYTES:
             inline.append(Attachment(name, bytes(data)))
         else:

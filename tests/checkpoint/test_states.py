@@ -127,6 +127,15 @@ def test_a_view_of_an_array_is_stored_as_it_is_at_the_save() -> None:
     assert not store.read("default@1")["a"].any()
 
 
+@pytest.mark.parametrize("names", [("a", "a/b"), ("x/y/z", "x"), ("x/y/z", "x/y")])
+def test_an_attachment_is_not_the_folder_of_another(names: tuple[str, str]) -> None:
+    """No export could make files of both."""
+    store = small()
+    with pytest.raises(InvalidInput, match="would be the folder of attachment"):
+        store.save({}, step=1, attachments=dict.fromkeys(names, b""))
+    store.save({}, step=1, attachments=dict.fromkeys(("a", "ab/c", "b/a"), b""))
+
+
 def test_attachments_short_and_long() -> None:
     store = small()
     files = {"config.json": b"{}", "dir/empty": b"", "dir/big.bin": random.Random(1).randbytes(10_000)}
@@ -135,7 +144,7 @@ def test_attachments_short_and_long() -> None:
     for name, data in files.items():
         assert store.read_attachment("default@1", name) == data
     assert same_state(store.read("default@1"), {"w": torch.ones(1)})
-    with pytest.raises(NotFound, match="'other'"):
+    with pytest.raises(NotFound, match=r"'other'; it has config\.json, dir/big\.bin, dir/empty"):
         store.read_attachment("default@1", "other")
     assert store.save({"w": torch.ones(1)}, step=2, attachments=files).stats.bytes_written == 0
 
