@@ -76,7 +76,7 @@ def import_safetensors(
     maps = Maps(progress or silent)
     said = maps.add_all(sources.weights)
     if missing := sorted(sources.keys - maps.state.keys()):
-        log.warning("the index of %s names %d tensors that no file holds: %s", path, len(missing), _few(missing))
+        log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     return as_store(store).save(
         maps.state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError, Unsupported
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import BlobHash, TxId
@@ -23,6 +24,8 @@ from casckpt.repository.tags import list_tags
 
 Mode = Literal["full", "exists"]
 Name = tuple[TxId, BlobHash]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def verify(
 
     ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and compares its
     hash; "exists" looks at presence and size alone. ``sample``: the fraction of the blobs to look at, drawn at random.
-    ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again.
+    ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a
+    warning where the store cannot be written.
     ``progress``: called with the bytes just read; ``expect``: before, once, with all that are to be read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
@@ -230,7 +234,15 @@ def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
 
 
 def _mark(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
-    """Mark what is damaged, unmark what is right; the blobs that were unmarked."""
+    """Mark what is damaged, unmark what is right, where the store can be written; the blobs that were unmarked."""
+    try:
+        return _write_marks(repo, damaged, checked)
+    except (StorageError, Unsupported) as error:  # what was found is worth more than the marks
+        log.warning("the marks of damaged blobs are as before, and saves go by them: %s", error)
+        return ()
+
+
+def _write_marks(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
     for one in damaged:
         blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
     right = {(one.ref.uploader, one.ref.hash) for one in checked if not one.why and not one.failed}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from casckpt.errors import InvalidInput, NotFound
+from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import blobs, commits, gc, manifests, tags
@@ -225,6 +225,17 @@ def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Rep
     found = verify(repo)
     assert [blob for blob, _ in found.failed] == [hash_in(only_blob(repo, bad))]
     assert (found.damaged, found.checked_blobs) == ((), 2)
+    assert marks(repo) == set()
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), Unsupported("can only be read")])
+def test_damage_is_reported_where_it_cannot_be_marked(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture, error: CasckptError
+) -> None:
+    flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
+    faults.inject(fail_before("put", times=99, error=error))
+    assert len(verify(repo).damaged) == 1
+    assert f"saves go by them: {error}" in caplog.text
     assert marks(repo) == set()
 
 
