@@ -101,6 +101,7 @@ def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
         ["list", "s", "--nonsense"],
         ["import", "s", "f", "--step", "x"],
         ["gc", "s", "--keep-last"],
+        ["transactions", "s", "--revoke", "a", "--give-up", "b"],
     ],
     ids=" ".join,
 )

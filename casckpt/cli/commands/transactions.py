@@ -30,6 +30,8 @@ def command(session: Session, revoke: str | None, give_up: str | None) -> None:
     A gc waits for them. Revoking is safe: at worst a save that was alive fails, and is made again. Giving up is for a
     record that is damaged beyond help, and that keeps gc from working.
     """
+    if give_up is not None and revoke is not None:
+        raise click.UsageError("--revoke is for a save in progress, --give-up for a damaged one: give one of them")
     if give_up is not None:
         session.give({"given_up": _give_up(session.repository, give_up)}, lambda result: say(f"gave up {give_up}"))
     elif revoke is None:
