@@ -20,6 +20,7 @@ from casckpt.format.extents import Ints
 from casckpt.format.regions import Box, Shape
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.tensor import DTensor
 
 
@@ -27,6 +28,11 @@ def is_dtensor(value: Any) -> TypeGuard[DTensor]:
     """Is it a DTensor? Asked without importing torch.distributed: where that is not loaded, there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this process behind a tensor."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:

@@ -19,7 +19,7 @@ import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape, full_box
-from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
 
 _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global_offset", "prepend_axis_num")
@@ -95,7 +95,7 @@ def megatron_region(tensor: Any) -> Region:
 
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
     """``data`` for a Megatron-style tensor, without a copy: in the shape of its box, or flat."""
-    local: torch.Tensor = (data.to_local() if is_dtensor(data) else data).detach()
+    local = local_of(data).detach()
     as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
     return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
 

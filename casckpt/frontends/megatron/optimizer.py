@@ -15,8 +15,7 @@ from casckpt.frontends.megatron.kinds import is_factory
 from casckpt.frontends.megatron.mapping import LocalNonpersistentObject
 from casckpt.frontends.megatron.nesting import Nested, nested_values
 from casckpt.frontends.megatron.selecting import extract_sharded_tensors_and_factories
-from casckpt.frontends.training_state.holding import local as local_of
-from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtensors import is_dtensor, local_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.format.regions import Region, normalise
 from casckpt.frontends.megatron.integrity import Claims, TensorClaim
-from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.memory import tensor_bytes
 
 
@@ -74,7 +74,7 @@ def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[torch.Tensor | None])
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
         raise TypeError("only tensors are handed on")
-    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
+    return local_of(tensor).detach()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -13,17 +13,12 @@ from casckpt.checkpoint.load_plan import new_empty
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Entry
 from casckpt.frontends.training_state.flat import FlatPart
-from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtensors import is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this process behind a tensor."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
-    here = local(there)
+    here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
     return alike and here.is_contiguous() and here.data_ptr() not in taken
 

@@ -17,7 +17,7 @@ from casckpt.format.manifest import Entry
 from casckpt.format.tree import Element
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
-from casckpt.frontends.training_state.holding import Holding, apart, local, unwrapped
+from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -29,6 +29,7 @@ from casckpt.frontends.training_state.stored import (
     steps_on_cpu,
 )
 from casckpt.frontends.training_state.together import on_no_rank
+from casckpt.tensors.dtensors import local_of
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _OptimizerPlan:
         self._without = [one for one in members if id(one) not in self.match.saved]
         self._homes = self._make_homes(model)
         self.nothing_of = {name for name, home in self._homes.items() if home.holding.is_nothing}
-        self._taken = {local(parameter).data_ptr() for parameter in model.parameters()}
+        self._taken = {local_of(parameter).data_ptr() for parameter in model.parameters()}
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
@@ -147,7 +148,7 @@ class _OptimizerPlan:
         on_cpu = home.steps_on_cpu and is_step(entry, key)
         device = cpu if on_cpu else home.holding.parameter.device
         found = home.holding.destination(entry, home.there.get(f".{key}"), device, self._taken)
-        self._taken.add(local(unwrapped(found)).data_ptr())
+        self._taken.add(local_of(unwrapped(found)).data_ptr())
         return found
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
