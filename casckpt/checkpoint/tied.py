@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,11 +13,11 @@ from casckpt.format.regions import Region
 from casckpt.plan.reads import plan_units
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What is to be read into some memory."""
+class _Content(NamedTuple):
+    """What is to be read into the memory of a tensor. A tuple, because a load makes one for each of its tensors."""
 
     key: str
+    data: torch.Tensor
     dtype: str
     table: ExtentTable
     region: Region
@@ -27,7 +27,7 @@ class _Content:
 class Tied:
     """The memory that the tensors of a template fill."""
 
-    _held: dict[Hashable, _Content] = field(default_factory=dict)
+    _held: dict[int, list[_Content]] = field(default_factory=dict)
 
     def add(self, key: str, data: torch.Tensor, dtype: str, table: ExtentTable, region: Region) -> None:
         """``data`` of ``key`` is to be filled with ``region`` of a tensor that is stored as ``dtype``.
@@ -35,16 +35,22 @@ class Tied:
         Raises Mismatch if another key fills the same memory with something else: of two that are read at the same time
         nobody knows which one stays, and the other would be taken for damaged.
         """
-        content = _Content(key, dtype, table, region)
-        place = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
-        other = self._held.setdefault(place, content)
-        if _differ(other, content):
-            raise Mismatch(
-                f"{other.key!r} and {key!r} share memory here, but the checkpoint holds different values for them; "
-                "untie them, or leave one of them out",
-                key=key,
-                keys=(other.key, key),
-            )
+        content = _Content(key, data, dtype, table, region)
+        beside = self._held.setdefault(data.data_ptr(), [])
+        for other in beside:
+            if _same_memory(other.data, data) and _differ(other, content):
+                raise Mismatch(
+                    f"{other.key!r} and {key!r} share memory here, but the checkpoint holds different values for them; "
+                    "untie them, or leave one of them out",
+                    key=key,
+                    keys=(other.key, key),
+                )
+        beside.append(content)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two tensors that begin at the same address: are they the same elements, in the same order?"""
+    return (one.device, one.dtype, one.shape, one.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
 
 def _differ(one: _Content, other: _Content) -> bool:
