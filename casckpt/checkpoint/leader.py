@@ -119,10 +119,11 @@ class Leader:
     def start(self) -> TxId:
         """Steps 1 and 2: only after the transaction has begun are commits listed. This order is what makes gc safe."""
         encode_metadata(self.options.metadata)  # refused before anything is written
-        made = self.repo.create()
+        made = not self.repo.exists() and self.repo.create()
         earlier = list_commits(self.repo)
-        if not made and not earlier.commits:
-            self.repo.create_again()  # a folder that was emptied has no marker either, and nobody would find this save
+        if not made and not earlier.commits:  # an emptied folder has no marker either, and nobody would find this save
+            known = self.repo.marker
+            self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes)
         self._replaced = self._existing(earlier)
         after = [one.txid for one in earlier.commits.values()]
         self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)

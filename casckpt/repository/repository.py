@@ -102,8 +102,9 @@ class Repository:
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
         """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
 
-        An existing store keeps its own sizes. Raises `InvalidInput`, `StorageError`, what `marker` raises, and
-        `Unsupported` for a storage that cannot create exclusively.
+        It looks whether there is one now: somebody may have deleted what this process knows. An existing store keeps
+        its own sizes. Raises `InvalidInput`, `StorageError`, what `marker` raises, and `Unsupported` for a storage that
+        cannot create exclusively.
         """
         store_id = uuid.UUID(bytes=self.entropy(16), version=4).hex
         marker = Marker(
@@ -115,21 +116,16 @@ class Repository:
         )
         data = records.encode_marker(marker)
         records.decode_marker(data)  # sizes outside the limits are refused before anything is written
-        if self.exists():
-            self._marker = self.marker
+        if self.storage.size(keys.MARKER) is not None:
+            self._marker = self._read_marker()
             return False
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._marker = marker if made else self._read_marker()
+        self._declared = False
         if probed:
             self.change_settings(exclusive_create=True)
         return made
-
-    def create_again(self) -> None:
-        """`create` with the same sizes, if somebody has deleted the store since this process has seen its marker."""
-        known = self.marker
-        self._marker = None
-        self.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes)
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?

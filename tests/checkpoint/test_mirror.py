@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc as collector
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -193,6 +194,20 @@ def test_what_the_mirror_has_deleted_is_not_brought_back(store: Store, away: Pat
     store.wait_for_mirror()
     assert steps(mirror) == [("sft", 2)]
     assert store.mirror_lag().checkpoints == 0
+
+
+@pytest.mark.parametrize("gone", ["store", "mirror"])
+def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path: Path, away: Path) -> None:
+    """Else nobody could open the new mirror, and a gc from cron would not know that the new store has one."""
+    save(store, 1)
+    store.wait_for_mirror()
+    shutil.rmtree(store_path if gone == "store" else away)
+    save(store, 2)
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert ("sft", 2) in steps(mirror)
+    assert not mirror.verify().is_damaged
+    assert casckpt.open(store_path).stats().mirror == str(away)
 
 
 def test_a_store_without_a_mirror_says_so(store_path: Path, store: Store) -> None:
