@@ -27,7 +27,7 @@ class _Content(NamedTuple):
 class Tied:
     """The memory that the tensors of a template fill."""
 
-    _held: dict[int, list[_Content]] = field(default_factory=dict)
+    _held: dict[int, list[_Content]] = field(default_factory=dict)  # by address: the first of each memory
 
     def add(self, key: str, data: torch.Tensor, dtype: str, table: ExtentTable, region: Region) -> None:
         """``data`` of ``key`` is to be filled with ``region`` of a tensor that is stored as ``dtype``.
@@ -37,15 +37,16 @@ class Tied:
         """
         content = _Content(key, data, dtype, table, region)
         beside = self._held.setdefault(data.data_ptr(), [])
-        for other in beside:
-            if _same_memory(other.data, data) and _differ(other, content):
-                raise Mismatch(
-                    f"{other.key!r} and {key!r} share memory here, but the checkpoint holds different values for them; "
-                    "untie them, or leave one of them out",
-                    key=key,
-                    keys=(other.key, key),
-                )
-        beside.append(content)
+        other = next((one for one in beside if _same_memory(one.data, data)), None)
+        if other is None:
+            beside.append(content)
+        elif _differ(other, content):
+            raise Mismatch(
+                f"{other.key!r} and {key!r} share memory here, but the checkpoint holds different values for them; "
+                "untie them, or leave one of them out",
+                key=key,
+                keys=(other.key, key),
+            )
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
