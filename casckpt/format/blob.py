@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 import msgspec
+from msgspec.json import Decoder
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.dtypes import DTYPES, stored_itemsize, stored_name
@@ -35,6 +36,9 @@ class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: list[int]
     data_offsets: list[int]
+
+
+_HEADER: Decoder[dict[str, _Tensor]] = Decoder(dict[str, _Tensor])  # made here: see `casckpt.format.records.DECODERS`
 
 
 @cache
@@ -64,7 +68,7 @@ def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]
     if len(head) < DATA_OFFSET or int.from_bytes(head[:8], "little") != _LENGTH:
         raise Refused(f"a blob does not start with a header of {DATA_OFFSET} bytes")
     try:
-        tensors = msgspec.json.decode(head[8:], type=dict[str, _Tensor])
+        tensors = _HEADER.decode(head[8:])
         runs = [(tensor.dtype, _nbytes(tensor)) for tensor in tensors.values()]
         canonical = _encode(runs) == head
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
@@ -132,6 +133,13 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
     index: bytes
 
 
+_BODY: Decoder[Body] = Decoder(Body)
+_PLACES: Decoder[Places] = Decoder(Places)
+_PACKED: Decoder[Packed] = Decoder(Packed)
+_METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
+"""Made here, and not by the first who decodes: see `casckpt.format.records.DECODERS`."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlobRef:
     """A blob of a manifest. ``size``: of the file in bytes. ``worn``: not to be reused by the next save of the run."""
@@ -181,10 +189,9 @@ class Manifest:
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
         try:
-            found: dict[str, Any] = msgspec.msgpack.decode(self.body.metadata, type=dict[str, Any])
+            return _METADATA.decode(self.body.metadata)
         except DECODE_ERRORS as error:
             raise Refused(f"manifest {self.id} is not usable: its metadata: {error}") from error
-        return found
 
     @cached_property
     def tensors(self) -> dict[str, Entry]:
@@ -198,7 +205,7 @@ class Manifest:
     def extents(self, entry: Entry) -> ExtentTable:
         """The extents of an entry, decoded and checked. Raises Refused."""
         try:
-            packed = msgspec.msgpack.decode(entry.extents, type=Packed)
+            packed = _PACKED.decode(entry.extents)
             itemsize = dtypes.itemsize(entry.dtype)
             cell = self.body.cell_bytes // itemsize
             return unpacked(packed, entry.shape, itemsize, cell, self.blob_sizes)
@@ -258,7 +265,7 @@ def decode(data: bytes, id: ManifestId) -> Manifest:
             raise Refused(f"manifest {id} is of a later version of casckpt; upgrade casckpt to read it")
         raise Damaged(f"manifest {id} is damaged: its bytes do not have the hash in its name", checkpoints=(id,))
     try:
-        return Manifest(id, msgspec.msgpack.decode(head, type=Body), msgspec.msgpack.decode(tail, type=Places))
+        return Manifest(id, _BODY.decode(head), _PLACES.decode(tail))
     except (*DECODE_ERRORS, InvalidInput) as error:
         raise Refused(f"manifest {id} is not usable: {error}", checkpoints=(id,)) from error
 

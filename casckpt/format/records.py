@@ -6,11 +6,12 @@ one that was torn or flipped is told from one that is of a later version.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.json import Decoder
 
 from casckpt.errors import Damaged, Refused
 from casckpt.format.digest import hex_digest
@@ -25,8 +26,6 @@ DEFAULT_BLOB_BYTES = 32 << 20
 MAX_METADATA_BYTES = 64 << 10
 """Metadata of the user up to this many bytes of JSON stands in the commit record too, so that listings show it."""
 _YEAR_10000 = 253_402_300_800 * 10**6
-
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -181,7 +180,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
 
 
 FirstRecord = Committed | Revoked
-LogRecord = Committed | Revoked | Forgotten | Restored | Purged
+LaterRecord = Forgotten | Restored | Purged
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
@@ -205,6 +204,13 @@ class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
     unique: str
 
 
+DECODERS: Mapping[Any, Decoder[Any]] = {
+    kind: Decoder(kind) for kind in (*Record.__subclasses__(), FirstRecord, LaterRecord)
+}
+"""By kind. Made while this module is imported, by one thread: msgspec 0.22 takes what it knows of a struct for ready
+while another thread still finds it out, so that of two threads that decode the first struct of a kind one crashes the
+process. `tests/format/test_decoders.py` holds that nobody decodes into a type without such a decoder."""
+
 R = TypeVar("R")
 
 
@@ -223,7 +229,7 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
     if check != hex_digest(line).encode() + b"\n":
         raise Damaged(f"{key} is damaged: its checksum does not fit its content", key=key)
     try:
-        record: R = msgspec.json.decode(line, type=kind)
+        record: R = DECODERS[kind].decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(f"{key} is not understood: {error}; was it written by a later version of casckpt?") from error
     return record
@@ -237,7 +243,7 @@ def encode_marker(marker: Marker) -> bytes:
 def decode_marker(data: bytes) -> Marker:
     """The marker. Raises `Refused` for a store of the future, `Damaged` for no marker at all."""
     try:
-        marker = msgspec.json.decode(data, type=Marker)
+        marker: Marker = DECODERS[Marker].decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
     if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:

@@ -12,13 +12,12 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, R
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, FirstRecord, Forgotten, Purged, Restored
+from casckpt.format.records import Committed, FirstRecord, Forgotten, LaterRecord, Purged, Restored
 from casckpt.repository.reading import Read, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Entry
 
 PREFIX = "commits/"
-LaterRecord: TypeAlias = Forgotten | Restored | Purged
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 
 Folded: TypeAlias = tuple[Mapping[str, int], "CommitList"]
