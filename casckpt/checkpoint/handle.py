@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
@@ -122,4 +123,12 @@ def warn_if_forgotten(commit: Commit) -> None:
     """For whoever is about to load it."""
     if commit.last == "forgotten":
         message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
-        warnings.warn(message, ForgottenWarning, stacklevel=2)
+        warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
+
+
+def _level_outside() -> int:
+    """How far up the stack from who asks the code of the user is, who shall see a warning at a line of theirs."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("casckpt."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -124,8 +124,10 @@ def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
     saved.read(id)
     saved.forget(id)
     for load in (lambda: saved.read(id), lambda: saved.load({"w": torch.zeros(3)}, held)):
-        with pytest.warns(ForgottenWarning, match=rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"):
+        text = rf"default@1 \({id[:10]}.* was forgotten, and the next gc may purge"
+        with pytest.warns(ForgottenWarning, match=text) as told:
             load()
+        assert [one.filename for one in told] == [__file__]  # and not a file of casckpt
     saved.restore(id)
     saved.read(id)
 

@@ -241,7 +241,10 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     assert found["files"] == [str(tmp_path / "out.pt")]
     assert torch.load(tmp_path / "out.pt")["n"] == 3
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
-    run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", "--keys", "a", status=1)
+    for option, given in (("--keys", "a"), ("--max-shard-size", "1GB")):
+        told = run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", option, given, status=1)
+        assert f"{option} is for safetensors" in told.stderr
+    assert not (tmp_path / "x").exists()
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
     assert "--allow-pickle" in refused

@@ -23,7 +23,7 @@ from casckpt.errors import InvalidInput
     "--format", type=click.Choice(["safetensors", "dcp", "torch"]), default="safetensors", show_default=True,
     help="Of what is written.",
 )  # fmt: skip
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Of safetensors files in a folder.")
+@click.option("--max-shard-size", type=SIZE, help="Of safetensors files in a folder.  [default: 5GB]")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
@@ -45,10 +45,13 @@ def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: 
     session.give(brief(checkpoint) | {"format": format} | result, _text)
 
 
-def _safetensors(session: Session, checkpoint: Checkpoint, out: str, **options: Any) -> dict[str, Any]:
+def _safetensors(
+    session: Session, checkpoint: Checkpoint, out: str, *, max_shard_size: int | None, **options: Any
+) -> dict[str, Any]:
     from casckpt.frontends.convert import export_safetensors
 
-    found = export_safetensors(session.store, checkpoint, out, **options)
+    limit: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    found = export_safetensors(session.store, checkpoint, out, **limit, **options)
     return {
         "files": [str(path) for path in found.files],
         "tensors": found.tensors,
@@ -59,14 +62,16 @@ def _safetensors(session: Session, checkpoint: Checkpoint, out: str, **options: 
 
 
 def _whole(
-    session: Session, checkpoint: Checkpoint, out: str, format: str, *, keys: tuple[str, ...], max_shard_size: int,
-    **options: Any,
+    session: Session, checkpoint: Checkpoint, out: str, format: str, *, keys: tuple[str, ...],
+    max_shard_size: int | None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
     from casckpt.frontends.dcp.folder import METADATA
 
     if keys:
         raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
+    if max_shard_size is not None:
+        raise InvalidInput(f"--max-shard-size is for safetensors: --format {format} knows no such limit")
     (casckpt_to_dcp if format == "dcp" else casckpt_to_torch_save)(session.store, checkpoint, out, **options)
     attachments = session.store.attachments(checkpoint) if format == "dcp" else {}
     place = Path(out).expanduser()

@@ -59,7 +59,9 @@ def text(result: dict[str, Any]) -> None:
     forget, purge, delete = ("would forget", "would purge", "would delete")
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
-    for what, ones in ((forget, result["forgotten"]), (purge, result["purged"])):
+    purged = {one["id"] for one in result["purged"]}
+    only_forgotten = [one for one in result["forgotten"] if one["id"] not in purged]
+    for what, ones in ((forget, only_forgotten), (purge, result["purged"])):
         for line in shortened([f"{what} {name(one)}" for one in ones]):
             say(line)
     for txid in result["revoked"]:
