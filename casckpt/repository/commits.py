@@ -148,9 +148,10 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     touched = _touched(before, sizes)
     if last and not touched:
         return listed
-    listed = _replaced(listed, touched, _read_logs(repo, _entries(sizes, touched), anew=anew))
-    if not listed.damaged and all(commit_key(txid) in sizes for txid in listed.commits.keys() & touched):
-        repo.records.folded = (sizes, listed)
+    logs = _read_logs(repo, _entries(sizes, touched), anew=anew)
+    listed = _replaced(listed, touched, logs)
+    if all(commit_key(txid) in sizes and _is_whole(log) for txid, log in logs.items()):
+        repo.records.folded = (sizes, listed)  # else the next listing reads again what this one could not
     return listed
 
 
@@ -333,6 +334,11 @@ def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
     readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
     last = next((record for record in readable if isinstance(record, Purged)), readable[-1])
     return Commit(txid, first, _STATES[type(last)], max(log), last.time)
+
+
+def _is_whole(log: Mapping[int, Read]) -> bool:
+    """Could each of its records be read? Of a purged one that is no doubt, but it may be otherwise at the next look."""
+    return not any(isinstance(record, CasckptError) for record in log.values())
 
 
 def _doubt(log: Mapping[int, Read]) -> CasckptError | None:

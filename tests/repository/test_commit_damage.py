@@ -22,6 +22,7 @@ from casckpt.repository.commits import (
 )
 from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import commit_bare, repository
 
 
@@ -95,6 +96,18 @@ def test_a_record_behind_a_damaged_one_is_not_lost_sight_of(repo: Repository) ->
         refresh(repo, old)
     with pytest.raises(Damaged):
         forget(repo, old)
+
+
+def test_a_purged_one_that_could_not_be_read_for_a_moment_is_there_at_the_next_look(tmp_path: Path) -> None:
+    """A mirror would copy it once more: of what was purged there it knows by these records alone."""
+    faults = FaultyStore(MemoryStore(uuid4().hex))
+    repo = repository(tmp_path, faults)
+    purge(repo, forget(repo, commit_bare(repo)))
+    looker = Repository(faults, tmp_path / "looker")
+    faults.inject(fail_before("get", key="commits/*", error=NotFound("not yet")))
+    assert not list_commits(looker).commits
+    assert list_commits(looker) == list_commits(Repository(faults, tmp_path / "fresh"))
+    assert len(list_commits(looker).commits) == 1
 
 
 def test_a_log_without_its_first_record_is_damage(repo: Repository) -> None:
