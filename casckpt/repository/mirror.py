@@ -13,10 +13,11 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
+from casckpt.format.keys import MARKER
 from casckpt.format.records import Committed
 from casckpt.repository.commits import Commit, forget, list_commits
 from casckpt.repository.host_lock import alone_on_this_host
-from casckpt.repository.mirrored import MirrorLag, lag_of, note, unmirrored
+from casckpt.repository.mirrored import MirrorLag, lag_of, note, take_back, unmirrored
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
 from casckpt.storage.forking import PerProcess
@@ -135,9 +136,13 @@ class Mirror:
         Raises `StorageError`.
         """
         self._repo.declare_mirror()
-        behind = unmirrored(self._repo, list_commits(self._repo).live(), self.target.storage.url)
+        live = list_commits(self._repo).live()
+        behind = unmirrored(self._repo, live, self.target.storage.url)
         if not behind:
             return None
+        if self.target.storage.size(MARKER) is None:  # none yet; or it was deleted, with all that was safe there
+            take_back(self._repo, live)
+            behind = live
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         firsts = (commit.first for commit in list_commits(self.target).commits.values())

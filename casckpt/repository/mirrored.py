@@ -5,10 +5,11 @@ The settings of a store name its mirror; so a gc knows of it that was started by
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from casckpt.errors import Conflict, Damaged, NotFound, Refused
+from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import mirrored_key, parse_mirrored
 from casckpt.format.names import TxId
 from casckpt.format.records import Mirrored, encode
@@ -17,6 +18,8 @@ from casckpt.repository.reading import Read, each, read_records
 from casckpt.repository.repository import Repository
 
 PREFIX = "mirrored/"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,16 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
         repo.storage.delete(key)  # of a mirror that the store had before
         repo.put_record(key, record)
     repo.records.add(key, len(encode(record)), record)
+
+
+def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
+    """Take back what `note` wrote down of ``commits``. Raises `StorageError`, but not where writers may not delete."""
+    noted = {parse_mirrored(entry.key): entry.key for entry in repo.storage.list(PREFIX)}
+    try:
+        for key in [noted[commit.txid] for commit in commits if commit.txid in noted]:
+            repo.storage.delete(key)
+    except StorageError as error:
+        log.warning("a gc takes checkpoints for safe in the mirror that are not there any more: %s", error)
 
 
 def _is_noted(repo: Repository, txid: TxId, mirror: str) -> bool:

@@ -117,15 +117,20 @@ class Repository:
         data = records.encode_marker(marker)
         records.decode_marker(data)  # sizes outside the limits are refused before anything is written
         if self.storage.size(keys.MARKER) is not None:
-            self._marker = self._read_marker()
+            self._know(self._read_marker())
             return False
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
-        self._marker = marker if made else self._read_marker()
-        self._declared = False
+        self._know(marker if made else self._read_marker())
         if probed:
             self.change_settings(exclusive_create=True)
         return made
+
+    def _know(self, marker: Marker) -> None:
+        """Take ``marker`` for that of the store. What is known of another one, in its place before, counts no more."""
+        if self._marker is None or self._marker.store_id != marker.store_id:
+            self._declared, self._catalogue = False, None
+        self._marker = marker
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?

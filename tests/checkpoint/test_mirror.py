@@ -205,9 +205,53 @@ def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path
     save(store, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
-    assert ("sft", 2) in steps(mirror)
+    assert steps(mirror) == [("sft", 1), ("sft", 2)]
     assert not mirror.verify().is_damaged
     assert casckpt.open(store_path).stats().mirror == str(away)
+
+
+def test_what_was_in_a_deleted_mirror_is_not_safe_until_it_is_copied_again(
+    store: Store, link: FaultyStore, away: Path
+) -> None:
+    """Else a gc would delete the only copy of what the records say is in the mirror."""
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    link.inject(fail_before("put", key="transactions/*", times=1 << 30))
+    save(store, 3)
+    with pytest.raises(StorageError):
+        store.wait_for_mirror()
+    assert (away / "casckpt.json").exists()
+    assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+    link.heal()
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2), ("sft", 3)]
+    assert reasons(store, keep_last=1) == []
+
+
+def test_a_deleted_mirror_is_filled_again_where_writers_may_not_delete(
+    store: Store, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(storage: LocalStore, key: str) -> None:
+        raise StorageError(f"{key} may not be deleted")
+
+    save(store, 1)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    monkeypatch.setattr(LocalStore, "delete", refused)
+    save(store, 2)
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2)]
+
+
+def test_a_store_that_somebody_else_made_again_names_its_mirror(store: Store, store_path: Path, away: Path) -> None:
+    save(store, 1)
+    shutil.rmtree(store_path)
+    small_folder(store_path)
+    save(store, 2)
+    other = casckpt.open(store_path)
+    assert other.stats().mirror == str(away)
+    assert other.repository.catalogue.path == store.repository.catalogue.path
 
 
 def test_a_store_without_a_mirror_says_so(store_path: Path, store: Store) -> None:
