@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Lock
-from weakref import WeakSet
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
@@ -20,7 +19,7 @@ class SaveFuture(Future[Checkpoint]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.name = object()
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
@@ -28,14 +27,18 @@ class SaveFuture(Future[Checkpoint]):
         try:
             return super().result(timeout)
         finally:
-            self.seen |= self.done()
+            self._heard()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save raised, if it did."""
         try:
             return super().exception(timeout)
         finally:
-            self.seen |= self.done()
+            self._heard()
+
+    def _heard(self) -> None:
+        if self.done():
+            _unheard.pop(self.name, None)
 
 
 class Background:
@@ -46,7 +49,6 @@ class Background:
         self.staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="casckpt-async")
         self._last: SaveFuture | None = None
-        _all.add(self)
 
     @property
     def busy(self) -> bool:
@@ -60,7 +62,7 @@ class Background:
 
     def unheard(self) -> BaseException | None:
         """The error of the save that was waited for, if nobody has asked its future; once."""
-        return None if self._last is None or self._last.seen else self._last.exception()
+        return self._last.exception() if self._last is not None and self._last.name in _unheard else None
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
         """Run ``call``; after `wait`."""
@@ -70,6 +72,7 @@ class Background:
             try:
                 found = call()
             except BaseException as error:  # noqa: BLE001 - the future raises it
+                _unheard[future.name] = str(error)
                 future.set_exception(error)
             else:
                 future.set_result(found)
@@ -78,13 +81,13 @@ class Background:
         return future
 
 
-_all: WeakSet[Background] = WeakSet()
+_unheard: dict[object, str] = {}
+"""What failed, by the names of the futures that nobody asked. No futures: their errors hold the state that was saved,
+and the store of one may be gone before the program ends."""
 
 
 @atexit.register
 def _tell_unheard() -> None:
-    """The program ends: no next call will raise what failed last. What still runs is that of a parent process."""
-    for background in list(_all):
-        error = None if background.busy else background.unheard()
-        if error is not None:
-            log.error("the last save in the background failed, and nobody asked its future: %s", error)
+    """The program ends: no next call will raise what failed last."""
+    for why in _unheard.values():
+        log.error("the last save in the background failed, and nobody asked its future: %s", why)

@@ -61,11 +61,14 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_pa
 
 def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
     code = (
-        "import sys, casckpt, torch\n"
-        "store = casckpt.open(sys.argv[1])\n"
-        "heard = store.save_async({'w': object()}, step=1).exception()\n"
-        "other = casckpt.open(sys.argv[1])\n"
-        "other.save_async({'unheard': object()}, step=1)\n"
+        "import gc, sys, casckpt\n"
+        "def main():\n"
+        "    store = casckpt.open(sys.argv[1])\n"
+        "    heard = store.save_async({'w': object()}, step=1).exception()\n"
+        "    other = casckpt.open(sys.argv[1])\n"
+        "    other.save_async({'unheard': object()}, step=1)\n"
+        "main()\n"
+        "gc.collect()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(store_path)], timeout=SECONDS, check=True, capture_output=True, text=True
