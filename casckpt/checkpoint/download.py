@@ -178,8 +178,11 @@ class Download:
                 return False
             if isinstance(error, StorageError):
                 raise
-            key = error.args[1] if isinstance(error, _WrongCell) else batch.items[0][2].key
-            raise damaged_error(self.repo, self.manifest, slot.ref, key, _why(error)) from error
+            item = error.item if isinstance(error, _WrongCell) else batch.items[0][2]
+            why = _why(error)
+            if isinstance(error, _WrongCell) and reader is not None and _is_right(reader, item.unit):
+                why += f", but at a second look they are: does something else write where {item.key!r} is loaded to?"
+            raise damaged_error(self.repo, self.manifest, slot.ref, item.key, why) from error
         return True
 
     def _deliver_all(self, targets: Sequence[_Target]) -> None:
@@ -190,8 +193,7 @@ class Download:
     def _deliver(self, item: _Item, data: memoryview, direct: bool) -> None:
         unit = item.unit
         if unit.digest is not None and cell_digest(data) != unit.digest:
-            why = f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written"
-            raise _WrongCell(why, item.key)
+            raise _WrongCell(item)
         for taker in item.takers[1 if direct else 0 :]:
             if taker.place is None:
                 taker.sink.copy_in(taker.unit.region, data)
@@ -216,13 +218,28 @@ def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
 
 
 class _WrongCell(Exception):
-    """A cell does not have its digest. Arguments: why, and the key that it is of."""
+    """A cell does not have its digest."""
+
+    def __init__(self, item: _Item) -> None:
+        unit = item.unit
+        super().__init__(f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written")
+        self.item = item
 
 
 def _why(error: Exception) -> str:
     if isinstance(error, ShortObject):
         return f"it ends after {error.size} bytes"
-    return "it is gone" if isinstance(error, NotFound) else str(error.args[0])
+    return "it is gone" if isinstance(error, NotFound) else str(error)
+
+
+def _is_right(reader: Reader, unit: Unit) -> bool:
+    """Is a cell what was written, if it is read into memory that nobody else has? Of a wrong one, before it is told."""
+    data = bytearray(unit.nbytes)
+    try:
+        reader.read_into(unit.offset, [memoryview(data)])
+    except (CasckptError, ShortObject):
+        return False
+    return cell_digest(data) == unit.digest
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
