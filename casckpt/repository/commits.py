@@ -142,12 +142,15 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
     """
+    own = repo.last_commit
     sizes = {entry.key: entry.size for entry in repo.storage.list(PREFIX)}
     last: Folded | None = None if anew else repo.records.folded
     before, listed = last or ({}, CommitList({}, {}))
     touched = _touched(before, sizes)
     if last and not touched:
         return listed
+    if sizes and own and own not in sizes:  # no record ever goes: somebody deleted the store, and made it again
+        repo.look_again()
     logs = _read_logs(repo, _entries(sizes, touched), anew=anew)
     listed = _replaced(listed, touched, logs)
     if all(commit_key(txid) in sizes and _is_whole(log) for txid, log in logs.items()):
@@ -202,6 +205,7 @@ def commit(repo: Repository, record: Committed) -> None:
             )
             raise Revoked(message, key=key) from None
         raise
+    repo.last_commit = key
     for listener in repo.listeners:
         listener()
 

@@ -46,6 +46,7 @@ class Repository:
     ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
     ``mirror``: URL of the store that this one is copied to, which its settings say before anything is saved.
     ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
+    ``last_commit``: key of the last record of its own.
     Thread-safe, usable in forked children; pickles.
     """
 
@@ -60,6 +61,7 @@ class Repository:
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
+    last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
@@ -76,9 +78,10 @@ class Repository:
     @property
     def marker(self) -> Marker:
         """What casckpt.json says, read once. Raises `NotFound`, `Damaged`, `Refused`, `StorageError`."""
-        if self._marker is None:
-            self._marker = self._read_marker()
-        return self._marker
+        marker = self._marker
+        if marker is None:
+            marker = self._marker = self._read_marker()
+        return marker
 
     def _read_marker(self) -> Marker:
         try:
@@ -127,10 +130,13 @@ class Repository:
         return made
 
     def _know(self, marker: Marker) -> None:
-        """Take ``marker`` for that of the store. What is known of another one, in its place before, counts no more."""
         if self._marker is None or self._marker.store_id != marker.store_id:
-            self._declared, self._catalogue = False, None
+            self.look_again()
         self._marker = marker
+
+    def look_again(self) -> None:
+        """What is known of the store counts no more: it was of another one, which was in its place before."""
+        self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?
@@ -193,9 +199,10 @@ class Repository:
     @property
     def catalogue(self) -> Catalogue:
         """The local database of what this store's immutable objects say."""
-        if self._catalogue is None:
-            self._catalogue = Catalogue(self._cache_folder / self._cache_name() / "catalogue.sqlite")
-        return self._catalogue
+        catalogue = self._catalogue
+        if catalogue is None:
+            catalogue = self._catalogue = Catalogue(self._cache_folder / self._cache_name() / "catalogue.sqlite")
+        return catalogue
 
     @property
     def blob_cache(self) -> BlobCache:

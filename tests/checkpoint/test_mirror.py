@@ -244,13 +244,19 @@ def test_a_deleted_mirror_is_filled_again_where_writers_may_not_delete(
     assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2)]
 
 
-def test_a_store_that_somebody_else_made_again_names_its_mirror(store: Store, store_path: Path, away: Path) -> None:
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_store_that_somebody_else_made_again_names_its_mirror(
+    saved: bool, store: Store, store_path: Path, away: Path
+) -> None:
     save(store, 1)
     shutil.rmtree(store_path)
     small_folder(store_path)
+    if saved:
+        save(casckpt.open(store_path), 5)
     save(store, 2)
     other = casckpt.open(store_path)
     assert other.stats().mirror == str(away)
+    assert other.repository.marker == store.repository.marker
     assert other.repository.catalogue.path == store.repository.catalogue.path
 
 
