@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.place import at as at
     from casckpt.checkpoint.store import Store as Store
     from casckpt.checkpoint.store import open as open
+    from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
     from casckpt.frontends.training_state import save_model_and_optim_state as save_model_and_optim_state
+    from casckpt.frontends.training_state import unflatten_optimizer_state as unflatten_optimizer_state
     from casckpt.frontends.training_state import unshard_model_state as unshard_model_state
     from casckpt.frontends.training_state import unshard_optim_state as unshard_optim_state
     from casckpt.tensors.values import PerRank as PerRank
@@ -53,9 +55,11 @@ _HOME = {
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.checkpoint.store",
     "at": "casckpt.checkpoint.place",
+    "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.checkpoint.store",
     "save_model_and_optim_state": "casckpt.frontends.training_state",
+    "unflatten_optimizer_state": "casckpt.frontends.training_state",
     "unshard_model_state": "casckpt.frontends.training_state",
     "unshard_optim_state": "casckpt.frontends.training_state",
 }
@@ -68,9 +72,11 @@ __all__ = [
     "__version__",
     "at",
     "errors",
+    "flatten_optimizer_state",
     "load_model_and_optim_state",
     "open",
     "save_model_and_optim_state",
+    "unflatten_optimizer_state",
     "unshard_model_state",
     "unshard_optim_state",
 ]
