@@ -27,4 +27,8 @@ def alone_on_this_host(path: Path) -> Iterator[None]:
     with lock:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # closing is not enough: a child that was forked meanwhile has the file open, too
+                fcntl.flock(lock, fcntl.LOCK_UN)
