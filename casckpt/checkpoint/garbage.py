@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
@@ -28,6 +29,19 @@ def collecting_later() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _holders -= 1
+            _holders = max(0, _holders - 1)  # of a thread that forked inside, the child has forgotten
             if not _holders and _was_on:
                 gc.enable()
+
+
+def _begin_anew() -> None:
+    """In a forked child: the threads that hold the collector up are not there, and would never let it go on."""
+    global _holders  # noqa: PLW0603 - the collector is one for the process
+    if _holders and _was_on:
+        gc.enable()
+    _holders = 0
+    _lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_begin_anew)

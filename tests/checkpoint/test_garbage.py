@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from casckpt.checkpoint.garbage import collecting_later
+from tests.support.forks import forked
 
 
 @pytest.fixture(autouse=True)
@@ -48,4 +49,47 @@ def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
     assert not gc.isenabled()
     leave.set()
     thread.join(60)
+    assert gc.isenabled()
+
+
+def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
+    """A worker of a data loader would keep every cycle, since the thread that plans is not there to let it go on."""
+    gc.enable()
+    inside, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with collecting_later():
+            inside.set()
+            leave.wait(60)
+
+    def child() -> None:
+        assert gc.isenabled()
+        with collecting_later():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with forked(child):
+            assert not gc.isenabled()
+    finally:
+        leave.set()
+        thread.join(60)
+    assert gc.isenabled()
+
+
+def test_it_is_as_before_in_a_child_whose_parent_forked_inside() -> None:
+    gc.enable()
+    with collecting_later():
+
+        def child() -> None:
+            with collecting_later():
+                assert not gc.isenabled()
+            assert gc.isenabled()
+
+        with forked(child):
+            pass
+        assert not gc.isenabled()
     assert gc.isenabled()
