@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Thread
+from threading import Condition, Thread
 from typing import Generic, TypeVar
 
 from casckpt.errors import CasckptError, InvalidInput
@@ -67,16 +67,31 @@ class _Team(Generic[T]):
         self._call = call
         self._tasks = deque(tasks)
         self._helpers: list[Thread] = []
+        self._changed = Condition()
+        self._helping = 0
+        self._over = False
 
     def start(self, helpers: int) -> None:
         """Start so many helpers, or fewer."""
         for _ in range(helpers):
-            helper = Thread(target=self.work, name="casckpt")
+            helper = Thread(target=self._help, name="casckpt")
             try:
                 helper.start()
             except RuntimeError:  # no thread is to be had
                 return
             self._helpers.append(helper)
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._helping += 1
+        try:
+            self.work()
+        finally:
+            with self._changed:
+                self._helping -= 1
+                self._changed.notify_all()
 
     def work(self) -> None:
         """Run tasks until none is left."""
@@ -96,7 +111,20 @@ class _Team(Generic[T]):
                 self._tasks.clear()
 
     def join(self) -> None:
-        """Wait for the helpers, which begin nothing more."""
-        self._tasks.clear()
-        for helper in self._helpers:
-            helper.join()
+        """Wait for the helpers, which begin nothing more.
+
+        An interrupt meanwhile is raised once they have ended: one that was left behind would write on into tensors that
+        somebody fills anew. (`Thread.join` does not tell: interrupted, it takes a thread for ended in Python 3.11.)
+        """
+        while True:
+            try:
+                self._tasks.clear()
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._helping)
+                for helper in self._helpers:
+                    helper.join()
+            except BaseException as error:  # noqa: BLE001 - `run_all` raises it
+                self.errors.append(error)
+            else:
+                return

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -68,6 +71,44 @@ def test_an_interrupt_is_raised_and_the_rest_is_left() -> None:
     with pytest.raises(KeyboardInterrupt):
         run_all(call, range(10_000), 2)
     assert len(done) < 10_000
+
+
+def _waits(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename == threading.__file__
+
+
+def test_interrupts_do_not_leave_a_helper_behind() -> None:
+    """It would write on into tensors that whoever interrupted a load may have filled anew by then."""
+    heard, helping, out = threading.Semaphore(0), threading.Event(), threading.Event()
+    main, ended = threading.main_thread(), []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.release()
+        raise KeyboardInterrupt
+
+    def call(_: int) -> None:
+        if threading.current_thread() is main:
+            assert helping.wait(60)
+            return
+        helping.set()
+        for _ in range(3):
+            while not (out.is_set() or _waits(main)):
+                pass
+            if out.is_set():
+                return
+            signal.pthread_kill(main.ident or 0, signal.SIGINT)
+            assert heard.acquire(timeout=60)
+        ended.append(True)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_all(call, range(2), 2)
+        assert ended == [True]
+    finally:
+        out.set()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ranks_on_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
