@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
+from concurrent.futures import Future, wait
+from contextlib import suppress
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
@@ -20,10 +22,12 @@ class SaveFuture(Future[Checkpoint]):
     def __init__(self) -> None:
         super().__init__()
         self.name = object()
+        self.awaited = False  # whoever waits hears of a failure, though perhaps not yet
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Checkpoint:
         """The checkpoint, once it is durable and visible. Raises what the save raised."""
+        self.awaited = True
         try:
             return super().result(timeout)
         finally:
@@ -31,6 +35,7 @@ class SaveFuture(Future[Checkpoint]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What the save raised, if it did."""
+        self.awaited = True
         try:
             return super().exception(timeout)
         finally:
@@ -39,15 +44,15 @@ class SaveFuture(Future[Checkpoint]):
     def _heard(self) -> None:
         if self.done():
             _unheard.pop(self.name, None)
+        self.awaited = False
 
 
 class Background:
-    """One thread, and the memory for one copy of a state, both for one process. ``lock``: held to begin a save."""
+    """One thread at a time, and the memory for one copy of a state, for one process. ``lock``: held to begin a save."""
 
     def __init__(self) -> None:
-        self.lock = Lock()
+        self.lock = threading.Lock()
         self.staging = Staging()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="casckpt-async")
         self._last: SaveFuture | None = None
 
     @property
@@ -62,10 +67,11 @@ class Background:
 
     def unheard(self) -> BaseException | None:
         """The error of the save that was waited for, if nobody has asked its future; once."""
-        return self._last.exception() if self._last is not None and self._last.name in _unheard else None
+        last = self._last
+        return None if last is None or last.awaited or last.name not in _unheard else last.exception()
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
-        """Run ``call``; after `wait`."""
+        """Run ``call``; after `wait`. Where no thread is to be had, the caller runs it."""
         future = self._last = SaveFuture()
 
         def run() -> None:
@@ -77,13 +83,37 @@ class Background:
             else:
                 future.set_result(found)
 
-        self._thread.submit(run)
+        try:
+            _Saving(target=run, name="casckpt-async").start()
+        except RuntimeError:
+            run()
         return future
+
+
+class _Saving(threading.Thread):
+    """A save in the background; a program that ends waits for it."""
 
 
 _unheard: dict[object, str] = {}
 """What failed, by the names of the futures that nobody asked. No futures: their errors hold the state that was saved,
 and the store of one may be gone before the program ends."""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unheard.clear)  # it is for the parent to tell
+
+
+def _end_saves() -> None:
+    """The program ends: let what still runs end before."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _Saving):
+            thread.join()
+
+
+# Not by `atexit`, which comes when Python has waited for the threads itself; and before it does that, it forbids all
+# pools of threads to work on, without which the clients of buckets cannot. Of these functions the last one goes first.
+with suppress(AttributeError, RuntimeError):  # nobody promised that there is this one; or the program is ending already
+    threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
 
 
 @atexit.register

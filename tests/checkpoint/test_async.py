@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,53 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_call_once() -> No
         held.store.save_async({"w": cells(1)}, step=2)
     assert steps(held.store) == []
     assert held.store.save_async({"w": cells(1)}, step=2).result(SECONDS).step == 2
+
+
+def test_a_failure_that_somebody_waits_for_is_not_raised_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the future in a thread may not have woken up yet when the next call looks."""
+    held = Held()
+    held.faulty.inject(fail_before("put", key="objects/*.manifest"))
+    future = held.store.save_async({"w": cells(1)}, step=1)
+    waiting, wake = threading.Event(), threading.Event()
+    result, errors = Future.result, []
+
+    def slow(self: Future[Any], timeout: float | None = None) -> Any:
+        waiting.set()
+        assert wake.wait(SECONDS)
+        return result(self, timeout)
+
+    monkeypatch.setattr(Future, "result", slow)
+
+    def watch() -> None:
+        try:
+            future.result()
+        except StorageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert waiting.wait(SECONDS)
+    held.go.set()
+    second = held.store.save_async({"w": cells(1)}, step=2)
+    wake.set()
+    thread.join(SECONDS)
+    assert len(errors) == 1
+    assert second.exception(SECONDS) is None
+
+
+def test_where_no_thread_is_to_be_had_the_caller_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next call does not wait for a thread that never was."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = small()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        assert store.save_async({"w": cells(1)}, step=1).done()
+        assert isinstance(store.save_async({"w": object()}, step=2).exception(), InvalidInput)
+    assert store.save_async({"w": cells(1)}, step=3).result(SECONDS).step == 3
+    assert steps(store) == [("default", 1), ("default", 3)]
 
 
 def test_a_save_in_the_background_cannot_be_cancelled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -9,11 +10,15 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import casckpt
+
+if TYPE_CHECKING:
+    from tests.support.servers import Server
 
 SECONDS = 120  # a hung child fails the test
 
@@ -57,6 +62,58 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_pa
     store = casckpt.open(store_path)
     assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
     assert not store.verify().is_damaged
+
+
+def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
+    """Also one that has hardly begun, of a store that nobody holds: S3's client works with pools of threads, which
+    Python forbids to work on before it waits for ours.
+    """
+    url = f"s3://{moto_server.new_bucket()}/store"
+    code = (
+        "import sys, json, threading, casckpt, torch\n"
+        "from casckpt.checkpoint import background, leader\n"
+        "ending, real = threading.Event(), leader.list_commits\n"
+        "threading._register_atexit(ending.set)\n"
+        "def late(repo):\n"
+        "    ending.wait()\n"
+        "    return real(repo)\n"
+        "leader.list_commits = late\n"
+        "options = {'storage_options': json.loads(sys.argv[2]), 'cache_dir': sys.argv[3]}\n"
+        "casckpt.open(sys.argv[1], **options).save_async({'w': torch.arange(3_000_000)}, step=1)\n"
+    )
+    command = [sys.executable, "-c", code, url, json.dumps(moto_server.options), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "here")
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> None:
+    """It does not wait for that save, which never ends in it."""
+    code = (
+        "import os, sys, threading, warnings, casckpt, torch\n"
+        "from casckpt.checkpoint import leader\n"
+        "begun, go, real = threading.Event(), threading.Event(), leader.list_commits\n"
+        "def late(repo):\n"
+        "    begun.set()\n"
+        "    go.wait()\n"
+        "    return real(repo)\n"
+        "leader.list_commits = late\n"
+        "store = casckpt.open(sys.argv[1])\n"
+        "store.save_async({'w': torch.ones(3)}, step=1)\n"
+        "begun.wait()\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "    go.set()\n"
+        "    sys.exit(status)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(store_path)], capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1]
 
 
 def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
