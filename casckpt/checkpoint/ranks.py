@@ -17,6 +17,7 @@ After a death or a stall the group is dropped and made anew by the next call.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock
@@ -132,12 +133,33 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
         if process_group is not None:
             raise InvalidInput("process_group was given, but torch.distributed is not initialised")
         return Solo()
+    _refuse_inherited()
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
         raise InvalidInput("this process is not in process_group; call only on its ranks, or pass no_dist=True")
     if dist.get_world_size(group) == 1:
         return Solo()
     return _groups.get(group, purpose)
+
+
+_inherited: list[Any] = []  # the process group of the process that forked this one
+
+
+def _note_inherited() -> None:
+    _inherited[:] = [torch.distributed.group.WORLD] if torch.distributed.is_available() else []
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_inherited)
+
+
+def _refuse_inherited() -> None:
+    """A worker of a data loader has the rank and the connections of its parent, whose messages it would garble."""
+    if any(world is torch.distributed.group.WORLD for world in _inherited):
+        raise InvalidInput(
+            "this process was forked by a rank of torch.distributed, and is none itself: call Store.read, or pass "
+            "no_dist=True"
+        )
 
 
 def this_rank() -> int:

@@ -18,6 +18,7 @@ from casckpt.checkpoint import ranks as module
 from casckpt.checkpoint import wire
 from casckpt.checkpoint.ranks import GroupRanks, Ranks, Solo, everyone, open_ranks
 from casckpt.errors import CasckptError, Conflict, InvalidInput, MissingKey, RankFailed
+from tests.support.forks import forked
 from tests.support.ranks import die, outcome_of, tell, wait_for
 
 if TYPE_CHECKING:
@@ -84,6 +85,26 @@ def test_a_group_of_some_ranks_counts_its_own(ranks: Pool) -> None:
     for outside in (found[0], found[2]):
         assert isinstance(outside, InvalidInput)
         assert "not in process_group" in str(outside)
+
+
+def beside_a_child(rank: int, size: int) -> Any:
+    before, made = total(open_ranks()), []
+
+    def child() -> None:
+        made.append(open_ranks(no_dist=True))
+        for purpose in ("main", "new"):
+            with pytest.raises(InvalidInput, match="no_dist=True"):
+                open_ranks(purpose=purpose)
+        dist.distributed_c10d._update_default_pg(None)  # what its parent had is not for it to end
+        assert isinstance(open_ranks(), Solo)
+
+    with forked(child):
+        pass
+    return before, total(open_ranks())
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(ranks: Pool) -> None:
+    assert ranks.run(2, beside_a_child) == [(1, 1)] * 2
 
 
 def test_a_group_needs_torch_distributed() -> None:
