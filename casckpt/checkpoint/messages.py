@@ -56,7 +56,7 @@ def to_frames(data: bytes) -> list[torch.Tensor]:
 
 def alive_frame() -> torch.Tensor:
     """A frame that holds no message: its sender still works on its own."""
-    return torch.zeros(FRAME, dtype=torch.uint8)
+    return torch.zeros(FRAME, dtype=torch.uint8, device="cpu")
 
 
 def is_alive(frame: torch.Tensor) -> bool:

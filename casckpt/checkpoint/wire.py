@@ -93,7 +93,7 @@ class Wire:
         """What every rank says, ``mine`` first; and which ranks are lost, whose place in it is None."""
         timeout = self._timeout.total_seconds()
         deadline = monotonic() + timeout
-        frames = {rank: torch.empty(FRAME, dtype=torch.uint8) for rank in range(1, self._size)}
+        frames = {rank: torch.empty(FRAME, dtype=torch.uint8, device="cpu") for rank in range(1, self._size)}
         works = {rank: self._irecv(frame, rank) for rank, frame in frames.items()}
         received: list[Message | None] = [mine] + [None] * (self._size - 1)
         lost: list[RankFailed] = []
@@ -134,7 +134,7 @@ class Wire:
         deadline = monotonic() + patience
         try:
             sent = [self._isend(part, 0) for part in to_frames(pack(mine))]  # taken once rank 0 is done
-            frame = torch.empty(FRAME, dtype=torch.uint8)
+            frame = torch.empty(FRAME, dtype=torch.uint8, device="cpu")
             answer = self._message(self._irecv(frame, 0), frame, 0, deadline, patience)
             for sending in sent:
                 sending.wait(self._patience)
@@ -169,7 +169,7 @@ class Wire:
         head, missing = from_frame(frame)
         if not missing:
             return unpack(head)
-        rest = torch.empty(missing, dtype=torch.uint8)
+        rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
         _wait(self._irecv(rest, rank), max(deadline, monotonic() + _REST_SECONDS))
         return unpack(head + rest.numpy().tobytes())
 

@@ -175,7 +175,7 @@ class _Job:
         self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), progress or silent)
         self.streams, self.left_out = _chosen(self.manifest, keys)
         self.metadata = _file_metadata(checkpoint)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         for one in self.streams:
             file_type(one.entry.key, one.entry.dtype, one.entry.shape)  # before anything is written
 
@@ -218,7 +218,7 @@ class _Job:
     def _read(self, window: Sequence[Piece]) -> memoryview:
         total = sum(piece.nbytes for piece in window)
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(total, dtype=torch.uint8)
+            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
         wants, start = [], 0
         for piece in window:
             wants.append(self._want(piece, self._buffer[start : start + piece.nbytes]))

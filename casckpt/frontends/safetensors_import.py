@@ -184,7 +184,7 @@ def _let_go(maps: Sequence[mmap.mmap]) -> None:
 def _tensor(data: mmap.mmap, start: int, one: Named) -> torch.Tensor:
     dtype = torch_dtype(one.dtype)
     if not one.nbytes:
-        return torch.empty(one.shape, dtype=dtype)
+        return torch.empty(one.shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(data, dtype=torch.uint8, offset=start, count=one.nbytes)
     return flat.view(dtype).view(one.shape)
 

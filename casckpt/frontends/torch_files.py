@@ -181,7 +181,7 @@ class _Export:
                 return objects[key]
             number, entry = self._entry(key)
             tensors.append(_Tensor(number, entry, f"data/{len(tensors)}"))  # in this order torch numbers storages
-            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
         with FakeTensorMode():
             state = inflate(tree, leaf, lambda key: True)
@@ -221,7 +221,7 @@ class _Export:
         step = max(WINDOW_BYTES // dtype.itemsize // cell, 1) * cell
         for lo in range(0, total, step):
             hi = min(lo + step, total)
-            buffer = torch.empty((hi - lo) * dtype.itemsize, dtype=torch.uint8)
+            buffer = torch.empty((hi - lo) * dtype.itemsize, dtype=torch.uint8, device="cpu")
             target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
             self._download.run([Want(tensor.number, target)])
             yield memoryview(buffer.numpy().data)

@@ -192,7 +192,7 @@ def _read(store: Store, stored: Stored, name: str, names: list[str]) -> dict[str
     """The tensors of one file, in its order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
     found = {key: stored.manifest.tensors[f"{prefix}.{key}"] for key in names}
-    tensors = {key: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for key, entry in found.items()}
+    tensors = {key: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="cpu") for key, one in found.items()}
     whole = {"model": tensors} if prefix == "model" else {HOME: {"tensors": {name: tensors}}}
     store.load(whole, stored.checkpoint, no_dist=True)
     return tensors

@@ -34,7 +34,7 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
     if source.is_complex and not target.is_complex:
         return False
     try:
-        torch.empty(1, dtype=target).copy_(torch.empty(1, dtype=source))
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
     except NotImplementedError:
         return False
     return True

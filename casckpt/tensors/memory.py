@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, flat_boxes, full_box
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
@@ -102,7 +103,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def tensor_bytes(data: torch.Tensor) -> memoryview | None:
-    """The bytes of a tensor in place: a writable view of memory that the tensor must outlive; None if it has none.
+    """The bytes of a tensor in place: a writable view of memory that the tensor must outlive; None if they lie apart.
 
     By address, since not every dtype can be viewed as bytes by torch.
     """
@@ -112,6 +113,8 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
         return None
     if not nbytes:
         return memoryview(bytearray())
+    if not data.data_ptr():  # nothing may be read or written there
+        raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
     return memoryview((ctypes.c_ubyte * nbytes).from_address(data.data_ptr())).cast("B")
 
 
@@ -191,8 +194,9 @@ class _Tensors:
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
-        for target, source in _pairs(region, elements, self._targets):
-            target.copy_(source)
+        with torch.inference_mode():  # in whatever thread: tensors that were made in it can only be written in it
+            for target, source in _pairs(region, elements, self._targets):
+                target.copy_(source)
 
 
 class _Arrays:
@@ -200,7 +204,7 @@ class _Arrays:
 
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
-        self._stored = torch.empty(0, dtype=stored).numpy().dtype
+        self._stored = torch.empty(0, dtype=stored, device="cpu").numpy().dtype
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         for target, source in _pairs(region, np.frombuffer(buffer, self._stored), self._targets):

@@ -22,7 +22,7 @@ class Staging:
     """The arena. Not safe for use by several threads; what `copy` gave is overwritten by the next `copy`."""
 
     def __init__(self) -> None:
-        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: AlignedBuffer | None = None
 
     @property
@@ -55,17 +55,20 @@ class Staging:
     def _view(self, data: torch.Tensor, start: int) -> torch.Tensor:
         """Room for ``data`` in the arena."""
         if not data.numel():
-            return torch.empty(data.shape, dtype=data.dtype)
+            return torch.empty(data.shape, dtype=data.dtype, device="cpu")
         return self._arena[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape)
 
     def _grow(self, nbytes: int, pinned: bool) -> None:
         if nbytes <= self.nbytes and (not pinned or self._arena.is_pinned()):
             return
-        self._arena = torch.empty(0, dtype=torch.uint8)  # first give back what there is: two would be one too many
+        self._arena = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # first give back what there is: two would be one too many
         if self._memory is not None:
             self._memory.close()
         if pinned:
-            self._memory, self._arena = None, torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._memory = None
+            self._arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         else:
             self._memory = AlignedBuffer(nbytes)
             self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)

@@ -53,6 +53,9 @@ class _Chunk:
     def nbytes(self) -> int:
         return self.box.numel * torch_dtype(self.entry.dtype).itemsize
 
+    def memory(self) -> torch.Tensor:
+        return torch.empty(self.box.shape, dtype=torch_dtype(self.entry.dtype), device="cpu")
+
 
 def casckpt_to_dcp(
     store: AnyStore,
@@ -128,7 +131,7 @@ class _Writer:
             yield _Chunk(key, number, entry, box)
 
     def _write_window(self, file: BinaryIO, name: str, window: Sequence[_Chunk]) -> None:
-        made = [(chunk, torch.empty(chunk.box.shape, dtype=torch_dtype(chunk.entry.dtype))) for chunk in window]
+        made = [(chunk, chunk.memory()) for chunk in window]
         self._download.run(
             [
                 Want(chunk.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))

@@ -247,7 +247,8 @@ def _data(value: Any) -> torch.Tensor:
         data: torch.Tensor = value.data
         return data
     flat = flat_range(value)
-    return torch.empty(tuple(value.local_shape) if flat is None else (len(flat),), dtype=value.dtype)
+    shape = tuple(value.local_shape) if flat is None else (len(flat),)
+    return torch.empty(shape, dtype=value.dtype, device="cpu")
 
 
 def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:

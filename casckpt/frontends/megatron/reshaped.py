@@ -37,7 +37,7 @@ def copies(value: Any, data: torch.Tensor, stored: Shape, part: Shape) -> Copies
     pieces = list(boxes_of(value, data))
     box = megatron_region(value).box
     for at in _parts(box, part):
-        buffer = torch.empty(stored[-1], dtype=data.dtype)
+        buffer = torch.empty(stored[-1], dtype=data.dtype, device="cpu")
         here = Box(tuple(i * n for i, n in zip(at, part, strict=True)), part)
         overlaps = [(piece, target, common) for piece, target in pieces if (common := piece.intersect(here))]
         for piece, target, common in overlaps:
