@@ -263,6 +263,7 @@ def _run(request: _Request) -> Any:
     timeout = timedelta(seconds=request.timeout)
     store = _tcp_store(own, rank, size) if request.tcp else PrefixStore("group", own)
     dist.init_process_group(request.backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.barrier()  # a short job that ended here would hang up on a rank that still connects
     try:
         job, args, kwargs = pickle.loads(request.job)
         return job(rank, size, *args, **kwargs)
