@@ -22,7 +22,8 @@ What happens to the bytes on their way::
 
 The packages of the code lie on that way, and each imports only from those below it: ``cli`` and ``frontends`` (how it
 is called), ``checkpoint`` (save and load), ``tensors`` (torch) beside ``repository`` (what is in a store, and for how
-long), ``plan`` (what to write and read), ``format`` (the bytes) beside ``storage`` (where they lie), ``errors``.
+long), ``plan`` (what to write and read), ``format`` (the bytes) beside ``storage`` (where they lie), ``errors`` beside
+``lazy``.
 
 Names are imported when they are first used, so that what needs no tensor never waits for torch.
 """

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from casckpt.errors import Damaged
 from casckpt.format.manifest import PART, TENSOR, Entry, Manifest, ObjectEntry
 from casckpt.format.tree import Node, decode_tree
+from casckpt.lazy import cached_property
 
 
 class Contents:

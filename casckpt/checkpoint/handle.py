@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
 from typing import Any
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.records import Committed, time_of
+from casckpt.lazy import cached_property
 from casckpt.repository import manifests, tags
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from casckpt.format import dtypes, tree
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.regions import Shape, normalise
+from casckpt.lazy import cached_property
 from casckpt.plan.writers import Duty, Held, plan_writers
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import wraps
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -16,6 +16,7 @@ import click
 
 from casckpt.cli.text import printable
 from casckpt.cli.types import SETTING
+from casckpt.lazy import cached_property
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.store import Store

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -20,6 +20,7 @@ from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
+from casckpt.lazy import cached_property
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 DIGEST_BYTES = 32

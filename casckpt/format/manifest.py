@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
 
@@ -30,6 +29,7 @@ from casckpt.format.keys import check_attachment_name, check_hash, check_run, ch
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import MAX_METADATA_BYTES
 from casckpt.format.regions import check_shape
+from casckpt.lazy import cached_property
 
 MAGIC = b"CASCKPT\x01"
 MAX_MANIFEST_BYTES = 4 << 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, TypeAlias
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
@@ -13,6 +12,7 @@ from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed, FirstRecord, Forgotten, LaterRecord, Purged, Restored
+from casckpt.lazy import cached_property
 from casckpt.repository.reading import Read, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Entry

@@ -12,11 +12,11 @@ import json
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
 from typing import Any
 
 from casckpt.format.keys import blob_key, manifest_key, parse_object
 from casckpt.format.names import TxId
+from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.parallel import in_parallel

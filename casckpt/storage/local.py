@@ -12,10 +12,10 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
 from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.lazy import cached_property
 from casckpt.storage.base import AlreadyExists, Entry, Finding, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -24,6 +23,8 @@ from urllib.parse import SplitResult, urlsplit
 from botocore.exceptions import ClientError, ResponseStreamingError
 from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
+
+from casckpt.lazy import cached_property
 
 _HOOK = "before-send.s3.GetObject"
 _REST = 10.0  # seconds: servers, and what lies before them, forget connections that rest for longer

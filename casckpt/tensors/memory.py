@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, flat_boxes, full_box
+from casckpt.lazy import cached_property
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 

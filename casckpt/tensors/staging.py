@@ -61,9 +61,7 @@ class Staging:
     def _grow(self, nbytes: int, pinned: bool) -> None:
         if nbytes <= self.nbytes and (not pinned or self._arena.is_pinned()):
             return
-        self._arena = torch.empty(
-            0, dtype=torch.uint8, device="cpu"
-        )  # first give back what there is: two would be one too many
+        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # give back what there is: two are one too many
         if self._memory is not None:
             self._memory.close()
         if pinned:

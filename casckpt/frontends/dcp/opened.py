@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from casckpt.format.manifest import Entry, ObjectEntry
 from casckpt.format.regions import Shape
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
+from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive

@@ -13,7 +13,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
 
@@ -29,6 +28,7 @@ from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import Nested, merge
 from casckpt.frontends.megatron.place import Place
+from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.tensors.state import inflate
