@@ -7,6 +7,7 @@ proper locks, mixed up is read from the store again. Any error of SQLite turns t
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import threading
 import weakref
@@ -87,8 +88,15 @@ class _Memory:
 class _Handle:
     """What belongs to one process."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
     connection: sqlite3.Connection | None = None
+
+
+_sqlite = threading.RLock()
+"""Held while SQLite is called, and over a fork: it has locks of its own for all files of a process, for which a child
+that was forked while a thread held one would wait for ever."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_sqlite.acquire, after_in_parent=_sqlite.release, after_in_child=_sqlite.release)
 
 
 class Catalogue:
@@ -99,7 +107,7 @@ class Catalogue:
         self._handle = PerProcess(_Handle)
         self._memory = _Memory()
         self._off = False
-        weakref.finalize(self, _close, self._handle)
+        weakref.finalize(self, _close, self._handle)  # without the lock: a thread may hold any other where this runs
 
     @property
     def is_off(self) -> bool:
@@ -166,7 +174,7 @@ class Catalogue:
 
     def reindex(self) -> None:
         """Forget everything, and try the file again if it was turned off."""
-        with self._handle.get().lock:
+        with _sqlite:
             self._off, self._memory = False, _Memory()
             try:
                 self._do_or_raise(lambda connection: _rebuild(connection, anyway=True))
@@ -176,11 +184,12 @@ class Catalogue:
 
     def close(self) -> None:
         """Close the file in this process; the next use opens it again."""
-        _close(self._handle)
+        with _sqlite:
+            _close(self._handle)
 
     def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
         """``action`` with the file, ``otherwise`` where the file cannot be used."""
-        with self._handle.get().lock:
+        with _sqlite:
             if not self._off:
                 try:
                     return self._do_or_raise(action)
@@ -223,7 +232,7 @@ class Catalogue:
 
 def _close(handles: PerProcess[_Handle]) -> None:
     handle = handles.get()
-    with handle.lock, suppress(sqlite3.Error):
+    with suppress(sqlite3.Error):
         connection, handle.connection = handle.connection, None
         if connection is not None:
             connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import LocalStore
 from tests.support.faulty import FaultyStore
+from tests.support.forks import forked
 from tests.support.repositories import blob_hash, commit_bare, manifest_id, memory, repository, save
 
 UPLOADER = TxId(f"20240101T000000000000Z-{'1' * 16}-{'2' * 16}-3")
@@ -314,24 +316,31 @@ def test_processes_share_one_from_its_making_on(path: Path) -> None:
     assert len(Catalogue(path).records("commits/")) == 80
 
 
-def test_a_forked_child_opens_its_own_even_while_the_lock_is_held(path: Path) -> None:
+def test_a_fork_waits_until_no_thread_is_inside_sqlite(path: Path) -> None:
+    """SQLite has locks for the whole process: a child in which a thread held one that is not there waited for ever."""
     catalogue = Catalogue(path)
     fill(catalogue)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
+    begun, about_to_fork, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(connection: sqlite3.Connection) -> None:
+        begun.set()
+        about_to_fork.wait()
+        connection.execute("SELECT count(*) FROM records").fetchone()
+        ended.set()
 
     def child() -> None:
+        assert ended.is_set()
         catalogue.add_records({"commits/child": b"x"})
-        theirs.send(catalogue.records("commits/child"))
+        assert catalogue.records("commits/child") == {"commits/child": b"x"}
 
-    with catalogue._handle.get().lock:  # as by another thread at the instant of the fork
-        process = context.Process(target=child)
-        process.start()
-        assert ours.poll(60)
-        assert ours.recv() == {"commits/child": b"x"}
-        process.join(60)
-    assert process.exitcode == 0
+    thread = threading.Thread(target=catalogue._do, args=(slow, lambda: None))
+    thread.start()
+    begun.wait()
+    os.register_at_fork(before=about_to_fork.set)  # the last one that is registered goes first
+    with forked(child):
+        thread.join()
     assert catalogue.records("commits/child") == {"commits/child": b"x"}
+    assert not catalogue.is_off
 
 
 def test_a_store_without_a_usable_catalogue_works(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
