@@ -72,6 +72,7 @@ FENCES = (
     Fence(("blake3",), ("format/",), "the format has one hash"),
     Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),
     Fence(("functools.cached_property",), ("lazy.py",), "a forked child could wait for its lock for ever"),
+    Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),
 )
@@ -215,6 +216,7 @@ def test_every_exception_is_still_needed() -> None:
         ("repository/gc.py", "def late():\n    import torch.nn as nn"),
         ("cli/main.py", "from torch import Tensor"),
         ("format/extents.py", "from functools import cached_property"),
+        ("format/keys.py", "from datetime import datetime\ndatetime.strptime('x', '%Y')"),
         ("repository/gc.py", "if TYPE_CHECKING:\n    import torch"),
         ("tensors/values.py", "import torch.distributed as dist"),
         ("tensors/values.py", "import torch\ntorch.distributed.all_reduce(x)"),
