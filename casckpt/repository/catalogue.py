@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakSet
 
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import unpack
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.storage.forking import PerProcess
 
 SCHEMA = 1
 """Stands in user_version. A file with another one is dropped and rebuilt."""
@@ -84,19 +84,33 @@ class _Memory:
     notes: dict[str, bytes] = field(default_factory=dict)
 
 
-@dataclass
-class _Handle:
-    """What belongs to one process."""
+@dataclass(eq=False)
+class _File:
+    """The connection to a catalogue's file, while there is one."""
 
     connection: sqlite3.Connection | None = None
 
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            connection, self.connection = self.connection, None
+            if connection is not None:
+                connection.close()
+
 
 _sqlite = threading.RLock()
-"""Held while SQLite is called, and over a fork: it has locks of its own for all files of a process, for which a child
-that was forked while a thread held one would wait for ever."""
+"""Held while SQLite is called, and over a fork."""
+_files: WeakSet[_File] = WeakSet()
+
+
+def _before_fork() -> None:
+    """SQLite keeps locks and counts of open files for the whole process; in a child nobody would ever lower them."""
+    _sqlite.acquire()
+    for file in list(_files):
+        file.close()
+
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_sqlite.acquire, after_in_parent=_sqlite.release, after_in_child=_sqlite.release)
+    os.register_at_fork(before=_before_fork, after_in_parent=_sqlite.release, after_in_child=_sqlite.release)
 
 
 class Catalogue:
@@ -104,10 +118,12 @@ class Catalogue:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = PerProcess(_Handle)
+        self._file = _File()
         self._memory = _Memory()
         self._off = False
-        weakref.finalize(self, _close, self._handle)  # without the lock: a thread may hold any other where this runs
+        with _sqlite:
+            _files.add(self._file)
+        weakref.finalize(self, self._file.close)  # without the lock: a thread may hold any other where this runs
 
     @property
     def is_off(self) -> bool:
@@ -185,7 +201,7 @@ class Catalogue:
     def close(self) -> None:
         """Close the file in this process; the next use opens it again."""
         with _sqlite:
-            _close(self._handle)
+            self._file.close()
 
     def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
         """``action`` with the file, ``otherwise`` where the file cannot be used."""
@@ -198,10 +214,9 @@ class Catalogue:
             return otherwise()
 
     def _do_or_raise(self, action: Callable[[sqlite3.Connection], T]) -> T:
-        handle = self._handle.get()
-        if handle.connection is None:
-            handle.connection = _open(self.path)
-        return action(handle.connection)
+        if self._file.connection is None:
+            self._file.connection = _open(self.path)
+        return action(self._file.connection)
 
     def _insert(self, table: str, rows: Sequence[tuple[object, ...]], otherwise: Callable[[], None]) -> None:
         def insert(connection: sqlite3.Connection) -> None:
@@ -228,14 +243,6 @@ class Catalogue:
             except OSError as error:
                 self._turn_off(error)
                 return
-
-
-def _close(handles: PerProcess[_Handle]) -> None:
-    handle = handles.get()
-    with suppress(sqlite3.Error):
-        connection, handle.connection = handle.connection, None
-        if connection is not None:
-            connection.close()
 
 
 def _manifest_name(uploader: TxId, manifest: ManifestId) -> str:

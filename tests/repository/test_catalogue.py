@@ -330,6 +330,7 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(path: Path) -> None:
 
     def child() -> None:
         assert ended.is_set()
+        assert catalogue._file.connection is None
         catalogue.add_records({"commits/child": b"x"})
         assert catalogue.records("commits/child") == {"commits/child": b"x"}
 
