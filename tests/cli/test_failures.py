@@ -101,6 +101,8 @@ def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
         ["list", "s", "--nonsense"],
         ["import", "s", "f", "--step", "x"],
         ["gc", "s", "--keep-last"],
+        ["gc", "s", "--keep-last", "-1"],
+        ["gc", "s", "--keep-every", "0"],
         ["transactions", "s", "--revoke", "a", "--give-up", "b"],
     ],
     ids=" ".join,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @store_command("gc")
 @click.option("--run", help="Forget and purge only checkpoints of this run.")
-@click.option("--keep-last", type=int, metavar="N", help="Keep the N newest of each run.")
-@click.option("--keep-every", type=int, metavar="N", help="Keep those whose step is a multiple of N.")
+@click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep those whose step is a multiple of N.")
 @click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d).")
 @click.option("--min-age", type=DURATION, help="Purge what was forgotten so long ago.  [default: 0; 24h in a bucket]")
 @click.option("--wait", type=DURATION, default="60s", show_default=True, help="Wait so long for saves in progress.")
