@@ -233,7 +233,7 @@ def _why(error: Exception) -> str:
 
 
 def _is_right(reader: Reader, unit: Unit) -> bool:
-    """Is a cell what was written, if it is read into memory that nobody else has? Of a wrong one, before it is told."""
+    """Is the cell of ``unit`` what was written when it is read once more, into memory that nobody else writes to?"""
     data = bytearray(unit.nbytes)
     try:
         reader.read_into(unit.offset, [memoryview(data)])

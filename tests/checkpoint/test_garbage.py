@@ -19,6 +19,27 @@ def _collector() -> Iterator[None]:
     (gc.enable if was else gc.disable)()
 
 
+class Planning(threading.Thread):
+    """A thread that holds the collector up, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside, self._leave = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        with collecting_later():
+            self._inside.set()
+            self._leave.wait(60)
+
+    def begin(self) -> None:
+        self.start()
+        assert self._inside.wait(60)
+
+    def let_go(self) -> None:
+        self._leave.set()
+        self.join(60)
+
+
 @pytest.mark.parametrize("was_on", [True, False])
 def test_it_rests_and_is_as_before(was_on: bool) -> None:
     (gc.enable if was_on else gc.disable)()
@@ -35,32 +56,18 @@ def test_it_rests_and_is_as_before(was_on: bool) -> None:
 
 def test_it_rests_until_the_last_of_several_threads_is_done() -> None:
     gc.enable()
-    inside, leave = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with collecting_later():
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=work)
+    thread = Planning()
     with collecting_later():
-        thread.start()
-        assert inside.wait(60)
+        thread.begin()
     assert not gc.isenabled()
-    leave.set()
-    thread.join(60)
+    thread.let_go()
     assert gc.isenabled()
 
 
 def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
     """A worker of a data loader would keep every cycle, since the thread that plans is not there to let it go on."""
     gc.enable()
-    inside, leave = threading.Event(), threading.Event()
-
-    def work() -> None:
-        with collecting_later():
-            inside.set()
-            leave.wait(60)
+    thread = Planning()
 
     def child() -> None:
         assert gc.isenabled()
@@ -68,15 +75,12 @@ def test_it_goes_on_in_a_child_that_was_forked_meanwhile() -> None:
             assert not gc.isenabled()
         assert gc.isenabled()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert inside.wait(60)
+    thread.begin()
     try:
         with forked(child):
             assert not gc.isenabled()
     finally:
-        leave.set()
-        thread.join(60)
+        thread.let_go()
     assert gc.isenabled()
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,11 +14,20 @@ import pytest
 import torch
 
 import casckpt
+from tests.support.forks import forked
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
 SECONDS = 120  # a hung child fails the test
+
+
+def told(code: str, *args: object) -> str:
+    """What a program that ends well has written on stderr."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def test_a_store_pickles_whatever_it_did(store: casckpt.Store) -> None:
@@ -34,17 +41,8 @@ def test_a_store_pickles_whatever_it_did(store: casckpt.Store) -> None:
 def test_a_forked_child_saves_in_the_background_of_its_own(store: casckpt.Store) -> None:
     """The thread of the parent is not there in the child; waiting for it would take for ever."""
     store.save_async({"w": torch.ones(3)}, step=1).result()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: what is tested here
-        pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
+        pass
     assert [one.step for one in store.checkpoints()] == [1, 2]
 
 
@@ -55,10 +53,7 @@ def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_pa
         "for step in range(4):\n"
         "    store.save_async({'w': torch.full((2_000_000,), float(step))}, step=step)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store_path)], capture_output=True, text=True, check=False, timeout=SECONDS
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert told(code, store_path) == ""
     store = casckpt.open(store_path)
     assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
     assert not store.verify().is_damaged
@@ -81,9 +76,7 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
         "options = {'storage_options': json.loads(sys.argv[2]), 'cache_dir': sys.argv[3]}\n"
         "casckpt.open(sys.argv[1], **options).save_async({'w': torch.arange(3_000_000)}, step=1)\n"
     )
-    command = [sys.executable, "-c", code, url, json.dumps(moto_server.options), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert told(code, url, json.dumps(moto_server.options), tmp_path) == ""
     store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "here")
     assert [one.step for one in store.checkpoints()] == [1]
 
@@ -109,10 +102,7 @@ def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> No
         "    go.set()\n"
         "    sys.exit(status)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store_path)], capture_output=True, text=True, check=False, timeout=SECONDS
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert told(code, store_path) == ""
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1]
 
 
@@ -127,11 +117,9 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
         "main()\n"
         "gc.collect()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store_path)], timeout=SECONDS, check=True, capture_output=True, text=True
-    )
-    assert done.stderr.count("failed, and nobody asked its future") == 1
-    assert "unheard: a value of type builtins.object" in done.stderr
+    said = told(code, store_path)
+    assert said.count("failed, and nobody asked its future") == 1
+    assert "unheard: a value of type builtins.object" in said
 
 
 def test_a_store_that_was_deleted_is_made_again_by_the_next_save(tmp_path: Path) -> None:
