@@ -50,21 +50,23 @@ class Session(Output):
     single_writer: bool = False
 
     @cached_property
-    def store(self) -> Store:
-        """The store, opened; nothing is read or made by that."""
-        from casckpt.checkpoint.store import open as open_store
+    def repository(self) -> Repository:
+        """What lies under the store; nothing is read or made by opening it. Enough to list, and much less to import."""
+        from casckpt.repository.opening import open_repository
 
-        return open_store(
+        return open_repository(
             self.url,
             storage_options=self.storage_options,
             cache_dir=self.cache_dir,
             single_writer=self.single_writer,
         )
 
-    @property
-    def repository(self) -> Repository:
-        """What lies under the store."""
-        return self.store.repository
+    @cached_property
+    def store(self) -> Store:
+        """The store."""
+        from casckpt.checkpoint.store import Store
+
+        return Store(self.repository)
 
 
 def _finite(value: Any) -> Any:
