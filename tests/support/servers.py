@@ -6,6 +6,7 @@ error, and no reason to skip: tools/setup installs all of them.
 
 from __future__ import annotations
 
+import random
 import shutil
 import signal
 import socket
@@ -13,9 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ KEY, SECRET = "casckpt-test", "casckpt-test-secret"
 _START_SECONDS = 60.0
 _VOLUMES = 100_000  # SeaweedFS takes one for each bucket; left alone, as many as the free disk holds of 1 GiB
 _ATTEMPTS = 3  # a port that was free may be taken a moment later
+_PORTS = range(10_000, 32_768)  # below those that systems give to connections that go out, as tests make by thousands
+_DRAW = random.SystemRandom()  # tests seed the usual one, and so all workers of a run would draw the same ports
 # Becomes the command, which is killed by the kernel when the thread that started it dies.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -44,6 +46,7 @@ class Server:
     buckets: int = 0
     _taken: list[int] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
+    _client: Any = None
 
     @property
     def endpoint(self) -> str:
@@ -55,18 +58,20 @@ class Server:
         """What opens a store in it: ``storage_options``."""
         return {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
 
-    @cached_property
+    @property
     def client(self) -> Any:
         """A client of boto3, to look behind a store's back."""
-        config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
-        return boto3.client(
-            "s3",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
-            region_name="us-east-1",
-            config=config,
-        )
+        if self._client is None or self._client.meta.endpoint_url != self.endpoint:
+            config = Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"})
+            self._client = boto3.client(
+                "s3",
+                endpoint_url=self.endpoint,
+                aws_access_key_id=KEY,
+                aws_secret_access_key=SECRET,
+                region_name="us-east-1",
+                config=config,
+            )
+        return self._client
 
     def new_bucket(self) -> str:
         """The name of a bucket that was not there before."""
@@ -144,11 +149,14 @@ def running(server: Server) -> Iterator[Server]:
 
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    found: list[int] = []
+    for port in _DRAW.sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.socket() as one:
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise RuntimeError(f"fewer than {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
 def moto(folder: Path) -> Server:

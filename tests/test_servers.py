@@ -1,0 +1,38 @@
+"""The servers that tests start come up also where another process takes a port that was free a moment before."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import servers
+from tests.support.servers import Server
+
+
+@pytest.mark.parametrize("kind", [servers.moto, servers.seaweed])
+def test_a_server_whose_port_was_taken_starts_on_others(
+    kind: Callable[[Path], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, drawn = servers.free_ports, 0
+
+    def with_one_taken(count: int) -> list[int]:
+        nonlocal drawn
+        drawn += 1
+        ports = draw(count)
+        return [taken.getsockname()[1], *ports[1:]] if drawn == 1 else ports
+
+    monkeypatch.setattr(servers, "free_ports", with_one_taken)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with servers.running(kind(tmp_path)) as server:
+            assert drawn == 2
+            assert server.look(server.new_bucket(), "nothing") is None
+
+
+def test_ports_are_drawn_below_those_of_connections_that_go_out() -> None:
+    ports = servers.free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < 32_768
