@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.records import Committed, time_of
 from casckpt.lazy import cached_property
-from casckpt.repository import manifests, tags
+from casckpt.repository import tags
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+
+if TYPE_CHECKING:
+    from casckpt.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,12 @@ class Checkpoint:
         return self.commit.committed
 
     @property
+    def _manifest(self) -> Manifest:
+        from casckpt.repository import manifests
+
+        return manifests.get(self.repo, self.commit)
+
+    @property
     def id(self) -> str:
         """BLAKE3 of the manifest's body: 64 hex digits."""
         return self.commit.id
@@ -90,7 +99,7 @@ class Checkpoint:
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
         found = self._record.metadata
-        return deepcopy(found) if found is not None else manifests.get(self.repo, self.commit).metadata
+        return deepcopy(found) if found is not None else self._manifest.metadata
 
     @property
     def tags(self) -> list[str]:
@@ -100,7 +109,7 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Its tensors by key, in the order in which they were saved."""
-        entries = manifests.get(self.repo, self.commit).tensors
+        entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
     @property

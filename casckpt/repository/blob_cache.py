@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from casckpt.errors import CasckptError, InvalidInput, StorageError
-from casckpt.format.manifest import BlobRef
 from casckpt.plan.progress import Progress
 from casckpt.repository.fetching import fetch
 from casckpt.repository.host_lock import alone_on_this_host
@@ -27,6 +27,9 @@ from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.local import LocalStore
 from casckpt.storage.localreader import LocalReader
+
+if TYPE_CHECKING:
+    from casckpt.format.manifest import BlobRef
 
 FOLDER, LOCKS = "blobs", "locks"
 AT_ONCE = 8  # blobs on their way here, each with a buffer of its size

@@ -19,7 +19,6 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from casckpt.format.digest import cell_digest
-from casckpt.format.extents import unpack
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 SCHEMA = 1
@@ -69,6 +68,8 @@ class ManifestSummary:
 
     def blobs(self) -> list[tuple[TxId, BlobHash, int]]:
         """(uploader, hash, size of the file in bytes) of every blob, in order."""
+        from casckpt.format.extents import unpack
+
         digests = self.hashes.hex()
         hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
         uploaders = (self.uploaders[number] for number in unpack(self.index).tolist())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from casckpt.errors import NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, decode_header
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef
 from casckpt.storage.base import ObjectStore, ShortObject
+
+if TYPE_CHECKING:
+    from casckpt.format.manifest import BlobRef
 
 _ATTEMPTS = 2  # the network may have spoilt the first
 

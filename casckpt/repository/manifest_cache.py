@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
-from casckpt.format.manifest import Manifest
 from casckpt.format.names import ManifestId, TxId
 from casckpt.storage.forking import PerProcess
+
+if TYPE_CHECKING:
+    from casckpt.format.manifest import Manifest
 
 MAX_MANIFESTS = 8
 MAX_BYTES = 256 << 20

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import numpy as np
-
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
 
 
 def address(view: memoryview) -> int:
     """Where the bytes of a contiguous ``view`` lie in memory; 0 if it has none."""
+    import numpy as np
+
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from casckpt.storage.base import BLOCK, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.counts import IoCounts
@@ -140,6 +138,8 @@ def is_cached(fd: int, size: int) -> bool:
 
 def _is_resident(fd: int, size: int) -> bool:
     """The same by a map of the file, which takes ten times as long."""
+    import numpy as np
+
     if not hasattr(_LIBC, "mincore"):
         return True
     try:
@@ -165,6 +165,8 @@ def _bounce_buffer() -> memoryview:
 
 def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:
     """Copy ``data`` into the buffers, one after the other, without holding up other threads."""
+    import numpy as np
+
     source, at = np.frombuffer(data, dtype=np.uint8), 0
     for buffer in buffers:
         count = min(buffer.nbytes, len(source) - at)
