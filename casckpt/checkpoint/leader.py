@@ -26,6 +26,8 @@ from casckpt.repository.transactions import Transaction, begin
 
 log = logging.getLogger(__name__)
 
+_MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
@@ -123,7 +125,8 @@ class Leader:
         earlier = list_commits(self.repo)
         if not made and not earlier.commits:  # an emptied folder has no marker either, and nobody would find this save
             known = self.repo.marker
-            self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes)
+            if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
+                log.warning(_MADE_AGAIN, self.repo.storage.url)
         self._replaced = self._existing(earlier)
         after = [one.txid for one in earlier.commits.values()]
         self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)

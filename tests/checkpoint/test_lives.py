@@ -122,15 +122,22 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
     assert "unheard: a value of type builtins.object" in said
 
 
-def test_a_store_that_was_deleted_is_made_again_by_the_next_save(tmp_path: Path) -> None:
+def test_a_store_that_was_deleted_is_made_again_by_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
     store = casckpt.open(tmp_path / "store")
     store.create(cell_bytes=8192, blob_bytes=1 << 16)
     store.save({"w": torch.ones(5000)}, step=1)
+    assert not caplog.messages
     shutil.rmtree(tmp_path / "store")
     store.save({"w": torch.ones(5000)}, step=2)
+    (said,) = caplog.messages
+    assert f"the store at {tmp_path / 'store'} is gone" in said
+    store.save({"w": torch.zeros(5000)}, step=3)
+    assert len(caplog.messages) == 1
     fresh = casckpt.open(tmp_path / "store")
-    assert [ckpt.step for ckpt in fresh.checkpoints()] == [2]
+    assert [ckpt.step for ckpt in fresh.checkpoints()] == [2, 3]
     assert fresh.read("default@2")["w"].sum() == 5000
     assert fresh.repository.marker.cell_bytes == 8192
     assert not fresh.verify().is_damaged
