@@ -92,7 +92,8 @@ def _end_process() -> None:
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
 def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
-        assert memory[-1] - memory[2] < SIZE  # a copy of its half, left behind by each step, would be more
+        # two copies of its half are in flight at times; one that each step left behind would be five of them by then
+        assert min(memory[-3:]) - memory[2] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):
         found = store.read(f"{kind}@{step}")
