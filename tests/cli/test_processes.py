@@ -57,23 +57,18 @@ def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_listing_imports_neither_what_changes_stores_nor_numpy(saved: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "modules"),
+    [([], {"casckpt.checkpoint.store", "casckpt.repository.gc", "numpy"}), (["--json"], {"rich", "numpy"})],
+    ids=["table", "json"],
+)
+def test_a_listing_does_not_import_what_it_does_not_need(saved: Path, options: list[str], modules: set[str]) -> None:
     """To import it all takes longer than to list a thousand checkpoints."""
     code = (
         "import sys\n"
         "from casckpt.cli.main import cli\n"
-        f"cli.main(['list', {str(saved)!r}], standalone_mode=False)\n"
-        "assert not {'casckpt.checkpoint.store', 'casckpt.repository.gc', 'numpy'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-
-
-def test_json_does_not_import_rich(saved: Path) -> None:
-    code = (
-        "import sys\n"
-        "from casckpt.cli.main import cli\n"
-        f"cli.main(['list', {str(saved)!r}, '--json'], standalone_mode=False)\n"
-        "assert 'rich' not in sys.modules\n"
+        f"cli.main(['list', {str(saved)!r}, *{options!r}], standalone_mode=False)\n"
+        f"assert not {modules!r} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
