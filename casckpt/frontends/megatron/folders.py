@@ -5,20 +5,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-
 from casckpt.errors import NotFound
+from casckpt.frontends.megatron.common_file import COMMON_NAME, packed
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
 from casckpt.frontends.megatron.reading import load_common_state_dict
-from casckpt.frontends.megatron.stored import COMMON_NAME, Stored
+from casckpt.frontends.megatron.stored import Stored
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
 
@@ -36,7 +34,7 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
     """
     with checkpointing_errors():
         stored = Stored.read(place_of(checkpoint_dir), common=True)
-        common = stored.file or _saved(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
+        common = stored.file or packed(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
         target = Path(folder)
         point(target, Place(stored.store, stored.where), common)
         _write(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))
@@ -82,12 +80,6 @@ def check_common(stored: Stored, folder: Folder) -> None:
             f"it was changed; write_folder({f'{stored.store.url}#{stored.where}'!r}, {os.fspath(folder)!r}) puts back "
             "what was saved"
         )
-
-
-def _saved(common: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    return buffer.getvalue()
 
 
 def _write(path: Path, data: bytes) -> None:

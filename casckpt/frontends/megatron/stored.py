@@ -6,17 +6,12 @@ Whichever front end wrote it: a tensor is a sharded tensor under its flat key, a
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
-
-import torch
 
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import Ranks, everyone
@@ -24,9 +19,9 @@ from casckpt.checkpoint.store import Store
 from casckpt.errors import Refused
 from casckpt.format.manifest import Entry, Manifest
 from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
-from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.common_file import COMMON_NAME, read
 from casckpt.frontends.megatron.mapping import ShardedObject
-from casckpt.frontends.megatron.nesting import Nested, merge
+from casckpt.frontends.megatron.nesting import merge
 from casckpt.frontends.megatron.place import Place
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
@@ -34,7 +29,7 @@ from casckpt.repository.commits import Commit
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 
-NOTES_NAME, COMMON_NAME = "megatron.json", "common.pt"
+NOTES_NAME = "megatron.json"
 _STATE = "optimizer.state."
 _OBJECT = re.compile(r".+/shard_[0-9.]*_[0-9.]*", re.DOTALL)
 
@@ -172,17 +167,7 @@ class Stored:
         found: dict[Any, Any] = dict(
             inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
         )
-        return found if self.file is None else merge(found, self._from_file(self.file, allow_pickle))
-
-    def _from_file(self, data: bytes, allow_pickle: bool) -> Nested:
-        try:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron's arguments
-                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-        except pickle.UnpicklingError as error:
-            raise CheckpointingException(
-                f"{COMMON_NAME} of {self.where} needs pickle, and loading one runs code from the store; pass "
-                "allow_pickle=True if you trust whoever wrote it"
-            ) from error
+        return found if self.file is None else merge(found, read(self.file, self.where, allow_pickle))
 
 
 class Request:

@@ -11,7 +11,6 @@ replaces all but subclasses of its own torch_dist strategy by that, without a wo
 from __future__ import annotations
 
 import inspect
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
@@ -30,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.frontends.megatron import mapping as ours
+from casckpt.frontends.megatron.common_file import COMMON_NAME, packed
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.endings import Ending, wait_for_end
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
@@ -41,7 +40,7 @@ from casckpt.frontends.megatron.place import Place
 from casckpt.frontends.megatron.reading import tensors_metadata
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.sharing import Sharing, plan_sharing
-from casckpt.frontends.megatron.stored import COMMON_NAME, Stored
+from casckpt.frontends.megatron.stored import Stored
 from casckpt.frontends.stores import AnyStore, as_store
 
 if TYPE_CHECKING:
@@ -184,9 +183,7 @@ def _common(state: Nested, folder: Path) -> _Common:
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return _Common(path.read_bytes(), handed_over=False)
-    buffer = io.BytesIO()
-    torch.save(state[_COMMON_KEY].data, buffer)
-    return _Common(buffer.getvalue(), handed_over=True)
+    return _Common(packed(state[_COMMON_KEY].data), handed_over=True)
 
 
 def _point(ranks: Ranks, folder: Path, place: Place, common: Sequence[_Common]) -> None:

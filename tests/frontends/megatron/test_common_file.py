@@ -1,0 +1,78 @@
+"""common.pt: what torch's restricted unpickler may take from it, and what that leaves behind in the process."""
+
+from __future__ import annotations
+
+import enum
+import io
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.serialization import add_safe_globals, get_safe_globals, safe_globals
+
+from casckpt.frontends.megatron import CheckpointingException, common_file
+
+
+class Color(enum.Enum):
+    """Not plain data."""
+
+    RED = 1
+
+
+ARGS = {"args": Namespace(lr=0.1), "iteration": 3}
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """As in a process that has imported Megatron-core."""
+    before = Namespace in get_safe_globals()
+    add_safe_globals([Namespace])
+    yield
+    if not before:
+        with safe_globals([Namespace]):
+            pass
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_somebody_registered_stays_registered() -> None:
+    assert common_file.read(common_file.packed(ARGS), "a@1", allow_pickle=False) == ARGS
+    assert Namespace in get_safe_globals()
+    assert torch.load(io.BytesIO(common_file.packed(ARGS)), weights_only=True) == ARGS
+
+
+def test_what_nobody_registered_does_not_stay() -> None:
+    before = get_safe_globals()
+    assert common_file.read(common_file.packed(ARGS), "a@1", allow_pickle=False) == ARGS
+    with pytest.raises(CheckpointingException, match="needs pickle"):
+        common_file.read(common_file.packed({"odd": Color.RED}), "a@1", allow_pickle=False)
+    assert set(get_safe_globals()) == set(before)
+
+
+def test_threads_do_not_take_it_from_each_other() -> None:
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for _ in range(40):
+                common_file.read(common_file.packed(ARGS), "a@1", allow_pickle=False)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test is to see it
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_classes_that_somebody_has_to_register() -> None:
+    data = common_file.packed({**ARGS, "color": Color.RED})
+    name = f"{Color.__module__}.Color"
+    assert common_file.classes_to_register(data) == [name]
+    with safe_globals([Color]):
+        assert common_file.classes_to_register(data) == [name]
+    assert common_file.classes_to_register(common_file.packed(ARGS)) == []
