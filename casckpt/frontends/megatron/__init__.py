@@ -79,7 +79,7 @@ from casckpt.frontends.megatron.selecting import (
     extract_sharded_tensors_or_nonpersistent,
     replace_prefix_for_sharding,
 )
-from casckpt.frontends.megatron.strictness import StrictHandling
+from casckpt.frontends.megatron.strictness import StrictHandling, parse_strict_flag
 
 if TYPE_CHECKING:
     from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy as CasLoadShardedStrategy
@@ -134,6 +134,7 @@ __all__ = [
     "nested_items_iter",
     "nested_values",
     "optim_state_to_sharding_state",
+    "parse_strict_flag",
     "replace_prefix_for_sharding",
     "save",
     "save_config",

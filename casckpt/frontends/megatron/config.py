@@ -58,7 +58,7 @@ def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | No
         with checkpointing_errors():
             place = place_of(checkpoint_dir)
             return decoded(place.store.read_attachment(place.ref, CONFIG_NAME))
-    except (NotFound, FileNotFoundError, NotADirectoryError):
+    except (NotFound, FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
 

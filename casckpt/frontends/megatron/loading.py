@@ -29,7 +29,13 @@ from casckpt.frontends.megatron.saving import check_strategies, is_empty
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.sharing import Sharing, hand_on, plan_sharing
 from casckpt.frontends.megatron.stored import Request, Stored
-from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
+from casckpt.frontends.megatron.strictness import (
+    StrictHandling,
+    check_missing,
+    check_unexpected,
+    log_missing,
+    parse_strict_flag,
+)
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
@@ -88,6 +94,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
             return planned
 
         missing, sharing = ranks.exchange(plan, decide)
+        log_missing(loading.strict, stored.where, missing)
         loading.read(ranks, sharing, process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
         loaded = loading.merged()
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
@@ -116,7 +123,7 @@ class Loading:
         self._copies: list[Copies] = []
         self._parts: list[_Part] = []
 
-    def plan(self, strict: Any) -> tuple[list[Claim], set[str]]:
+    def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
         """Sort the state dict, and say what is to be read: (claims, flat keys). Nothing changes.
 
         Raises CheckpointingException.

@@ -19,6 +19,7 @@ import torch
 
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.megatron.kinds import is_factory
+from casckpt.frontends.megatron.narrowing import narrowed
 from casckpt.frontends.megatron.nesting import Nested, Path, dict_list_map_inplace
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
@@ -39,6 +40,9 @@ class ShardedBase(ABC):
     @abstractmethod
     def without_data(self) -> Self:
         """A copy whose data is None."""
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
 
 
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
@@ -76,7 +80,7 @@ class ShardedTensor(ShardedBase):
         """Raise CheckpointingException where the fields contradict each other."""
         problem = self._problem()
         if problem:
-            raise CheckpointingException(f"{self.key!r}: {problem} ({self})", key=self.key)
+            raise CheckpointingException(f"{self.key!r}: {problem} ({self!r})", key=self.key)
 
     def _problem(self) -> str | None:
         if len(self.global_shape) != len(self.global_offset):
@@ -103,13 +107,13 @@ class ShardedTensor(ShardedBase):
     def _problem_of(self, data: torch.Tensor) -> str | None:
         if data.dtype != self.dtype:
             return f"data is {data.dtype}, dtype says {self.dtype}"
-        expected: Sequence[int] = self.local_shape if self.flattened_range is None else (len(self._flat()),)
+        expected: Sequence[int] = self.local_shape if self.flattened_range is None else (len(self.flat_elements()),)
         if tuple(data.shape) != tuple(expected):
             what = "local_shape" if self.flattened_range is None else "flattened_range"
             return f"data has shape {list(data.shape)}, but {what} makes it {list(expected)}"
         return None
 
-    def _flat(self) -> range:
+    def flat_elements(self) -> range:
         """The elements of the part that ``data`` holds, in its row-major order."""
         every = range(prod(self.local_shape))
         return every if self.flattened_range is None else every[self.flattened_range]
@@ -133,7 +137,9 @@ class ShardedTensor(ShardedBase):
                 f"{self.key!r}: coordinates are those of a flattened_range, and it has none; use global_slice()",
                 key=self.key,
             )
-        return tuple(np.unravel_index(np.asarray(self._flat(), dtype=np.int64), self.local_shape))
+        if not self.local_shape:  # which numpy has no indices for
+            return ()
+        return tuple(np.unravel_index(np.asarray(self.flat_elements(), dtype=np.int64), self.local_shape))
 
     def global_coordinates(self) -> tuple[int | npt.NDArray[np.int64], ...]:
         """The same in the global tensor; of prepended axes one number each."""
@@ -166,11 +172,20 @@ class ShardedTensor(ShardedBase):
         """A copy whose data is None."""
         return replace(self, data=None)
 
+    def narrow(self, dim: int, start: int, length: int) -> list[Self]:
+        """The same elements of each part along an axis: ``length`` from ``start`` on, with the data as a view.
+
+        ``dim`` counts without the prepended axes. The global tensor is then what all parts together keep. One part, or
+        none where a ``flattened_range`` has none of these elements. Raises CheckpointingException for what is not
+        within the part, for an uneven cut, and for flat data along another axis than the first.
+        """
+        return narrowed(self, dim, start, length)
+
     def init_data(self, device: str | torch.device, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
         """Make ``data``, by ``init_fn(shape, dtype=..., device=...)``, if it is None."""
         if self.data is not None:
             return
-        shape = self.local_shape if self.flattened_range is None else (len(self._flat()),)
+        shape = self.local_shape if self.flattened_range is None else (len(self.flat_elements()),)
         self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     @classmethod
@@ -227,7 +242,7 @@ class ShardedTensor(ShardedBase):
             raise CheckpointingException(f"{key!r}: it needs a flattened_range; or use from_rank_offsets", key=key)
         if data.ndim != 1:
             raise CheckpointingException(f"{key!r}: flat data is 1-d, not of shape {list(data.shape)}", key=key)
-        whole = torch.empty(*non_flat_local_shape, dtype=data.dtype, device="meta")
+        whole = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         part = cls.from_rank_offsets(key, whole, *rank_offsets, **kwargs)
         return replace(part, data=data, flattened_range=flattened_range)
 
@@ -275,9 +290,6 @@ class ShardedObject(ShardedBase):
         """Its key in a checkpoint: ``<key>/shard_<offset>_<shape>``, numbers joined by dots."""
         offset, shape = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}(key='{self.key}')"
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> Self:

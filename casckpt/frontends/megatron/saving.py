@@ -94,11 +94,15 @@ def check_strategies(sharded: Any, common: Any) -> None:
     """Raise for strategies of somebody else."""
     if common is not None:
         raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
-    if sharded not in (None, (BACKEND, VERSION)):
-        raise CheckpointingException(
-            f"sharded_strategy={sharded!r} does not write into a store; give None, or call Megatron's own save with a "
-            "CasSaveShardedStrategy"
-        )
+    if sharded in (None, (BACKEND, VERSION)):
+        return
+    if isinstance(sharded, tuple | str):
+        raise CheckpointingException(f"sharded_strategy={sharded!r} knows nothing of stores; give None")
+    raise CheckpointingException(
+        f"a {type(sharded).__name__} is for the save and the load of Megatron-core, which are given a folder; here "
+        "STORE#RUN@STEP says where the checkpoint is: give None as sharded_strategy, or call "
+        "megatron.core.dist_checkpointing with it"
+    )
 
 
 def background(store: Store, state: State, options: Mapping[str, Any]) -> Callable[[], None]:

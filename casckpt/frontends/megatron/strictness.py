@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from enum import Enum
-from typing import Any
 
 from casckpt.frontends.megatron.errors import CheckpointingException, ShardedKeyMissing
 
@@ -56,8 +55,24 @@ class StrictHandling(Enum):
         """Do missing keys matter? They are known only when all ranks have said what they want."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Does Megatron-core look into the checkpoint before it loads? Here the keys are known in any case."""
+        return parse_strict_flag(val) is not StrictHandling.ASSUME_OK_UNEXPECTED
 
-def parse_strict_flag(strict: Any) -> StrictHandling:
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Does Megatron-core gather what all ranks ask for?"""
+        strict = parse_strict_flag(val)
+        return strict.looks_for_missing or strict is StrictHandling.IGNORE_ALL
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Does `load` return keys beside the state dict?"""
+        return parse_strict_flag(val).returns
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
     """A StrictHandling, or the value of one. Raises CheckpointingException (a ValueError)."""
     try:
         return StrictHandling(getattr(strict, "value", strict))  # of Megatron-core's own, too
@@ -78,12 +93,16 @@ def check_unexpected(strict: StrictHandling, where: str, unexpected: Collection[
 
 
 def check_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
-    """The same for keys that no rank asked for."""
+    """Raise CheckpointingException for keys that no rank asked for, if ``strict`` says so."""
     if missing and strict is StrictHandling.RAISE_ALL:
         raise CheckpointingException(
             f"{where} holds {_listed(missing)}, which no rank asks for; strict='raise_unexpected' leaves them unread",
             keys=tuple(sorted(missing)),
         )
+
+
+def log_missing(strict: StrictHandling, where: str, missing: Collection[str]) -> None:
+    """Log them, if ``strict`` says so: every rank does, as each has a log of its own."""
     if missing and strict is StrictHandling.LOG_ALL:
         log.warning("%s holds %s, which no rank asked for", where, _listed(missing))
 

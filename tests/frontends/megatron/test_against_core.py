@@ -82,6 +82,23 @@ def test_from_rank_offsets(shape: list[int], offsets: list[tuple[int, int, int]]
     assert made(megatron) == made(mapping)
 
 
+@given(data=st.data())
+def test_narrow(data: st.DataObject) -> None:
+    extent, parts, layers = (data.draw(st.integers(1, 3)) for _ in range(3))
+    rank, start, dim = (data.draw(st.integers(0, upto)) for upto in (parts - 1, extent - 1, 1))
+    length = data.draw(st.integers(0, extent - start))
+    offsets = ((0, 0, layers), (1 + dim, rank, parts))
+    values = torch.arange(float(extent * extent)).view(extent, extent)
+
+    def fields(module: Any) -> Any:
+        part = module.ShardedTensor.from_rank_offsets("k", values, *offsets, prepend_axis_num=1)
+        (one,) = part.narrow(dim, start, length)
+        rest = (tuple(one.local_shape), one.global_shape, one.global_offset, one.axis_fragmentations)
+        return one.data.tolist(), one.prepend_axis_num, *rest
+
+    assert fields(megatron) == fields(core(".mapping"))
+
+
 @given(key=st.text("ab.", min_size=1, max_size=3), shape=st.lists(st.integers(0, 12), max_size=3))
 def test_unique_keys(key: str, shape: list[int]) -> None:
     arguments = (key, None, tuple(shape), tuple(shape))
@@ -103,3 +120,19 @@ def test_prefixes_of_their_objects(name: str) -> None:
     getattr(core(".utils"), name)(states[1], *arguments[name])
     assert states[0] == states[1]
     assert states[0]["x"][0].key != "a.b"
+
+
+@pytest.mark.parametrize("value", [one.value for one in megatron.StrictHandling])
+def test_what_a_strictness_requires(value: str) -> None:
+    validation, ours = core(".validation"), megatron.parse_strict_flag(value)
+    one = validation.parse_strict_flag(value)
+    assert megatron.parse_strict_flag(one) is ours
+    questions = (
+        "requires_explicit_ckpt_mismatch_check",
+        "requires_global_app_metadata",
+        "requires_returning_mismatch_keys",
+    )
+    for question in questions:
+        wanted = getattr(validation.StrictHandling, question)(one)
+        assert getattr(megatron.StrictHandling, question)(ours) is wanted
+        assert getattr(megatron.StrictHandling, question)(one) is wanted

@@ -12,6 +12,7 @@ import torch
 
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.frontends import megatron
 from casckpt.frontends.megatron import (
     CheckpointingConfig,
     CheckpointingException,
@@ -23,6 +24,7 @@ from casckpt.frontends.megatron import (
     save,
     save_config,
 )
+from tests.support.megatron_core import core
 
 
 def state() -> dict[str, Any]:
@@ -111,6 +113,8 @@ def test_a_config_with_fields_of_another_version(tmp_path: Path) -> None:
     assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist")
     assert maybe_load_config(tmp_path / "nowhere") is None
     assert maybe_load_config(tmp_path / "metadata.json") is None
+    (tmp_path / "odd/metadata.json").mkdir(parents=True)
+    assert check_is_distributed_checkpoint(tmp_path / "odd") is False
 
 
 def test_a_config_is_written_where_none_is(tmp_path: Path) -> None:
@@ -156,3 +160,15 @@ def test_strategies_of_others_are_refused(tmp_path: Path) -> None:
         with pytest.raises(NotImplementedError):
             call(state(), where, None, ("torch", 1))
     save(state(), where, ("casckpt", 1))
+
+
+def test_an_object_of_a_strategy_is_for_functions_of_megatron(tmp_path: Path) -> None:
+    core()
+    calls: list[tuple[Any, Any]] = [
+        (save, megatron.CasSaveShardedStrategy(tmp_path, run="a")),
+        (load, megatron.CasLoadShardedStrategy()),
+    ]
+    for call, strategy in calls:
+        name = type(strategy).__name__
+        with pytest.raises(CheckpointingException, match=f"a {name} is for the save and the load of Megatron-core"):
+            call(state(), f"{tmp_path}#a@3", strategy)

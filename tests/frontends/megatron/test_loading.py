@@ -293,6 +293,26 @@ def test_every_rank_raises_alike_and_nothing_changes(where: str, ranks: Pool) ->
     assert (first[5], second[5]) == ("15.0", "51.0")
 
 
+def said_by_each(rank: int, size: int, where: str, strict: str) -> list[str]:
+    """What a rank's own log says of keys that only the other rank, or none, asks for."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
+    log = logging.getLogger("casckpt.frontends.megatron.strictness")
+    log.addHandler(handler)
+    try:
+        load({"b": tensor("b", 4, replica_id=rank)}, where, strict=strict)
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def test_missing_keys_are_logged_on_every_rank(where: str, ranks: Pool) -> None:
+    words = "a@1 holds 'o', 'w', which no rank asked for"
+    assert ranks.run(2, said_by_each, where, "log_all") == [[words], [words]]
+    assert ranks.run(2, said_by_each, where, "log_unexpected") == [[], []]
+
+
 def objects_of_ranks(rank: int, size: int, where: str) -> list[Any]:
     save({"rng": obj("rng", rank, size, {"state": torch.full((2,), rank)}), "i": rank}, where)
     found = load({"rng": obj("rng", size - 1 - rank, size)}, where)

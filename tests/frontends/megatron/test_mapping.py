@@ -123,6 +123,13 @@ def test_coordinates_are_those_of_the_elements(shape: list[int], data: st.DataOb
     assert numbers[part.global_coordinates()].tolist() == local.flatten()[lo:hi].tolist()
 
 
+def test_a_flat_part_without_dimensions() -> None:
+    part = flat(1, (), slice(0, 1))
+    assert (part.local_coordinates(), part.global_coordinates()) == ((), ())
+    stacked = flat(1, (), slice(0, 1), (0, 2, 3), prepend_axis_num=1)
+    assert (stacked.local_coordinates(), stacked.global_coordinates()) == ((), (2,))
+
+
 def test_coordinates_need_a_flat_part() -> None:
     part = ShardedTensor.from_rank_offsets("k", torch.ones(2))
     for call in (part.local_coordinates, part.global_coordinates):
@@ -173,6 +180,12 @@ def test_an_object_has_a_key_of_its_own() -> None:
     assert one.unique_key == "a/b/shard_0.3_1.8"
     assert ShardedObject.empty_from_unique_key(one.unique_key) == one.without_data()
     assert str(one) == "ShardedObject(key='a/b')"
+
+
+def test_the_text_of_a_part_is_short() -> None:
+    tensor = ShardedTensor.from_rank_offsets("k", torch.ones(2))
+    factory = ShardedTensorFactory("f", torch.ones(2), lambda *_: {}, lambda built: built)
+    assert [str(tensor), str(factory)] == ["ShardedTensor(key='k')", "ShardedTensorFactory(key='f')"]
     assert ShardedObject.empty_from_unique_key("a/shard_0.3_1").global_shape == (1, -1)
 
 

@@ -40,6 +40,7 @@ ShardedTensor.global_slice                  test_mapping.test_coordinates_are_th
 ShardedTensor.global_coordinates            test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.local_coordinates             test_mapping.test_coordinates_are_those_of_the_elements
 ShardedTensor.max_allowed_chunks            test_mapping.test_an_axis_that_does_not_divide
+ShardedTensor.narrow                        test_narrowing.test_all_parts_together_are_the_narrowed_tensor
 ShardedTensor.without_data                  test_mapping.test_what_has_a_key_is_a_sharded_base
 ShardedTensor.init_data                     test_mapping.test_data_is_made_only_where_there_is_none
 ShardedObject                               test_mapping.test_an_object_with_one_offset_too_few_is_refused
@@ -78,6 +79,10 @@ load_sharded_metadata                       test_loading.test_parts_of_a_checkpo
 load_content_metadata                       test_loading.test_parts_of_a_checkpoint
 validate_sharding_integrity                 test_integrity.test_validation_gathers_by_itself
 StrictHandling                              test_loading.test_strictness
+StrictHandling.requires_explicit_ckpt_mismatch_check test_against_core.test_what_a_strictness_requires
+StrictHandling.requires_global_app_metadata test_against_core.test_what_a_strictness_requires
+StrictHandling.requires_returning_mismatch_keys test_against_core.test_what_a_strictness_requires
+parse_strict_flag                           test_against_core.test_what_a_strictness_requires
 AsyncRequest                                test_loading.test_in_the_background
 get_optim_param_to_id_map                   test_optimizer.test_parameters_are_numbered_and_tied_ones_have_one_number
 get_param_id_to_sharded_param_map           test_optimizer.test_parameters_are_found_by_identity
@@ -188,7 +193,9 @@ def parameters(function: Any) -> dict[str, Any]:
     return {one.name: getattr(one.default, "name", getattr(one.default, "__name__", one.default)) for one in found}
 
 
-@pytest.mark.parametrize("module", ["mapping", "dict_utils", "utils", "serialization", "optimizer", "core"])
+@pytest.mark.parametrize(
+    "module", ["mapping", "dict_utils", "utils", "serialization", "optimizer", "core", "validation"]
+)
 def test_arguments_have_the_names_order_and_defaults_of_megatron(module: str) -> None:
     theirs = core(f".{module}")
     names = [name for name in ROWS if getattr(member(theirs, name), "__module__", None) == theirs.__name__]
