@@ -19,12 +19,12 @@ from casckpt.frontends.megatron.integrity import Claim, Claims, ObjectClaim, che
 from casckpt.frontends.megatron.kinds import is_nonpersistent, is_sharded_base, is_sharded_tensor
 from casckpt.frontends.megatron.mapping import apply_factories
 from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
+from casckpt.frontends.megatron.notes import NOTES_NAME, set_apart
 from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
 from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
-from casckpt.frontends.megatron.stored import NOTES_NAME, encoded_notes, is_object_key
+from casckpt.frontends.megatron.stored import is_object_key
 from casckpt.tensors.foreign import flat_range, megatron_shard
-from casckpt.tensors.state import flatten
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class Saving:
         def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
             if validate:
                 check_claims(gathered)
+            self._make_room({claim.key for claims in gathered for claim in claims})
             replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
             return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
 
@@ -174,10 +175,15 @@ class Saving:
             self.common = {**self.common, CONTENT_METADATA: kept}
         self.sharded = [value for value in nested_values(sharded) if not is_empty(value)]
         self._common_seen = preprocess(self.common) if preprocess else self.common
-        self.files = _files(self.common) if self.rank == 0 else {}
         claims = claims_of(self.sharded)
         self.mine = [claim.main for claim in claims]
         return claims
+
+    def _make_room(self, keys: set[str]) -> None:
+        """On rank 0: what goes along as attachments, and the common part beside all that is sharded."""
+        self.common, notes = set_apart(self.common, keys)
+        said = notes.encoded()
+        self.files = {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: said} if said else {})
 
     def handed_in(self, gathered: Sequence[Claims]) -> list[list[bool]]:
         """Of each rank's sharded values, which it is to hand in: others than main replicas to write, or to compare."""
@@ -217,12 +223,6 @@ class Saving:
             elif mine:
                 objects[value.unique_key] = value.data
         common = self.common if self.rank == 0 else {}
-        for key in (*shards, *objects):
-            if key in common:
-                raise CheckpointingException(
-                    f"{key!r} is the key of something sharded, and stands at the top of the common state; rename one",
-                    key=key,
-                )
         for key in map(str, (*shards, *common)):
             if is_object_key(key):
                 raise CheckpointingException(
@@ -237,12 +237,6 @@ def _packed(common: Any) -> bytes | None:
         return pickle.dumps(common)
     except Exception:  # noqa: BLE001 - whatever a class of the user's does when it is pickled
         return None
-
-
-def _files(common: dict[Any, Any]) -> dict[str, bytes]:
-    """What goes along as attachments."""
-    tensors = [key for key, leaf in flatten(common).leaves.items() if leaf.is_tensor]
-    return {CONFIG_NAME: encoded(OURS)} | ({NOTES_NAME: encoded_notes(tensors)} if tensors else {})
 
 
 def is_empty(value: Any) -> bool:

@@ -1,14 +1,13 @@
 """What a checkpoint holds, in Megatron's terms: sharded tensors, shards of objects, and the common part.
 
 Whichever front end wrote it: a tensor is a sharded tensor under its flat key, and what is no tensor is common. What
-`save` of this front end wrote as a tensor of the common part is listed in the attachment ``megatron.json``.
+`save` of this front end wrote as a tensor of the common part is listed in `Notes`.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -16,12 +15,12 @@ from typing import Any, TypeAlias
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.store import Store
-from casckpt.errors import Refused
 from casckpt.format.manifest import Entry, Manifest
 from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
 from casckpt.frontends.megatron.common_file import COMMON_NAME, read
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
+from casckpt.frontends.megatron.notes import NOTES_NAME, Notes
 from casckpt.frontends.megatron.place import Place
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
@@ -29,21 +28,20 @@ from casckpt.repository.commits import Commit
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 
-NOTES_NAME = "megatron.json"
 _STATE = "optimizer.state."
 _OBJECT = re.compile(r".+/shard_[0-9.]*_[0-9.]*", re.DOTALL)
 
-Facts: TypeAlias = tuple[Commit, Manifest, frozenset[str], bytes | None]
+Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One checkpoint. ``common_tensors``: keys of the tensors of the common part. ``file``: its common.pt, if any."""
+    """One checkpoint. ``notes``: on its common part. ``file``: its common.pt, if any."""
 
     store: Store
     commit: Commit
     manifest: Manifest
-    common_tensors: frozenset[str]
+    notes: Notes
     file: bytes | None
 
     @classmethod
@@ -52,11 +50,12 @@ class Stored:
         checkpoint = place.store.get(place.ref)
         warn_if_forgotten(checkpoint.commit)
         names = place.store.attachments(checkpoint)
-        notes = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else encoded_notes(())
+        data = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else None
+        notes = Notes() if data is None else Notes.decoded(data)
         manifest = manifests.get(place.store.repository, checkpoint.commit)
         wanted = common and COMMON_NAME in names
         file = place.store.read_attachment(checkpoint, COMMON_NAME) if wanted else None
-        return cls(place.store, checkpoint.commit, manifest, _decoded_notes(notes), file)
+        return cls(place.store, checkpoint.commit, manifest, notes, file)
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], Place], *, common: bool = False) -> Stored:
@@ -65,7 +64,7 @@ class Stored:
 
         def find(_: Sequence[None]) -> list[Facts]:
             found = cls.read(places[0], common=common)
-            return everyone((found.commit, found.manifest, found.common_tensors, found.file), ranks.size)
+            return everyone((found.commit, found.manifest, found.notes, found.file), ranks.size)
 
         facts = ranks.exchange(lambda: places.append(locate()), find)
         stored = cls(places[0].store, *facts)
@@ -88,7 +87,7 @@ class Stored:
     def tensors(self) -> dict[str, Entry]:
         """The sharded tensors by key."""
         objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
-        others = self.common_tensors.union(objects)
+        others = self.notes.tensors.union(objects)
         return {key: entry for key, entry in self.manifest.tensors.items() if key not in others}
 
     @cached_property
@@ -164,9 +163,8 @@ class Stored:
     def common(self, values: Mapping[str, Any], allow_pickle: bool) -> dict[Any, Any]:
         """The common part, nested as it was saved, of its leaves by flat key; and of common.pt, if it has that."""
         tensors = self.tensors
-        found: dict[Any, Any] = dict(
-            inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
-        )
+        tree = inflate(self._without_objects, lambda key, _: values[key], lambda key: key not in tensors)
+        found = {self.notes.names.get(key, key): value for key, value in tree.items()}
         return found if self.file is None else merge(found, read(self.file, self.where, allow_pickle))
 
 
@@ -193,16 +191,3 @@ class Request:
 def is_object_key(key: str) -> bool:
     """Has it the form of the unique key of a shard of an object?"""
     return _OBJECT.fullmatch(key) is not None
-
-
-def encoded_notes(common_tensors: Iterable[str]) -> bytes:
-    """The contents of megatron.json."""
-    return json.dumps({"common_tensors": sorted(common_tensors)}).encode()
-
-
-def _decoded_notes(data: bytes) -> frozenset[str]:
-    try:
-        found = json.loads(data)["common_tensors"]
-        return frozenset(str(key) for key in found)
-    except (ValueError, TypeError, KeyError) as error:
-        raise Refused(f"the attachment {NOTES_NAME} is not usable: {error!r}") from error

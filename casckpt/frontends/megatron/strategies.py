@@ -146,7 +146,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         def locate() -> Place:
             begin()
             if ranks.rank == 0:
-                common.append(_common(state, folder))
+                common.extend(_common(state, folder))
             return Place(self.store, f"{self.run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
@@ -179,19 +179,20 @@ class _Common(NamedTuple):
     handed_over: bool
 
 
-def _common(state: Nested, folder: Path) -> _Common:
+def _common(state: Nested, folder: Path) -> list[_Common]:
+    """None where the strategy is called by itself: then there is no common part."""
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
-        return _Common(path.read_bytes(), handed_over=False)
-    return _Common(packed(state[_COMMON_KEY].data), handed_over=True)
+        return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
+    return [_Common(packed(state[_COMMON_KEY].data), handed_over=True)]
 
 
 def _point(ranks: Ranks, folder: Path, place: Place, common: Sequence[_Common]) -> None:
-    """Say in the folder where the checkpoint is. ``common``: on rank 0 one."""
+    """Say in the folder where the checkpoint is. ``common``: on rank 0, if there is one."""
 
     def write() -> None:
-        for one in common:
-            point(folder, place, one.file if one.handed_over else None)
+        if ranks.rank == 0:
+            point(folder, place, next((one.file for one in common if one.handed_over), None))
 
     ranks.exchange(write, lambda done: done)
 

@@ -17,8 +17,10 @@ from casckpt.frontends.megatron import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    diff,
     load,
     load_common_state_dict,
+    load_plain_tensors,
     save,
 )
 from tests.support.ranks import outcome_of
@@ -249,3 +251,37 @@ def test_a_common_part_that_cannot_be_compared_leaves_no_rank_waiting(tmp_path: 
         assert good == "None"
         assert compared == ("None" if name != "does not pickle" else compared)
     assert 3 in [ckpt.step for ckpt in casckpt.open(tmp_path).checkpoints()]
+
+
+@pytest.mark.parametrize(
+    "common",
+    [
+        {"a": {"b": 3}},
+        {"a": {"b": {}}, "c": 1},
+        {"a.b": 3, "a.b (common)": 4, "a": {"x": 5}},
+        {"a": {"b": torch.ones(2)}},
+        {"a": {"b": {"t": torch.ones(2)}}},
+        {7: torch.ones(1), "a": {"b": {"c": 1}}},
+    ],
+)
+@pytest.mark.parametrize("key", ["a.b", "a.b.t", "a", "7", "a (common).b"])
+def test_a_common_value_at_a_path_that_is_also_a_key(tmp_path: Path, common: dict[Any, Any], key: str) -> None:
+    """Which Megatron takes: there the two lie in different files."""
+    where = f"{tmp_path}#a@1"
+    save({**common, "x": {"y": tensor(key, torch.arange(2.0))}}, where)
+    wanted = {**common, "x": {"y": torch.arange(2.0)}}
+    found = load({"x": {"y": tensor(key, torch.zeros(2))}}, where)
+    assert diff(found, wanted) == ([], [], [])
+    assert diff(load_common_state_dict(where), common) == ([], [], [])
+    assert casckpt.open(tmp_path).read("a@1")[key].tolist() == [0, 1]
+    assert set(load_plain_tensors(where)) == {key}
+
+
+def key_on_the_other_rank(rank: int, size: int, where: str) -> Any:
+    part = {"x": tensor("a.b", torch.ones(2))} if rank else {"y": tensor("c", torch.ones(2))}
+    save({"a": {"b": 3}, **part}, where)
+    return load({"x": tensor("a.b", torch.zeros(2), replica_id=rank)}, where)["a"]
+
+
+def test_a_key_of_another_rank_at_a_path_of_the_common_part(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, key_on_the_other_rank, f"{tmp_path}#a@1") == [{"b": 3}] * 2

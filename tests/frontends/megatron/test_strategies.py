@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -213,6 +214,27 @@ def as_from_019_on(rank: int, size: int, path: Path) -> list[Any]:
     template = {"w": part.without_data()}
     loaded = megatron.CasLoadShardedStrategy().load(template, path / "iter_4", async_strategy="nvrx")
     return [loaded["w"].tolist(), (path / "iter_4/common.pt").exists(), megatron.load({}, f"{path}/store#a@4")]
+
+
+def called_by_itself(rank: int, size: int, path: Path, wrapped: bool) -> list[Any]:
+    core()
+    strategy: Any = megatron.CasSaveShardedStrategy(path / "store", run="a")
+    if wrapped:
+        strategy = core(".strategies.fully_parallel").FullyParallelSaveStrategyWrapper(strategy)
+    part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), rank), (0, rank, size))
+    strategy.save({"w": part}, path / "iter_4")
+    template = {"w": part.without_data()}
+    loaded = megatron.CasLoadShardedStrategy().load(dict(template), path / "iter_4")
+    found = megatron.load(dict(template), f"{path}/store#a@4")
+    return [loaded["w"].tolist(), {**found, "w": found["w"].tolist()}, sorted(os.listdir(path / "iter_4"))]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_strategy_is_called_by_itself(tmp_path: Path, ranks: Pool, wrapped: bool) -> None:
+    """Nobody has written a common.pt, nor made the folder; nor does Megatron's own strategy need them."""
+    files = ["casckpt.json"]
+    wanted = [[[0, 0], {"w": [0, 0]}, files], [[1, 1], {"w": [1, 1]}, files]]
+    assert ranks.run(2, called_by_itself, tmp_path, wrapped) == wanted
 
 
 COMMON = {"iteration": 9, "args": Namespace(lr=0.1)}
