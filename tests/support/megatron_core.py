@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -76,3 +77,18 @@ def own_state(rank: int, topology: Topology) -> dict[str, Any]:
     if Version("0.16") <= VERSION:
         del state["optimizer"]["flat"]
     return state
+
+
+def strategies_of_the_loop(context: dict[str, Any], folder: Path, *, fully_parallel: bool) -> tuple[Any, Any]:
+    """The strategies for a save, which it keeps, and for a load that Megatron's training loop makes by itself."""
+    torch_dist, wrappers = core(".strategies.torch"), core(".strategies.fully_parallel")
+    serialization = core(".serialization")
+    if "save" not in context:
+        later = Version("0.17") <= VERSION
+        save = torch_dist.TorchDistSaveShardedStrategy() if later else serialization.get_default_save_sharded_strategy()
+        context["save"] = wrappers.FullyParallelSaveStrategyWrapper(save) if fully_parallel else save
+    if not (folder / "metadata.json").exists():
+        return context["save"], None
+    if Version("0.17") <= VERSION:
+        return context["save"], torch_dist.TorchDistLoadShardedStrategy()
+    return context["save"], serialization.get_default_load_sharded_strategy(str(folder))

@@ -12,11 +12,12 @@ In the checkpoint a sharded tensor lies whole under its key, a shard of an objec
 part at its place in the state dict, so that every other front end loads it; and this one loads what they wrote.
 
 Megatron-core itself is not needed. Its own objects are taken where ours are, and its own ``save`` and ``load`` take
-`CasSaveShardedStrategy` and `CasLoadShardedStrategy`.
+`CasSaveShardedStrategy` and `CasLoadShardedStrategy`; `install` lets its training loop use them.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from casckpt.frontends.megatron.async_request import AsyncRequest
@@ -68,6 +69,7 @@ from casckpt.frontends.megatron.reading import (
     load_sharded_objects,
     load_tensors_metadata,
 )
+from casckpt.frontends.megatron.removed import forget_removed
 from casckpt.frontends.megatron.saving import save
 from casckpt.frontends.megatron.selecting import (
     add_prefix_for_sharding,
@@ -84,10 +86,18 @@ from casckpt.frontends.megatron.strictness import StrictHandling, parse_strict_f
 if TYPE_CHECKING:
     from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy as CasLoadShardedStrategy
     from casckpt.frontends.megatron.strategies import CasSaveShardedStrategy as CasSaveShardedStrategy
-    from casckpt.frontends.megatron.strategies import register_strategies as register_strategies
+    from casckpt.frontends.megatron.training_loop import Installed as Installed
+    from casckpt.frontends.megatron.training_loop import install as install
+    from casckpt.frontends.megatron.training_loop import register_strategies as register_strategies
 
 # Not in __all__: a star import is to work without Megatron-core.
-_NEED_MEGATRON_CORE = frozenset(("CasLoadShardedStrategy", "CasSaveShardedStrategy", "register_strategies"))
+_NEED_MEGATRON_CORE = {
+    "CasLoadShardedStrategy": "strategies",
+    "CasSaveShardedStrategy": "strategies",
+    "Installed": "training_loop",
+    "install": "training_loop",
+    "register_strategies": "training_loop",
+}
 
 __all__ = [
     "AsyncRequest",
@@ -116,6 +126,7 @@ __all__ = [
     "extract_sharded_tensors",
     "extract_sharded_tensors_and_factories",
     "extract_sharded_tensors_or_nonpersistent",
+    "forget_removed",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "inspect_types",
@@ -146,9 +157,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _NEED_MEGATRON_CORE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from casckpt.frontends.megatron import strategies
-
-    return getattr(strategies, name)
+    return getattr(import_module(f"{__name__}.{_NEED_MEGATRON_CORE[name]}"), name)
 
 
 def __dir__() -> list[str]:

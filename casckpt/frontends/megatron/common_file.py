@@ -6,7 +6,7 @@ import io
 import os
 import pickle
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from casckpt.frontends.megatron.errors import CheckpointingException
-from casckpt.tensors.objects import refused_name
+from casckpt.tensors.objects import is_archive, refused_name
 
 COMMON_NAME = "common.pt"
+_DEEP = 20  # levels that are looked through; a value may contain itself
 
 _LOCK = Lock()
 if hasattr(os, "register_at_fork"):  # a fork while another thread reads would leave the child a lock that stays shut
@@ -62,7 +63,31 @@ def _arguments_allowed() -> Iterator[None]:
 
 def classes_to_register(data: bytes) -> list[str]:
     """The classes in the file that torch's restricted unpickler takes only where somebody registered them."""
+    if not is_archive(data):
+        return []
     registered = [one[0] if isinstance(one, tuple) else one for one in get_safe_globals()]
-    names = [(kind.__module__, kind.__qualname__) for kind in registered if kind is not Namespace]
+    names = [(kind.__module__, kind.__qualname__) for kind in registered]
     found = {f"{module}.{name}" for module, name in names if f"c{module}\n{name}\n".encode() in data}  # GLOBAL opcodes
-    return sorted(found.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {"argparse.Namespace"})
+    return sorted(found.union(get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - {_name(Namespace)})
+
+
+def places_of(data: bytes, classes: Collection[str]) -> list[str]:
+    """Where values of these classes are in the file; nothing if it cannot be read without running code from it."""
+    try:
+        return list(_places(read(data, COMMON_NAME, allow_pickle=False), classes, ""))
+    except CheckpointingException:
+        return []
+
+
+def _places(value: Any, classes: Collection[str], at: str) -> Iterator[str]:
+    if _name(type(value)) in classes:
+        yield at
+    elif isinstance(value, Namespace) and at.count(".") < _DEEP:
+        yield from _places(vars(value), classes, at)
+    elif isinstance(value, dict | list | tuple) and at.count(".") < _DEEP:
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _places(child, classes, f"{at}.{key}" if at else str(key))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

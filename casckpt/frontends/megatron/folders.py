@@ -55,18 +55,23 @@ def is_pointed(folder: Folder) -> bool:
 
 
 def place_in(folder: Folder, store: AnyStore | None = None) -> Place:
-    """Where the checkpoint of a folder is; ``store``: in this one. Raises NotFound, CheckpointingException."""
+    """Where the checkpoint of a folder is; ``store``: in this one. Raises as `pointed_at`."""
+    url, ref = pointed_at(folder)
+    return Place(as_store(url if store is None else store), ref)
+
+
+def pointed_at(folder: Folder) -> tuple[str, str]:
+    """(URL of the store, reference) that a folder names. Raises NotFound, CheckpointingException."""
     path = Path(folder, POINTER_NAME)
     if path.exists() and not is_pointed(folder):
         raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
     try:
         found = json.loads(path.read_bytes())
-        url, ref = found["store"], f"{found['run']}@{found['step']}"
+        return found["store"], f"{found['run']}@{found['step']}"
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
-    return Place(as_store(url if store is None else store), ref)
 
 
 def check_common(stored: Stored, folder: Folder) -> None:

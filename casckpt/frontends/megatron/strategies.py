@@ -11,10 +11,10 @@ replaces all but subclasses of its own torch_dist strategy by that, without a wo
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,22 +22,22 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
 from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
 
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.frontends.megatron import mapping as ours
-from casckpt.frontends.megatron.common_file import COMMON_NAME, packed
+from casckpt.frontends.megatron.common_file import COMMON_NAME, classes_to_register, packed, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.endings import Ending, wait_for_end
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.folders import Folder, check_common, is_pointed, place_in, point
+from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
 from casckpt.frontends.megatron.integrity import Claim
 from casckpt.frontends.megatron.loading import Loading
 from casckpt.frontends.megatron.nesting import Nested
 from casckpt.frontends.megatron.place import Place
 from casckpt.frontends.megatron.reading import tensors_metadata
+from casckpt.frontends.megatron.removed import folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.sharing import Sharing, plan_sharing
 from casckpt.frontends.megatron.stored import Stored
@@ -46,15 +46,12 @@ from casckpt.frontends.stores import AnyStore, as_store
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+log = logging.getLogger(__name__)
 _WRITES_COMMON = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to 0.18
 _COMMON_KEY = "common_state"  # of the object that the common part is after that
 _NUMBER = re.compile(r"[0-9]+$")
-_THEIR_LOADS = {
-    name: getattr(TorchDistLoadShardedStrategy, name)
-    for name in ("load", "load_tensors_metadata", "load_sharded_metadata")
-}
-
 StepOf: TypeAlias = int | Callable[[Path], int] | None
+RunOf: TypeAlias = str | Callable[[Path], str]
 
 # So that our objects pass Megatron's isinstance, as its own pass our tests of attributes.
 for name in ("ShardedBase", "ShardedTensor", "ShardedObject", "ShardedTensorFactory"):
@@ -76,7 +73,9 @@ def _errors_of_both() -> Iterator[None]:
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
     """Saves into a store: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
-    ``step``: of all saves, or a function of the folder; None: the number at the end of its name (``iter_0000100``).
+    ``run``, ``step``: of all saves, or a function of the folder; a step of None: the number at the end of its name
+    (``iter_0000100``). ``forget_removed``: after a save, forget what was saved into folders beside this one that are
+    gone, see `casckpt.frontends.megatron.forget_removed`.
     ``overwrite``: a step that exists is replaced, as Megatron writes over a folder: a training that was rolled back
     comes to it again. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many
     saves.
@@ -86,10 +85,11 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self,
         store: AnyStore,
         *,
-        run: str,
+        run: RunOf,
         step: StepOf = None,
         fully_parallel: bool = False,
         overwrite: bool = True,
+        forget_removed: bool = False,
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
@@ -99,6 +99,7 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.run, self.step = run, step
         self.fully_parallel, self.overwrite = fully_parallel, overwrite
         self.process_group, self.options = process_group, options
+        self.forget_removed, self._said = forget_removed, False
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -147,7 +148,9 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             begin()
             if ranks.rank == 0:
                 common.extend(_common(state, folder))
-            return Place(self.store, f"{self.run}@{self._step(folder)}")
+                self._say_what_needs_classes(common)
+            run = self.run if isinstance(self.run, str) else self.run(folder)
+            return Place(self.store, f"{run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
         if any(one.handed_over for one in common):
@@ -157,9 +160,29 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         given = {
             **self.options, "run": run, "step": step, "process_group": self.process_group,
             "attachments": {**self.options.get("attachments", {}), **saving.files, **files},
+            "metadata": {**(self.options.get("metadata") or {}), **folder_noted(folder)},
             "overwrite": self.overwrite or replaces,
         }  # fmt: skip
-        return saving, given, lambda: _point(ranks, folder, place, common)
+
+        def finish() -> None:
+            _point(ranks, folder, place, common)
+            if self.forget_removed and ranks.rank == 0:
+                follow(self.store, folder, run)
+
+        return saving, given, finish
+
+    def _say_what_needs_classes(self, common: Sequence[_Common]) -> None:
+        """Once: whoever loads the checkpoint elsewhere should not be the first to hear of it."""
+        for one in () if self._said else common:
+            self._said = True
+            classes = classes_to_register(one.file)
+            if classes:
+                log.warning(
+                    "common.pt holds %s, at %s: a load by Megatron-core takes what it registers; one by "
+                    "casckpt.frontends.megatron needs megatron.core imported for that, allow_pickle=True for the rest",
+                    ", ".join(classes),
+                    ", ".join(places_of(one.file, classes)) or "places that cannot be told",
+                )
 
     def _step(self, folder: Path) -> int:
         if isinstance(self.step, int):
@@ -284,40 +307,3 @@ class CasLoadShardedStrategy:
 
     def _place(self, folder: Folder) -> Place:
         return place_in(folder, self.store)
-
-
-def register_strategies(store: AnyStore | None = None) -> None:
-    """Let Megatron-core find the strategy by itself: ``dist_checkpointing.load(state, folder)``.
-
-    Up to 0.16 it has a registry. After that its own loader, which is what it takes, is taught to hand a folder over to
-    ours if that says where in a store the checkpoint is; all others it loads as before. ``store``: see
-    `CasLoadShardedStrategy`.
-    """
-    strategy = CasLoadShardedStrategy(store)
-    try:
-        from megatron.core.dist_checkpointing.strategies.base import (
-            LoadShardedStrategy,
-            StrategyAction,
-            register_default_strategy,
-        )
-    except ImportError:
-        for name in _THEIR_LOADS:
-            setattr(TorchDistLoadShardedStrategy, name, _handing_over(name, strategy))
-    else:
-        LoadShardedStrategy.register(CasLoadShardedStrategy)
-        register_default_strategy(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, strategy)
-
-
-def _handing_over(name: str, strategy: CasLoadShardedStrategy) -> Callable[..., Any]:
-    """A method of Megatron's loader, which calls ours for folders of ours."""
-    original = _THEIR_LOADS[name]
-    signature = inspect.signature(original)
-
-    @wraps(original)
-    def method(*arguments: Any, **named: Any) -> Any:
-        folder = signature.bind(*arguments, **named).arguments["checkpoint_dir"]
-        if is_pointed(folder):
-            return getattr(strategy, name)(*arguments[1:], **named)
-        return original(*arguments, **named)
-
-    return method

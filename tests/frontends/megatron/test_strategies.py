@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ import casckpt
 from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
-from tests.support.megatron_core import core, own_state, theirs
+from tests.support.megatron_core import core, module, own_state, theirs
 from tests.support.ranks import outcome_of
 
 if TYPE_CHECKING:
@@ -286,3 +289,44 @@ def test_what_is_refused(tmp_path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, refused, tmp_path)
     parts = ["not end in a number", "was not saved by a Cas", "does not say where", "'torch_dist'", "version 2"]
     assert [part in text for part, text in zip(parts, found, strict=True)] == [True] * 5, found
+
+
+def first_saves(rank: int, size: int, path: Path) -> list[str]:
+    """What the log says of enums among the arguments, in two saves."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
+    core()
+    log = logging.getLogger("casckpt.frontends.megatron.strategies")
+    backend = module("megatron.core.transformer.enums").AttnBackend.flash
+    part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2), (0, rank, size))
+    strategy = megatron.CasSaveShardedStrategy(path / "store", run="a")
+    log.addHandler(handler)
+    try:
+        for step in (1, 2):
+            if rank == 0:
+                (path / f"iter_{step}").mkdir()
+            dist.barrier()
+            state = {"args": Namespace(lr=1, backend=backend, kinds=[backend]), "w": part}
+            core().save(state, str(path / f"iter_{step}"), strategy)
+    finally:
+        log.removeHandler(handler)
+    found = core().load({"w": part}, str(path / "iter_2"), megatron.CasLoadShardedStrategy())
+    assert found["args"].backend is backend
+    return said
+
+
+def test_the_first_save_says_what_a_load_elsewhere_will_need(tmp_path: Path, ranks: Pool) -> None:
+    (said,), other = ranks.run(2, first_saves, tmp_path)
+    assert "holds megatron.core.transformer.enums.AttnBackend, at args.backend, args.kinds.0: " in said
+    assert "allow_pickle=True" in said
+    assert other == []
+    code = (
+        "import sys; from casckpt.frontends.megatron import load_common_state_dict as load\n"
+        "try: load(sys.argv[1])\nexcept ValueError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{tmp_path}/store#a@2"], capture_output=True, text=True, check=True
+    )
+    assert "common.pt of a@2 needs pickle (it holds megatron.core.transformer.enums.AttnBackend)" in done.stdout
+    assert "where megatron.core is imported" in done.stdout

@@ -1,0 +1,98 @@
+"""Folders that Megatron-core removes, and the checkpoints that they named."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import NotFound
+from casckpt.frontends import megatron
+from casckpt.frontends.megatron import removed
+from tests.support.megatron_core import core
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+def saved(rank: int, size: int, path: Path, *steps: int, forget_removed: bool = False) -> list[str]:
+    """What the log says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a handler for this test
+    log = logging.getLogger("casckpt.frontends.megatron.removed")
+    core()
+    strategy = megatron.CasSaveShardedStrategy(
+        path / "store", run="a", forget_removed=forget_removed, metadata={"mine": 1}
+    )
+    log.addHandler(handler)
+    try:
+        for step in steps:
+            part = megatron.ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, size))
+            strategy.save({"w": part}, path / f"runs/iter_{step}")
+    finally:
+        log.removeHandler(handler)
+    return said
+
+
+def steps(path: Path) -> list[int]:
+    return [one.step for one in casckpt.open(path / "store").checkpoints()]
+
+
+def test_what_lies_in_folders_that_are_gone_is_forgotten(tmp_path: Path, ranks: Pool) -> None:
+    ranks.run(2, saved, tmp_path, 1, 2, 3, 4)
+    store = casckpt.open(tmp_path / "store")
+    assert store.get("a@1").metadata == {"mine": 1, "megatron_folder": os.path.realpath(tmp_path / "runs/iter_1")}
+    store.save({"w": torch.ones(1)}, run="a", step=9)  # by somebody else
+    store.tag("best", "a@2")
+    assert megatron.forget_removed(store, tmp_path / "runs") == []
+    for step in (1, 2, 3):
+        shutil.rmtree(tmp_path / f"runs/iter_{step}")
+    found = megatron.forget_removed(tmp_path / "store", f"{tmp_path}/runs/", dry_run=True)
+    assert ([one.step for one in found], steps(tmp_path)) == ([1, 3], [1, 2, 3, 4, 9])
+    assert megatron.forget_removed(store, tmp_path / "runs", run="b") == []
+    assert [one.step for one in megatron.forget_removed(store, tmp_path / "runs")] == [1, 3]
+    assert steps(tmp_path) == [2, 4, 9]
+    assert store.restore(found[0].id).step == 1
+
+
+def test_nothing_is_forgotten_where_nothing_can_be_seen(tmp_path: Path, ranks: Pool) -> None:
+    """An empty folder may be one that is not mounted; another store's folders say nothing of this one."""
+    ranks.run(1, saved, tmp_path, 1, 2)
+    store = casckpt.open(tmp_path / "store")
+    shutil.move(tmp_path / "runs", tmp_path / "elsewhere")
+    for made in ("", "runs", "runs/iter_1"):
+        (tmp_path / made).mkdir(exist_ok=True)
+        with pytest.raises(NotFound, match="is it mounted"):
+            megatron.forget_removed(store, tmp_path / "runs")
+    (tmp_path / "runs/iter_1/casckpt.json").write_text('{"store": "another", "run": "a", "step": 1}')
+    with pytest.raises(megatron.CheckpointingException, match="is it mounted"):
+        megatron.forget_removed(store, tmp_path / "runs")
+    assert megatron.forget_removed(store, tmp_path / "elsewhere") == []  # they were not saved from there
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_save_forgets_what_was_removed_before(tmp_path: Path, ranks: Pool) -> None:
+    """As with --save-retain-interval: each save is followed by the removal of the one before."""
+    ranks.run(2, saved, tmp_path, 1, 2, forget_removed=True)
+    assert steps(tmp_path) == [1, 2]
+    shutil.rmtree(tmp_path / "runs/iter_1")
+    ranks.run(2, saved, tmp_path, 3, forget_removed=True)
+    assert steps(tmp_path) == [2, 3]
+    shutil.rmtree(tmp_path / "runs/iter_2")
+    ranks.run(2, saved, tmp_path, 4)
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_a_save_stays_where_forgetting_fails(tmp_path: Path) -> None:
+    with patch.object(removed, "forget_removed", side_effect=NotFound("the disk is gone")):
+        said = saved(0, 1, tmp_path, 1, forget_removed=True)
+    assert said == ["what was saved from folders that are gone was not forgotten: the disk is gone"]
+    assert steps(tmp_path) == [1]

@@ -1,0 +1,163 @@
+"""Megatron-core's training loop makes its strategies by itself: `install` lets them save into a store."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import casckpt
+from casckpt.errors import Conflict
+from casckpt.frontends import megatron
+from tests.support import gpt
+from tests.support.gpt import Topology, differences
+from tests.support.megatron_core import core, module, own_state, strategies_of_the_loop, theirs
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+REPLICAS = Topology(dp=2)
+
+
+def saved_by_the_loop(
+    context: dict[str, Any], folder: Path, state: dict[str, Any], *, fully_parallel: bool, asynchronous: bool = False
+) -> None:
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    strategy, _ = strategies_of_the_loop(context, folder, fully_parallel=fully_parallel)
+    request = core().save(state, str(folder), strategy, async_sharded_save=asynchronous)
+    if asynchronous:
+        request.execute_sync()
+
+
+def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous: bool) -> list[Any]:
+    core()
+    written: list[int] = []
+    context: dict[str, Any] = {}
+    folders = [path / "runs/iter_0000010", path / "runs/iter_0000020"]
+    state = own_state(rank, REPLICAS)
+    with megatron.install(path / "store", run="gpt", progress=written.append):
+        for folder in folders:
+            saved_by_the_loop(context, folder, theirs(state), fully_parallel=fully_parallel, asynchronous=asynchronous)
+        _, load = strategies_of_the_loop(context, folders[1], fully_parallel=fully_parallel)
+        found = core().load(theirs(gpt.emptied(state)), str(folders[1]), load)
+    return [sorted(os.listdir(folders[1])), differences(found, gpt.expected(state)), sum(written) > 0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fully_parallel", [False, True])
+def test_the_loop_saves_into_the_store_and_resumes(
+    tmp_path: Path, ranks: Pool, fully_parallel: bool, asynchronous: bool
+) -> None:
+    """--ckpt-fully-parallel-save: replicas write too, which otherwise only the first one does."""
+    files = ["casckpt.json", "common.pt", "metadata.json"]
+    found = ranks.run(2, a_loop, tmp_path, fully_parallel, asynchronous)
+    assert found == [[files, [], True], [files, [], fully_parallel]]
+    store = casckpt.open(tmp_path / "store")
+    assert [(one.run, one.step) for one in store.checkpoints()] == [("gpt", 10), ("gpt", 20)]
+    where, topology = f"{tmp_path}/store#gpt@20", Topology()
+    loaded = megatron.load(gpt.emptied(own_state(0, topology)), where)
+    assert differences(loaded, gpt.expected(own_state(0, topology))) == []
+
+
+def resumed(rank: int, size: int, path: Path) -> list[Any]:
+    """In another process, on another number of ranks: from the store that the folder names, whichever is installed."""
+    core()
+    state = own_state(rank, Topology())
+    folder = path / "runs/iter_0000020"
+    with megatron.install(path / "another", run="gpt"):
+        _, load = strategies_of_the_loop({}, folder, fully_parallel=False)
+        found = core().load(theirs(gpt.emptied(state)), str(folder), load)
+        metadata = core(".serialization").load_tensors_metadata(str(folder))
+    return [differences(found, gpt.expected(state)), "layers.norm" in metadata]
+
+
+def test_it_loads_from_the_store_that_a_folder_names(tmp_path: Path, ranks: Pool) -> None:
+    ranks.run(2, a_loop, tmp_path, True, False)
+    assert ranks.run(1, resumed, tmp_path) == [[[], True]]
+
+
+def methods() -> list[dict[str, Any]]:
+    strategies = core(".strategies.torch")
+    kinds = (strategies.TorchDistSaveShardedStrategy, strategies.TorchDistLoadShardedStrategy)
+    return [dict(vars(kind)) for kind in kinds]
+
+
+def test_all_is_as_before_when_it_is_undone(tmp_path: Path) -> None:
+    before = methods()
+    installed = megatron.install(tmp_path, run="a")
+    assert isinstance(installed, megatron.Installed)
+    assert methods() != before
+    with pytest.raises(Conflict, match="saves into a store already"):
+        megatron.install(tmp_path, run="b")
+    installed.undo()
+    installed.undo()
+    assert methods() == before
+    with megatron.install(tmp_path, run="a"):
+        assert methods() != before
+    assert methods() == before
+
+
+def test_what_others_put_around_it_stays_and_saves_as_before(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    loop = module("casckpt.frontends.megatron.training_loop")
+    kind = core(".strategies.torch").TorchDistSaveShardedStrategy
+
+    def original(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        calls.append(checkpoint_dir)
+
+    def around(self: Any, *arguments: Any) -> None:
+        inside(self, *arguments)
+
+    with patch.dict(loop._ORIGINALS, save=original), patch.object(kind, "save", original):
+        installed = megatron.install(tmp_path / "store", run="a")
+        inside = kind.save
+        kind.save = around
+        installed.undo()
+        assert kind.save is around
+        kind("torch_dist", 1).save({}, tmp_path / "iter_0000001")
+    assert calls == [tmp_path / "iter_0000001"]
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("name", ["release", "iter_0000100/modelopt_state", "iter_x", "runs_2"])
+def test_other_folders_are_saved_as_before(tmp_path: Path, name: str) -> None:
+    calls: list[Any] = []
+    loop = module("casckpt.frontends.megatron.training_loop")
+
+    def original(self: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        calls.append(checkpoint_dir)
+
+    with patch.dict(loop._ORIGINALS, save=original), megatron.install(tmp_path / "store", run="a"):
+        core(".strategies.torch").TorchDistSaveShardedStrategy("torch_dist", 1).save({}, str(tmp_path / name))
+    assert calls == [str(tmp_path / name)]
+
+
+def in_folders(rank: int, size: int, path: Path) -> list[Any]:
+    core()
+    part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+
+    def step(folder: Path) -> int | None:
+        return int(folder.name.removeprefix("at-")) if folder.name.startswith("at-") else None
+
+    for folders, steps in (
+        (("iter_0000005", "non_persistent/iter_0000005"), None),
+        (("at-7", "non_persistent/at-7"), step),
+    ):
+        with megatron.install(path / "store", run="a", step=steps):
+            for name in folders:
+                saved_by_the_loop({}, path / name, {"w": part}, fully_parallel=False)
+    return [json.loads((path / name / "metadata.json").read_text())["sharded_backend"] for name in folders]
+
+
+def test_checkpoints_that_are_not_to_stay_have_a_run_of_their_own(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(1, in_folders, tmp_path) == [["torch_dist", "torch_dist"]]
+    found = {(one.run, one.step) for one in casckpt.open(tmp_path / "store").checkpoints()}
+    assert found == {(run, step) for run in ("a", "a-non-persistent") for step in (5, 7)}
