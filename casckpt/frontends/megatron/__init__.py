@@ -32,8 +32,11 @@ from casckpt.frontends.megatron.folders import write_folder
 from casckpt.frontends.megatron.integrity import validate_sharding_integrity
 from casckpt.frontends.megatron.loading import load
 from casckpt.frontends.megatron.mapping import (
+    FactoryBuildFn,
+    FactoryMergeFn,
     LocalNonpersistentObject,
     LocalNonpersitentObject,
+    ReplicaId,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
@@ -43,6 +46,9 @@ from casckpt.frontends.megatron.mapping import (
     is_main_replica,
 )
 from casckpt.frontends.megatron.nesting import (
+    CommonStateDict,
+    ShardedStateDict,
+    StateDict,
     dict_list_map_inplace,
     dict_list_map_outplace,
     dict_map,
@@ -103,12 +109,18 @@ __all__ = [
     "AsyncRequest",
     "CheckpointingConfig",
     "CheckpointingException",
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
     "LocalNonpersistentObject",
     "LocalNonpersitentObject",
+    "ReplicaId",
     "ShardedBase",
     "ShardedObject",
+    "ShardedStateDict",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StateDict",
     "StrictHandling",
     "add_prefix_for_sharding",
     "apply_factories",

@@ -24,6 +24,8 @@ from casckpt.frontends.megatron.nesting import Nested, Path, dict_list_map_inpla
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
+FactoryBuildFn: TypeAlias = Callable[..., Nested]
+FactoryMergeFn: TypeAlias = Callable[[Nested], Any]
 
 
 class ShardedBase(ABC):
@@ -317,8 +319,8 @@ class ShardedTensorFactory(ShardedBase):
 
     key: str
     data: torch.Tensor | None
-    build_fn: Callable[..., Nested]
-    merge_fn: Callable[[Nested], Any]
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
 

@@ -16,6 +16,9 @@ from casckpt.frontends.megatron.errors import CheckpointingException
 
 Nested: TypeAlias = Any
 """A dict or a list, of leaves and of more of its kind."""
+StateDict: TypeAlias = dict[str, Any]
+CommonStateDict: TypeAlias = dict[str, Any]
+ShardedStateDict: TypeAlias = dict[str, Any]
 Path: TypeAlias = tuple[Any, ...]
 Key: TypeAlias = Any
 

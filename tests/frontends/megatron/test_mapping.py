@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -284,3 +284,11 @@ def test_lists_of_factories_and_of_values_have_one_length() -> None:
     with pytest.raises(ValueError, match="1 places for factories in a list of 2"):
         apply_factory_merges([1, 2], [factory])
     assert megatron.apply_factory_merges([[torch.ones(1)]], [factory])[0].tolist() == [1.0]
+
+
+def test_there_are_names_for_annotations() -> None:
+    dicts = (megatron.StateDict, megatron.CommonStateDict, megatron.ShardedStateDict)
+    assert dicts == (dict[str, Any],) * 3
+    assert megatron.ReplicaId == int | tuple[int, ...]
+    hints = get_type_hints(ShardedTensorFactory)
+    assert (hints["build_fn"], hints["merge_fn"]) == (megatron.FactoryBuildFn, megatron.FactoryMergeFn)

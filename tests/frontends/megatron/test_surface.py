@@ -66,6 +66,12 @@ LocalNonpersistentObject                    test_loading.test_what_is_not_persis
 LocalNonpersistentObject.unwrap             test_mapping.test_what_is_not_saved_has_two_spellings
 LocalNonpersitentObject                     test_mapping.test_what_is_not_saved_has_two_spellings
 LocalNonpersitentObject.unwrap              test_mapping.test_what_is_not_saved_has_two_spellings
+StateDict                                   test_mapping.test_there_are_names_for_annotations
+CommonStateDict                             test_mapping.test_there_are_names_for_annotations
+ShardedStateDict                            test_mapping.test_there_are_names_for_annotations
+ReplicaId                                   test_mapping.test_there_are_names_for_annotations
+FactoryBuildFn                              test_mapping.test_there_are_names_for_annotations
+FactoryMergeFn                              test_mapping.test_there_are_names_for_annotations
 apply_factories                             test_mapping.test_factories_are_replaced_in_place_and_undone
 apply_factory_merges                        test_mapping.test_a_factory_without_a_place_is_refused
 is_main_replica                             test_mapping.test_the_main_replica_is_zero_or_all_zeros

@@ -43,6 +43,7 @@ def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous:
     context: dict[str, Any] = {}
     folders = [path / "runs/iter_0000010", path / "runs/iter_0000020"]
     state = own_state(rank, REPLICAS)
+    state["optimizer"].pop("flat", None)  # of which each rank has a part of its own, where Megatron takes it
     with megatron.install(path / "store", run="gpt", progress=written.append):
         for folder in folders:
             saved_by_the_loop(context, folder, theirs(state), fully_parallel=fully_parallel, asynchronous=asynchronous)
@@ -62,15 +63,17 @@ def test_the_loop_saves_into_the_store_and_resumes(
     assert found == [[files, [], True], [files, [], fully_parallel]]
     store = casckpt.open(tmp_path / "store")
     assert [(one.run, one.step) for one in store.checkpoints()] == [("gpt", 10), ("gpt", 20)]
-    where, topology = f"{tmp_path}/store#gpt@20", Topology()
-    loaded = megatron.load(gpt.emptied(own_state(0, topology)), where)
-    assert differences(loaded, gpt.expected(own_state(0, topology))) == []
+    alone = own_state(0, Topology())
+    alone["optimizer"].pop("flat", None)
+    loaded = megatron.load(gpt.emptied(alone), f"{tmp_path}/store#gpt@20")
+    assert differences(loaded, gpt.expected(alone)) == []
 
 
 def resumed(rank: int, size: int, path: Path) -> list[Any]:
     """In another process, on another number of ranks: from the store that the folder names, whichever is installed."""
     core()
     state = own_state(rank, Topology())
+    state["optimizer"].pop("flat", None)
     folder = path / "runs/iter_0000020"
     with megatron.install(path / "another", run="gpt"):
         _, load = strategies_of_the_loop({}, folder, fully_parallel=False)
