@@ -27,6 +27,7 @@ from casckpt.frontends.megatron.config import (
     maybe_load_config,
     save_config,
 )
+from casckpt.frontends.megatron.dropping import remove_sharded_tensors
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.megatron.folders import write_folder
 from casckpt.frontends.megatron.integrity import validate_sharding_integrity
@@ -158,6 +159,7 @@ __all__ = [
     "nested_values",
     "optim_state_to_sharding_state",
     "parse_strict_flag",
+    "remove_sharded_tensors",
     "replace_prefix_for_sharding",
     "save",
     "save_config",

@@ -67,11 +67,14 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
         raise CheckpointingException(f"torch_dist has written over {folder}: load it with Megatron-core's own strategy")
     try:
         found = json.loads(path.read_bytes())
-        return found["store"], f"{found['run']}@{found['step']}"
+        url, ref = found["store"], f"{found['run']}@{found['step']}"
     except FileNotFoundError as error:
         raise NotFound(f"{path} is not there: the checkpoint was not saved by a CasSaveShardedStrategy") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, IsADirectoryError) as error:
         raise CheckpointingException(f"{path} does not say where the checkpoint is: {error!r}") from error
+    if not isinstance(url, str):
+        raise CheckpointingException(f"{path} does not say where the checkpoint is: the store is {url!r}")
+    return url, ref
 
 
 def check_common(stored: Stored, folder: Folder) -> None:

@@ -68,7 +68,7 @@ def _pointers(parent: str) -> Iterator[Path]:
 def _names(pointer: Path, store: Store) -> bool:
     try:
         return bool(json.loads(pointer.read_bytes())["store"] == store.url)
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, TypeError, KeyError):
         return False
 
 

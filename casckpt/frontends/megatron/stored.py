@@ -127,6 +127,18 @@ class Stored:
     def _children(self) -> Sequence[tuple[Element, Node]]:
         return self._tree.children if isinstance(self._tree, Container) else ()
 
+    def flat_keys(self) -> dict[str, str | None]:
+        """The flat keys of all leaves, and of what is sharded its key."""
+        keys: dict[str, str | None] = {join(path): None for path, _ in leaves(self._tree)}
+        keys.update((key, key) for key in self.tensors)
+        for name, one in self.objects.items():
+            keys.update((join((name, *path)), one.key) for path, _ in leaves(self._nodes[name]))
+        return keys
+
+    def inflated(self, values: Mapping[str, Any]) -> dict[Any, Any]:
+        """The whole state, nested as it was saved, of the leaves by flat key that are given, without the others."""
+        return dict(inflate(self._tree, lambda key, _: values[key], lambda key: key in values))
+
     def tensor_key(self, key: str) -> str | None:
         """The flat key of a sharded tensor, for a key of Megatron's; None if there is none.
 

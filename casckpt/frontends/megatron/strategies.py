@@ -29,6 +29,7 @@ from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.common_file import COMMON_NAME, classes_to_register, packed, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
+from casckpt.frontends.megatron.dropping import drop
 from casckpt.frontends.megatron.endings import Ending, wait_for_end
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
@@ -292,6 +293,11 @@ class CasLoadShardedStrategy:
                 for key, one in stored.objects.items()
             }
             return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
+
+    def remove_sharded_tensors(self, checkpoint_dir: Folder, key_prefix: str) -> None:
+        """See `casckpt.frontends.megatron.remove_sharded_tensors`."""
+        with _errors_of_both():
+            drop(self._place(checkpoint_dir), key_prefix, self.allow_pickle)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for what another backend wrote."""

@@ -275,10 +275,15 @@ def refused(rank: int, size: int, path: Path) -> list[str]:
     (path / "bad").mkdir()
     (path / "bad/common.pt").write_bytes(b"")
     (path / "bad/casckpt.json").write_text("[]")
+    (path / "odd/casckpt.json").mkdir(parents=True)
+    (path / "number").mkdir()
+    (path / "number/casckpt.json").write_text('{"store": 5, "run": "a", "step": 1}')
     calls = [
         lambda: strategy.save(state, path / "bad"),
         lambda: load.load(state, path),
         lambda: load.load(state, path / "bad"),
+        lambda: load.load(state, path / "odd"),
+        lambda: load.load(state, path / "number"),
         lambda: load.check_backend_compatibility("torch_dist"),
         lambda: load.check_version_compatibility(2),
     ]
@@ -287,8 +292,8 @@ def refused(rank: int, size: int, path: Path) -> list[str]:
 
 def test_what_is_refused(tmp_path: Path, ranks: Pool) -> None:
     (found,) = ranks.run(1, refused, tmp_path)
-    parts = ["not end in a number", "was not saved by a Cas", "does not say where", "'torch_dist'", "version 2"]
-    assert [part in text for part, text in zip(parts, found, strict=True)] == [True] * 5, found
+    parts = ["not end in a number", "was not saved by a Cas", *["does not say where"] * 3, "'torch_dist'", "version 2"]
+    assert [part in text for part, text in zip(parts, found, strict=True)] == [True] * 7, found
 
 
 def first_saves(rank: int, size: int, path: Path) -> list[str]:

@@ -125,6 +125,7 @@ extract_sharded_tensors_or_nonpersistent    test_selecting.test_parts
 CasSaveShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 CasLoadShardedStrategy                      test_strategies.test_core_loads_in_another_configuration
 register_strategies                         test_strategies.test_core_finds_the_strategy_that_is_registered
+remove_sharded_tensors                      test_dropping.test_what_begins_with_a_prefix_is_removed
 forget_removed                              test_removed.test_what_lies_in_folders_that_are_gone_is_forgotten
 install                                     test_training_loop.test_the_loop_saves_into_the_store_and_resumes
 Installed                                   test_training_loop.test_all_is_as_before_when_it_is_undone
