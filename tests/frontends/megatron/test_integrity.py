@@ -82,7 +82,6 @@ BAD = {
     "objects of two shapes": Bad(lambda r: {"o": obj(r, of=2 + r)}, r"'o': the object at \(1,\) of \(3,\) on rank 1"),
     "a factory that was not built": Bad(lambda r: {"o": Unbuilt()}, "neither a ShardedTensor nor a ShardedObject"),
     "a list of two kinds": Bad(lambda r: {"l": [part(r), 5]}, r"list at \('l',\) mixes plain values, sharded values"),
-    "a key that is common": Bad(lambda r: {"a": part(r), "w": 1}, "'w' is the key of something sharded"),
     "only on one rank": Bad(lambda r: {"w": part(r)} if r else {"w": part(0), "o": obj(1)}, r"'o': .*s at \(0,\)"),
 }
 
