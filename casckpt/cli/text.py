@@ -48,6 +48,11 @@ def size(nbytes: int) -> str:
     return f"{number:.1f} {_UNITS[unit]}"
 
 
+def freed(now: int, later: int) -> str:
+    """Bytes that a gc deletes now, and later: once what is forgotten cannot be restored any more."""
+    return f"{size(now)} now, {size(later)} later" if later else size(now)
+
+
 def count(number: int, what: str) -> str:
     """``1 blob``, ``3 blobs``."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -76,12 +76,12 @@ def test_attachments(saved: casckpt.Store, given: Any) -> None:
         saved.save({}, step=2, attachments=given)
 
 
-@pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
-@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age"])
-def test_seconds_of_a_gc(saved: casckpt.Store, name: str, seconds: Any) -> None:
-    """A negative revoke_after would give up on every save in progress."""
-    with pytest.raises(InvalidInput, match="give a number, 0 or more"):
-        saved.gc(keep_last=1, **{name: seconds})
+@pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
+@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
+def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> None:
+    """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
+    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
+        saved.gc(keep_last=1, **{name: duration})
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
@@ -136,7 +136,7 @@ def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
-    saved.gc()
+    saved.gc(min_age=0)
     for call in (saved.read, lambda ref: saved.load({"w": torch.zeros(3)}, ref), saved.get, saved.verify, saved.forget):
         with pytest.raises(Conflict, match="purged"):
             call(ckpt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -290,13 +290,13 @@ def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) 
 
 
 def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
-    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
     assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
     assert before == set(saved.rglob("*"))
-    done = as_json("gc", saved, "--keep-last", 1)
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0)
     counts = ("deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes")
     assert {name: done[name] for name in counts} == {name: planned[name] for name in counts}
     assert done["deleted_blobs"] > 0
@@ -306,11 +306,13 @@ def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> N
     as_json("verify", saved)
 
 
-def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson) -> None:
+def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("gc", saved)["forgotten"] == []
     assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]
     assert as_json("gc", saved, "--keep-within", "7d", "--dry-run")["forgotten"] == []
-    as_json("gc", saved, "--keep-within", "soon", status=2)
+    for bare in ("soon", "7", "0.5", "-7d"):
+        as_json("gc", saved, "--keep-within", bare, status=2)
+    assert "give 7s or 7d if that is meant" in run("gc", saved, "--keep-within", "7", status=2).stderr
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
@@ -322,9 +324,29 @@ def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -
     assert "left for later: a@1" in run("gc", saved, "--min-age", "1h").stdout
 
 
+def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
+    """And the plan, the list and the sums say until when, and how much is freed then."""
+    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    told = run("gc", saved, "--keep-last", 1).stdout
+    assert told.count("forgot a@") == told.count(", can be restored until ") == 2
+    assert "1 blob, " in told
+    assert "are deleted later" in told
+    day = datetime.fromisoformat(planned["waiting"][0]["until"]) - datetime.now(UTC)
+    assert day > timedelta(hours=23)
+    stats, listed = as_json("stats", saved), run("list", saved).stdout
+    assert (stats["bytes_freed_now"], stats["bytes_freed_later"]) == (0, planned["later_bytes"])
+    assert planned["later_bytes"] > 0
+    assert "2 checkpoints forgotten: a gc frees 0 B now, " in listed
+    assert as_json("report", saved)["freed"] == {"now": 0, "later": planned["later_bytes"]}
+    for one in planned["forgotten"]:
+        as_json("restore", saved, one["id"])
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert "forgotten" not in run("list", saved).stdout
+
+
 def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     transaction = begin(store.repository, "a", 4)
-    done = as_json("gc", saved, "--keep-last", 1, "--wait", 0)
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--wait", 0)
     (waiting,) = done["waiting"]
     assert (waiting["reason"], waiting["txid"], waiting["pid"]) == ("transaction", transaction.txid, os.getpid())
     assert done["deleted_blobs"] == 0

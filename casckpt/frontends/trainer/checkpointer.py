@@ -91,6 +91,7 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self.last_step: int | None = None
         self._begun: int | None = None
+        self._told_of_space = False
 
     def __enter__(self) -> Self:
         return self
@@ -356,6 +357,12 @@ class Checkpointer:
         log.info("%s", self.summary)
         if self.config.gc:
             self._janitor.ask(self.run)
+        elif gone and not self._told_of_space:
+            self._told_of_space = True
+            log.warning(
+                "checkpoints of %s that are not kept take space until a gc: make the Checkpointer with gc=True, or run "
+                "`casckpt gc %s`", self.run, self.store.url,
+            )  # fmt: skip
 
     def _bound_risk(self, step: int) -> None:
         """Wait for the save in the background, if without it the step after ``step`` would be one too many."""
