@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
@@ -20,7 +21,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
 
 
 @store_command("gc")
-@click.option("--run", help="Forget and purge only checkpoints of this run.")
+@click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
 @click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run.")
 @click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N.")
 @click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d).")
