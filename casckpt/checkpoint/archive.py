@@ -11,8 +11,10 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.durations import Duration, seconds_of
+from casckpt.plan.notebook import html_table
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
+from casckpt.plan.sizes import format_size
 from casckpt.repository import commits as commit_log
 from casckpt.repository import copying, manifests, refs, tags
 from casckpt.repository.copying import CopyResult
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 WAIT: Duration = "60s"  # of a gc for saves in progress
+_SHOWN = 20  # checkpoints in a notebook
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ class Archive:
     """The half of a `casckpt.Store` that knows no tensors; see there."""
 
     def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
+        if not isinstance(repository, Repository):
+            raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
         self.repository = repository
         self._mirror = None
         if mirror is not None:
@@ -61,6 +66,19 @@ class Archive:
 
     def __repr__(self) -> str:
         return f"casckpt.open({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        found = self.checkpoints() if self.repository.exists() else []
+        rows = [
+            (
+                one.run, one.step, f"{one.created_at:%Y-%m-%d %H:%M} UTC", format_size(one.stats.bytes_total),
+                format_size(one.stats.bytes_written), one.id[:12],
+            )
+            for one in found[-_SHOWN:]
+        ]  # fmt: skip
+        more = f", of which the last {_SHOWN}" if len(found) > _SHOWN else ""
+        title = f"{self.url}: {len(found)} checkpoints{more}"
+        return html_table(title, ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
 
     def create(self, **sizes: int) -> bool:
         """Make the store now, with ``cell_bytes`` and ``blob_bytes`` of one's own; False if it is there already."""
@@ -90,6 +108,10 @@ class Archive:
         found = commit_log.list_commits(self.repository)
         chosen = found.live() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
+
+    def runs(self) -> list[str]:
+        """The names of all runs that have a visible checkpoint, sorted. Raises NotFound where there is no store."""
+        return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
         """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""

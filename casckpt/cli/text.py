@@ -13,12 +13,14 @@ from typing import Any, Final, Literal
 
 import click
 
+from casckpt.plan.sizes import format_size
+
 SHORT_ID: Final = 12
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _MANY: Final = 20
 _GAP: Final = 2
 
 say = partial(click.echo)
+size = format_size
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -36,16 +38,6 @@ def bold(text: str) -> str:
     """``text`` as a title, where the terminal knows how and nobody minds."""
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     return text if plain else click.style(text, bold=True)
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    number, unit = nbytes / 1024, 0
-    while abs(number) >= 999.95 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.1f} {_UNITS[unit]}"
 
 
 def freed(now: int, later: int) -> str:

@@ -106,6 +106,39 @@ def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> 
         saved.get("default@1")
 
 
+def test_a_store_is_opened_and_not_made() -> None:
+    with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
+        casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
+
+
+def test_runs_are_named(saved: casckpt.Store) -> None:
+    saved.save({}, run="zoo", step=1)
+    saved.save({}, run="away", step=1)
+    saved.forget("away@1")
+    assert saved.runs() == ["default", "zoo"]
+
+
+def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
+    saved.save({"w": torch.zeros(3)}, step=2)
+    ckpt = saved.get("default@1")
+    assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
+
+
+def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
+    saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
+    shown = {
+        name: value._repr_html_()
+        for name, value in {
+            "store": saved, "checkpoint": saved.get("r@2"), "diff": saved.diff("default@1", "r@2"),
+        }.items()
+    }  # fmt: skip
+    assert all(text.startswith("<div><b>") and text.count("<table>") == 1 for text in shown.values())
+    assert "<td>r</td><td>2</td>" in shown["store"]
+    assert "<td>&lt;script&gt;</td><td>&lt;i&gt;</td>" in shown["checkpoint"]
+    assert "<td>added</td><td>&lt;b&gt;w</td>" in shown["diff"]
+    assert "0 checkpoints" in small(memory())._repr_html_()
+
+
 def test_repair_from_a_path(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0)}
     store, other = casckpt.open(tmp_path / "a"), casckpt.open(tmp_path / "b")

@@ -319,7 +319,8 @@ class Checkpointer:
         try:
             return self.store.get(f"{self.run}@{'latest' if step is None else step}").commit
         except NotFound as error:
-            log.info("%s", error)  # a slip of the pen would start a training anew
+            if self.store.repository.exists():  # else it is the first run of all
+                log.info("%s", error)  # a slip of the pen would start a training anew
             return None
 
     def _save_options(
