@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.place import at as at
     from casckpt.checkpoint.store import Store as Store
     from casckpt.checkpoint.store import open as open
+    from casckpt.frontends.trainer import Checkpointer as Checkpointer
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
     from casckpt.frontends.training_state import save_model_and_optim_state as save_model_and_optim_state
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Checkpoint": "casckpt.checkpoint.handle",
+    "Checkpointer": "casckpt.frontends.trainer",
     "PerRank": "casckpt.tensors.values",
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.checkpoint.store",
@@ -67,6 +69,7 @@ _HOME = {
 
 __all__ = [
     "Checkpoint",
+    "Checkpointer",
     "PerRank",
     "Shard",
     "Store",

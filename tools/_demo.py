@@ -215,7 +215,7 @@ class Tour:
     def clean_up(self) -> None:
         """Keep two of each run, and prove that they are whole."""
         title("5. Keep the newest two of each run, and prove that they are whole")
-        self.casckpt("gc", STORE, "--keep-last", "2")
+        self.casckpt("gc", STORE, "--keep-last", "2", "--min-age", "0")
         self.casckpt("verify", STORE)
         self.casckpt("list", STORE)
         claim(not self.json("verify", STORE)["damaged"], "nothing is damaged")

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Self
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
+from casckpt.plan.durations import Duration, seconds_of
+from casckpt.plan.notebook import html_table
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
+from casckpt.plan.sizes import format_size
 from casckpt.repository import commits as commit_log
 from casckpt.repository import copying, manifests, refs, tags
 from casckpt.repository.copying import CopyResult
 from casckpt.repository.forgetting import forget, plan_forget
-from casckpt.repository.gc import WAIT, GcResult, Tell, execute, plan_gc, preview
+from casckpt.repository.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.repository.measure import StoreStats, measure
 from casckpt.repository.mirror import Mirror
 from casckpt.repository.mirrored import MirrorLag
@@ -28,6 +31,9 @@ from casckpt.repository.verify import Mode, VerifyResult, verify
 if TYPE_CHECKING:
     from pathlib import Path
 
+WAIT: Duration = "60s"  # of a gc for saves in progress
+_SHOWN = 20  # checkpoints in a notebook
+
 log = logging.getLogger(__name__)
 
 
@@ -35,6 +41,8 @@ class Archive:
     """The half of a `casckpt.Store` that knows no tensors; see there."""
 
     def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
+        if not isinstance(repository, Repository):
+            raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
         self.repository = repository
         self._mirror = None
         if mirror is not None:
@@ -58,6 +66,19 @@ class Archive:
 
     def __repr__(self) -> str:
         return f"casckpt.open({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        found = self.checkpoints() if self.repository.exists() else []
+        rows = [
+            (
+                one.run, one.step, f"{one.created_at:%Y-%m-%d %H:%M} UTC", format_size(one.stats.bytes_total),
+                format_size(one.stats.bytes_written), one.id[:12],
+            )
+            for one in found[-_SHOWN:]
+        ]  # fmt: skip
+        more = f", of which the last {_SHOWN}" if len(found) > _SHOWN else ""
+        title = f"{self.url}: {len(found)} checkpoints{more}"
+        return html_table(title, ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
 
     def create(self, **sizes: int) -> bool:
         """Make the store now, with ``cell_bytes`` and ``blob_bytes`` of one's own; False if it is there already."""
@@ -87,6 +108,10 @@ class Archive:
         found = commit_log.list_commits(self.repository)
         chosen = found.live() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
+
+    def runs(self) -> list[str]:
+        """The names of all runs that have a visible checkpoint, sorted. Raises NotFound where there is no store."""
+        return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
         """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
@@ -140,32 +165,39 @@ class Archive:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        keep_within: str | float | None = None,
+        keep_within: Duration | None = None,
+        keep_daily: int | None = None,
+        keep_weekly: int | None = None,
+        keep_monthly: int | None = None,
         run: str | None = None,
-        min_age: float | None = None,
-        wait: float = WAIT,
-        revoke_after: float | None = None,
+        min_age: Duration | None = None,
+        wait: Duration = WAIT,
+        revoke_after: Duration | None = None,
         dry_run: bool = False,
         progress: Progress | None = None,
         tell: Tell | None = None,
     ) -> GcResult:
         """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
 
-        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within`` ("7d", or seconds): the policy, a union, applied
-        to each run by itself; none of them forgets nothing. The newest of a run and tagged ones always stay. ``run``:
-        only this run. ``min_age``: seconds from forgetting to purging (default: the store's, 0 for a folder). ``wait``:
-        seconds to wait for saves in progress; then the rest is left to the next gc. ``revoke_after``: seconds without a
-        sign of life after which a save is given up on. ``progress`` is called with numbers of deleted objects, ``tell``
-        with what is waited for.
+        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
+        ``keep_monthly``: the policy, a union, applied to each run by itself (see `Policy`); none of them forgets
+        nothing. The newest of a run and tagged ones always stay. ``run``: only this run.
+
+        Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: from forgetting to
+        purging; until then `restore` brings a checkpoint back (default: the store's setting, else 24 h, and 15 minutes
+        for ephemeral ones). ``wait``: for saves in progress, in all; then the rest is left to the next gc.
+        ``revoke_after``: without a sign of life, until a save is given up on (default: the store's, else 1 h).
+
+        ``progress`` is called with numbers of deleted objects, ``tell`` with what is waited for.
 
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
-        policy = Policy(keep_last, keep_every, keep_within)
-        plan = plan_gc(self.repository, policy, run=run, min_age=min_age)
+        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly)
+        plan = plan_gc(self.repository, policy, run=run, min_age=_optional(min_age, "min-age"))
         if dry_run:
             return preview(self.repository, plan)
         return execute(
-            self.repository, plan, wait=wait, revoke_after=revoke_after,
+            self.repository, plan, wait=seconds_of(wait, "wait"), revoke_after=_optional(revoke_after, "revoke-after"),
             progress=progress or silent, tell=tell or (lambda waiting: None),
         )  # fmt: skip
 
@@ -255,6 +287,10 @@ class Archive:
         if self._mirror is None:
             raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
         return self._mirror
+
+
+def _optional(duration: Duration | None, what: str) -> float | None:
+    return None if duration is None else seconds_of(duration, what)
 
 
 def repository_of(store: Archive | str | os.PathLike[str], cache_dir: Path | None) -> Repository:

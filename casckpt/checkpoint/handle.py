@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from casckpt.errors import ForgottenWarning
 from casckpt.format.records import Committed, time_of
 from casckpt.lazy import cached_property
+from casckpt.plan.notebook import html_table
+from casckpt.plan.sizes import format_size
 from casckpt.repository import tags
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
@@ -120,6 +122,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"
+
+    def _repr_html_(self) -> str:
+        stats, created = self.stats, f"{self.created_at:%Y-%m-%d %H:%M} UTC"
+        rows = [
+            ("id", self.id), ("created", created), ("size", format_size(stats.bytes_total)),
+            ("new", format_size(stats.bytes_written)), ("tensors", self._record.tensors),
+            ("tags", ", ".join(self.tags)), *self.metadata.items(),
+        ]  # fmt: skip
+        return html_table(f"{self.run}@{self.step}", ("", ""), rows)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Checkpoint) and self.commit.txid == other.commit.txid

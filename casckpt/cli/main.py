@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from casckpt.cli import commands
 from casckpt.cli.failures import Reported, exit_status
 
 NAME: Final = "casckpt"
+_ALIASES: Final = {"ls": "list"}
 
 
 @cache
@@ -34,11 +36,21 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One command; None if there is none of that name."""
-        module = command_modules().get(cmd_name)
+        module = command_modules().get(_ALIASES.get(cmd_name, cmd_name))
         if module is None:
             return None
         found: click.Command = import_module(f"{commands.__name__}.{module}").command
         return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` begin with. Raises UsageError, which names what may be meant."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            near = difflib.get_close_matches(args[0], command_modules())
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise click.UsageError(f"there is no command {args[0]!r}{meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def main(
         self,
@@ -65,8 +77,9 @@ class Commands(click.Group):
 def cli() -> None:
     """Keep PyTorch checkpoints in one store, where no byte need be written twice.
 
-    STORE is a folder or a URL. REF names a checkpoint: an id (or 6 hex digits and more of it), RUN@STEP, RUN@latest,
-    latest, or tag:NAME; RUN@501.. and RUN@100..500 name ranges where several are taken.
+    STORE is a folder or a URL; with -s or CASCKPT_STORE it is left out. REF names a checkpoint: an id (or 6 hex digits
+    and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME; RUN@501.. and RUN@100..500 name ranges where several are
+    taken.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
     """

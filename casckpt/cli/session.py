@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from casckpt.cli.completion import ENV_STORE, STORE
 from casckpt.cli.text import printable
 from casckpt.cli.types import SETTING
 from casckpt.lazy import cached_property
@@ -78,13 +81,21 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-STORE = click.Argument(["store"], metavar="STORE")
+STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
     click.Option(["--json", "as_json"], is_flag=True, help="Give the result as JSON."),
     click.Option(["-v", "--verbose"], count=True, help="Say more of what is done, twice: all of it."),
     click.Option(["--debug"], is_flag=True, help="Show where in the code an error comes from."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (
+    click.Option(
+        ["-s", "--store", "named_store"],
+        metavar="STORE",
+        type=STORE,
+        envvar=ENV_STORE,
+        show_envvar=True,
+        help="The store; then STORE is left out before the other arguments.",
+    ),
     click.Option(
         ["--storage-option", "storage_options"],
         type=SETTING,
@@ -106,19 +117,47 @@ ON_STORES: tuple[click.Parameter, ...] = (
 )
 
 
+class StoreCommand(click.Command):
+    """A command whose first argument is STORE, unless an option or the environment names the store."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, without STORE where that is named elsewhere."""
+        options = args[: args.index("--")] if "--" in args else args
+        if os.environ.get(ENV_STORE) or any(re.fullmatch(r"-s|--store(=.*)?", one) for one in options):
+            ctx.meta[ENV_STORE] = True
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if os.environ.get(ENV_STORE):
+                told = f"{error.message} ({ENV_STORE} names the store, so STORE is left out here; -s names another one)"
+                raise click.UsageError(told, ctx) from error
+            raise
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """All that can be given here."""
+        params = super().get_params(ctx)
+        return [one for one in params if one is not STORE_ARGUMENT] if ENV_STORE in ctx.meta else params
+
+
 def store_command(name: str) -> Callable[[Function], click.Command]:
     """A command of a store: STORE first. The function gets a `Session` and its own options."""
 
     def decorate(function: Function) -> click.Command:
         @wraps(function)
         def call(
-            store: str, storage_options: Any, cache_dir: Path | None, single_writer: bool, **options: Any
+            *,
+            storage_options: Any,
+            cache_dir: Path | None,
+            single_writer: bool,
+            named_store: str | None,
+            store: str = "",
+            **options: Any,
         ) -> int | None:
-            as_json = _take_common(options)
-            return function(Session(as_json, store, dict(storage_options), cache_dir, single_writer), **options)
+            as_json, url = _take_common(options), named_store or store
+            return function(Session(as_json, url, dict(storage_options), cache_dir, single_writer), **options)
 
-        made = click.command(name)(call)
-        made.params = [STORE, *made.params, *ON_STORES, *COMMON]
+        made = click.command(name, cls=StoreCommand)(call)
+        made.params = [STORE_ARGUMENT, *made.params, *ON_STORES, *COMMON]
         return made
 
     return decorate

@@ -1,24 +1,26 @@
-"""What a person reads: tables that fit into 80 columns, sizes, times, and no control characters out of a store."""
+"""What a person reads: tables that fit into the terminal, sizes, times, and no control characters out of a store."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Final, Literal
 
 import click
 
+from casckpt.plan.sizes import format_size
+
 SHORT_ID: Final = 12
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _MANY: Final = 20
 _GAP: Final = 2
 
 say = partial(click.echo)
+size = format_size
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -38,14 +40,9 @@ def bold(text: str) -> str:
     return text if plain else click.style(text, bold=True)
 
 
-def size(nbytes: int) -> str:
-    """Bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    number, unit = nbytes / 1024, 0
-    while abs(number) >= 999.95 and unit < len(_UNITS) - 1:
-        number, unit = number / 1024, unit + 1
-    return f"{number:.1f} {_UNITS[unit]}"
+def freed(now: int, later: int) -> str:
+    """Bytes that a gc deletes now, and later: once what is forgotten cannot be restored any more."""
+    return f"{size(now)} now, {size(later)} later" if later else size(now)
 
 
 def count(number: int, what: str) -> str:
@@ -72,7 +69,7 @@ def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """``side``: numbers stand right. A column that is not ``fixed`` folds where the table is too wide."""
+    """``side``: numbers stand right. A column that is not ``fixed`` is cut where the table is wider than a terminal."""
 
     title: str
     side: Literal["left", "right"] = "left"
@@ -80,25 +77,29 @@ class Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. No line is longer than the terminal is wide, or 80 columns where there is none.
+    """Print a table, a line for each row. On a terminal no line is longer than that is wide: ellipses say what is cut.
 
     By hand, as rich takes half a second for a thousand rows.
     """
     cells = [tuple(map(printable, row)) for row in rows]
-    widths = _widths(columns, cells)
-    say(bold(_line(columns, widths, [column.title for column in columns])))
+    room = terminal_width()
+    widths = _widths(columns, cells, room)
+    say(bold(_cut(_line(columns, widths, [column.title for column in columns]), room)))
     for row in cells:
-        folded = [_folded(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for line in zip_longest(*folded, fillvalue=""):
-            say(_line(columns, widths, line))
+        say(_cut(_line(columns, widths, list(map(_cut, row, widths))), room))
 
 
-def _widths(columns: Sequence[Column], cells: Iterable[Sequence[str]]) -> list[int]:
-    """As wide as what stands in them; where that is too much, the widest that may fold gives way first."""
+def terminal_width() -> int:
+    """Columns of the terminal that stdout is, and more than any line has where it is none: a pipe gets all."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
+
+
+def _widths(columns: Sequence[Column], cells: Iterable[Sequence[str]], room: int) -> list[int]:
+    """As wide as what stands in them; where that is too much, the widest that may be cut gives way first."""
     widths = [len(column.title) for column in columns]
     for row in cells:
         widths = [max(width, cell_width(cell)) for width, cell in zip(widths, row, strict=True)]
-    excess = sum(widths) + _GAP * (len(widths) - 1) - shutil.get_terminal_size().columns
+    excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
         may = [not c.fixed and width > len(c.title) for c, width in zip(columns, widths, strict=True)]
         if not any(may):
@@ -116,12 +117,13 @@ def _line(columns: Sequence[Column], widths: Sequence[int], cells: Iterable[str]
     return (" " * _GAP).join(shown).rstrip()
 
 
-def _folded(cell: str, width: int) -> list[str]:
-    if cell_width(cell) <= width:
-        return [cell]
-    from rich.cells import chop_cells
+def _cut(text: str, width: int) -> str:
+    """``text``, with an ellipsis for its end where it is too long."""
+    if cell_width(text) <= width:
+        return text
+    from rich.cells import set_cell_size
 
-    return chop_cells(cell, width)
+    return set_cell_size(text, width - 1) + "…"
 
 
 def cell_width(text: str) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import click
 
 from casckpt.errors import InvalidInput
-from casckpt.plan.retention import parse_duration
+from casckpt.plan.durations import seconds_of
 from casckpt.plan.sizes import parse_size
 
 
@@ -26,16 +27,14 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """A time: 90s, 15m, 12h, 7d; a number alone is in seconds."""
+    """A time: 90s, 15m, 12h, 7d, 2w, or 0."""
 
     name = "duration"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds of what was given."""
-        if isinstance(value, int | float):
-            return float(value)
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
+        """What was given, as a timedelta."""
         try:
-            return parse_duration(f"{value}s" if value.strip().isdecimal() else value)
+            return timedelta(seconds=seconds_of(value))
         except InvalidInput as error:
             self.fail(str(error), param, ctx)
 

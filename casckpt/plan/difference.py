@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Entry, Manifest
+from casckpt.plan.notebook import html_table
+from casckpt.plan.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,12 @@ class Difference:
     def bytes_changed(self) -> int:
         """Bytes of changed cells, of tensors that both have."""
         return sum(change.bytes for change in self.changes)
+
+    def _repr_html_(self) -> str:
+        rows = [("added", key, "") for key in self.added] + [("removed", key, "") for key in self.removed]
+        rows += [(change.what, change.key, format_size(change.bytes)) for change in self.changes]
+        title = f"{len(self.changes)} changed ({format_size(self.bytes_changed)}), {len(self.unchanged)} unchanged"
+        return html_table(title, ("WHAT", "TENSOR", "SIZE"), rows)
 
 
 def difference(old: Manifest, new: Manifest) -> Difference:

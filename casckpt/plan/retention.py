@@ -7,26 +7,16 @@ was rolled back goes on from its latest save.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from math import isfinite
-from typing import Any
+from datetime import UTC, datetime
 
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
+from casckpt.plan.durations import Duration, seconds_of
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of ``90s``, ``15m``, ``12h``, ``7d`` or ``2w``. Raises InvalidInput for anything else."""
-    found = _DURATION_RE.fullmatch(text.strip())
-    if found is None:
-        raise InvalidInput(f"{text[:40]!r} is not a duration: give a number and a unit, as 90s, 15m, 12h, 7d or 2w")
-    return float(found[1]) * _SECONDS[found[2]]
+_CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "%Y-%m"}  # of UTC; %V: weeks of ISO 8601
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +24,27 @@ class Policy:
     """What to keep of each run: any of its rules is enough. Nothing set forgets nothing.
 
     ``keep_last``: that many of the newest. ``keep_every``: those whose step is a multiple of it. ``keep_within``: those
-    created at most that long ago, in seconds or as text ("7d"). Raises InvalidInput for what makes no sense.
+    created at most that long ago ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest
+    of each of so many last days, weeks (from Monday) and months, in UTC, in which any was created. Raises InvalidInput
+    for what makes no sense.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
-    keep_within: float | str | None = None
+    keep_within: Duration | None = None
+    keep_daily: int | None = None
+    keep_weekly: int | None = None
+    keep_monthly: int | None = None
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 0):
             raise InvalidInput(f"keep-last {self.keep_last!r}: give a number of checkpoints, 1 or more")
-        if self.keep_every is not None and (type(self.keep_every) is not int or self.keep_every < 1):
-            raise InvalidInput(f"keep-every {self.keep_every!r}: give a number of steps, 1 or more")
-        if self.within_seconds is not None and not _is_duration(self.within_seconds):
-            raise InvalidInput(f"keep-within {self.keep_within!r} seconds: give a duration, as 12h or 7d")
+        for rule in ("keep_every", *_CALENDAR):
+            number = getattr(self, rule)
+            if number is not None and (type(number) is not int or number < 1):
+                raise InvalidInput(f"{rule.replace('_', '-')} {number!r}: give a number, 1 or more")
+        if self.keep_within is not None:
+            seconds_of(self.keep_within, "keep-within")
         if self.keep_last == 0 and replace(self, keep_last=None).is_empty:
             raise InvalidInput(
                 "keep-last 0 would keep nothing, but the newest of a run always stays: give 1, or name what to forget"
@@ -61,11 +58,7 @@ class Policy:
     @property
     def within_seconds(self) -> float | None:
         """``keep_within`` as a number."""
-        return parse_duration(self.keep_within) if isinstance(self.keep_within, str) else self.keep_within
-
-
-def _is_duration(seconds: Any) -> bool:
-    return isinstance(seconds, int | float) and isfinite(seconds) and seconds >= 0
+        return None if self.keep_within is None else seconds_of(self.keep_within, "keep-within")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +106,12 @@ def _kept_by_rules(current: list[Kept], policy: Policy, now: int) -> Iterator[Ke
     if policy.within_seconds is not None:
         most = policy.within_seconds * 1_000_000
         yield from (one for one in current if now - one.created_at <= most)
+    for rule, form in _CALENDAR.items():
+        periods = getattr(policy, rule)
+        if periods is not None:
+            newest = {_moment(one).strftime(form): one for one in sorted(current, key=lambda kept: kept.created_at)}
+            yield from list(newest.values())[-periods:]
+
+
+def _moment(one: Kept) -> datetime:
+    return datetime.fromtimestamp(one.created_at / 1e6, UTC)

@@ -15,6 +15,19 @@ _UNITS: dict[str, int] = {
 _SIZE = re.compile(r"([0-9]{1,15})(?:\.([0-9]{1,6}))?\s*([A-Za-z]*)")
 
 
+_SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def format_size(nbytes: int) -> str:
+    """Bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes} B"
+    number, unit = nbytes / 1024, 0
+    while abs(number) >= 999.95 and unit < len(_SHOWN) - 1:
+        number, unit = number / 1024, unit + 1
+    return f"{number:.1f} {_SHOWN[unit]}"
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
     found = _SIZE.fullmatch(text.strip())

@@ -82,6 +82,9 @@ class Commit:
     def __str__(self) -> str:
         return f"{self.run}@{self.step} ({self.id[:12]})" if isinstance(self.first, Committed) else self.txid
 
+    def __repr__(self) -> str:
+        return f"<Commit {self}, {self.last}>"
+
 
 def just_committed(record: Committed) -> Commit:
     """What a log says that holds ``record`` alone."""

@@ -27,7 +27,7 @@ from casckpt.format.names import TxId
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import paused as paused_state
-from casckpt.repository.commits import Commit, list_names
+from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.marking import (
     Candidates,
     Unreadable,
@@ -42,6 +42,7 @@ from casckpt.repository.retiring import GcPlan, Waiting, min_age_of, plan_retiri
 from casckpt.repository.stock import BLOB, Stock, sums_of, take_stock
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
+from casckpt.repository.usage import needed_only_by
 from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
@@ -54,8 +55,9 @@ Tell = Callable[[Sequence[Waiting]], None]
 class GcResult:
     """What a gc did; with ``dry_run`` what it would do. Bytes and counts of blobs do not count manifests.
 
-    ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on. ``foreign``:
-    keys under objects/ that no casckpt made, which are left alone.
+    ``later_blobs``, ``later_bytes``: of what stays, what is freed once the forgotten checkpoints that are too young are
+    purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on.
+    ``foreign``: keys under objects/ that no casckpt made, which are left alone.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -65,6 +67,8 @@ class GcResult:
     deleted_manifests: int = 0
     kept_blobs: int = 0
     kept_bytes: int = 0
+    later_blobs: int = 0
+    later_bytes: int = 0
     waiting: tuple[Waiting, ...] = ()
     revoked: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
@@ -91,14 +95,17 @@ class _Tally:
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
 
-    def result(self, **rest: Any) -> GcResult:
+    def result(self, repo: Repository, plan: GcPlan, **rest: Any) -> GcResult:
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
+        later = needed_only_by(repo, list_commits(repo), plan.young)
         return GcResult(
             deleted_blobs=deleted.blobs,
             deleted_bytes=deleted.blob_bytes,
             deleted_manifests=deleted.manifests,
             kept_blobs=kept.blobs,
             kept_bytes=kept.blob_bytes,
+            later_blobs=later.blobs,
+            later_bytes=later.blob_bytes,
             revoked=tuple(self.revoked),
             foreign=tuple(self.stock.foreign),
             **rest,
@@ -111,8 +118,7 @@ def plan_gc(
     """What a gc would forget and purge now. Writes nothing.
 
     ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
-    the forgetting to the purge (None: the store's setting, else 0 for a folder; 24 h for a remote storage, and 15
-    minutes for ephemeral checkpoints there).
+    the forgetting to the purge (None: the store's setting, else 24 h, and 15 minutes for ephemeral checkpoints).
 
     Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
     that gc cannot work on, `StorageError`.
@@ -136,7 +142,12 @@ def preview(repo: Repository, plan: GcPlan) -> GcResult:
     opened = open_transactions(repo, commits.commits) if found.sizes else []
     tally = _Tally(found.sizes, stock)
     return tally.result(
-        forgotten=plan.forget, purged=plan.purge, waiting=(*plan.waiting, *map(waiting_for, opened)), dry_run=True
+        repo,
+        plan,
+        forgotten=plan.forget,
+        purged=plan.purge,
+        waiting=(*plan.waiting, *map(waiting_for, opened)),
+        dry_run=True,
     )
 
 
@@ -171,19 +182,12 @@ def execute(
     gc.run()
     _tidy(repo, gc.tally.deleted)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
-    return gc.tally.result(forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
+    return gc.tally.result(repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
 
 
 def _check_seconds(what: str, seconds: Any) -> None:
     if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
         raise InvalidInput(f"{what} of {seconds!r} seconds makes no sense: give a number, 0 or more")
-
-
-def collect(repo: Repository, policy: Policy | None = None, *, dry_run: bool = False, **options: Any) -> GcResult:
-    """`plan_gc`, then `preview` or `execute`, with the options of both."""
-    planning = {name: options.pop(name) for name in ("run", "min_age") if name in options}
-    plan = plan_gc(repo, policy, **planning)
-    return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
 @dataclass

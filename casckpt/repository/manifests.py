@@ -63,7 +63,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
         why = "is gone" if isinstance(error, NotFound) else "is damaged"
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({found}) {why}: {key}. "
-            "Put it back with `casckpt repair`, or give the checkpoint up with `casckpt forget`"
+            "Put it back with `casckpt repair`, or give it up: `casckpt forget`, and `casckpt gc --min-age 0`"
         )
         raise Damaged(message, key=key, checkpoints=(found,)) from error
     except Refused as error:

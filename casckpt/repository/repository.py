@@ -122,6 +122,7 @@ class Repository:
         if self.storage.size(keys.MARKER) is not None:
             self._know(self._read_marker())
             return False
+        next(iter(self.storage.list("settings/")), None)  # some servers make a bucket that is not there for any put
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())

@@ -23,8 +23,6 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
 
-REMOTE_AGE, REMOTE_EPHEMERAL_AGE = 24 * 3600.0, 15 * 60.0  # seconds
-
 
 @dataclass(frozen=True)
 class Waiting:
@@ -69,12 +67,14 @@ def waiting_for(one: OpenTransaction) -> Waiting:
 class GcPlan:
     """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten for long enough, or about to be.
 
-    ``waiting``: forgotten checkpoints that stay yet. All are oldest first.
+    ``waiting``: checkpoints that stay yet, and why; ``young``: those of them that are forgotten, or will be, but not
+    for long enough. All are oldest first.
     """
 
     forget: tuple[Commit, ...]
     purge: tuple[Commit, ...]
     waiting: tuple[Waiting, ...] = ()
+    young: tuple[Commit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,18 @@ class MinAge:
         return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
 
 
-def min_age_of(repo: Repository, wanted: float | None) -> MinAge:
-    """``wanted`` seconds, else what the settings say, else the default of the kind of storage."""
+A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # for so long a wrong rule can be undone
+AT_ONCE = MinAge(0.0, 0.0)
+
+
+def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
+    """``wanted`` seconds, else what the settings say, else ``unset``."""
     if wanted is not None:
         return MinAge(wanted, wanted)
     settings: Settings = repo.settings
-    remote = repo.storage.traits.remote
     usual = settings.min_age_seconds
     ephemeral = settings.min_age_ephemeral_seconds
-    return MinAge(
-        (REMOTE_AGE if remote else 0.0) if usual is None else usual,
-        (REMOTE_EPHEMERAL_AGE if remote else 0.0) if ephemeral is None else ephemeral,
-    )
+    return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
 
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
@@ -111,7 +111,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     visible = {commit.txid: commit for commit in commits.visible()}
     kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
-    purges, waiting = [], []
+    purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
     unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], repo.settings.mirror)}
     for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
@@ -122,9 +122,10 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
         elif until > now:
             waiting.append(_waits(commit, "young", until=time_of(until)))
+            young.append(commit)
         else:
             purges.append(commit)
-    return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting))
+    return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
@@ -146,6 +147,19 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
     return forgotten, _each_unless_changed(repo, purge, left)
+
+
+def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    """Forget ``commits``, which are visible, and purge them, with no gc in between; what was forgotten.
+
+    Where the settings of the store name a minimum age, the purge is left to a gc. What a tag names, or what is not safe
+    in the store's mirror yet, stays as it is. Raises `StorageError`.
+    """
+    wanted = list(commits)
+    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}
+    chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
+    ages = min_age_of(repo, None, AT_ONCE)
+    return retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))))[0]
 
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
+from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.stock import BLOB, Stock, take_stock
+from casckpt.repository.retiring import min_age_of, plan_retiring
+from casckpt.repository.stock import BLOB, Stock, Sums, take_stock
 
 _Blob = tuple[TxId, BlobHash]
 _SEVERAL = -1
@@ -39,7 +42,8 @@ class RunUsage:
 class StoreUsage:
     """All runs, those that use most first. ``bytes_unneeded``: of blobs that no live checkpoint names.
 
-    These are leftovers of failed saves, blobs of saves that run now, and what the next gc deletes. ``unreadable``: ids
+    These are leftovers of failed saves, blobs of saves that run now, and what was purged. ``freed``: what a gc deletes
+    of these and of what only forgotten checkpoints need. ``unreadable``: ids
     of checkpoints that could not be looked at; what they use counts as unneeded here, though gc knows better.
     """
 
@@ -47,7 +51,16 @@ class StoreUsage:
     bytes_blobs: int
     bytes_shared: int
     bytes_unneeded: int
+    freed: Freed
     unreadable: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Bytes of blobs that a gc without rules deletes ``now``, and ``later``: when all that is forgotten was purged."""
+
+    now: int
+    later: int
 
 
 @dataclass
@@ -77,6 +90,7 @@ def usage(repo: Repository) -> StoreUsage:
             for blob, size in _named(tallies.values()).items()
             if user[blob] == _SEVERAL
         ),
+        freed=freed_by_gc(repo, commits, stock),
         bytes_unneeded=sum(size for blob, size in loose.items() if blob not in user),
         unreadable=[commit.id for commit in live if commit.txid not in readable],
     )
@@ -99,6 +113,52 @@ def _tallied(
                 if user.setdefault(blob, tally.number) != tally.number:
                     user[blob] = _SEVERAL
     return tallies, user
+
+
+def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = None) -> Freed:
+    """What gcs without rules would free. Without ``stock`` the leftovers of saves that failed do not count.
+
+    Reads manifests only where something is forgotten, or lies about. Raises `StorageError`.
+    """
+    forgotten = [commit for commit in commits.live() if not commit.visible]
+    due = needed_only_by(repo, commits, _due(repo, commits) if forgotten else ())
+    loose = {} if stock is None else _loose_blobs(stock)
+    named = _named_by(repo, commits.live()) if loose else {}
+    return Freed(
+        now=due.blob_bytes + sum(size for blob, size in loose.items() if blob not in named),
+        later=needed_only_by(repo, commits, forgotten).blob_bytes - due.blob_bytes,
+    )
+
+
+def _due(repo: Repository, commits: CommitList) -> Sequence[Commit]:
+    """What the next gc purges; nothing where it would refuse to work."""
+    try:
+        return plan_retiring(repo, commits, Policy(), min_age_of(repo, None), None).purge
+    except (Damaged, Refused):
+        return ()
+
+
+def needed_only_by(repo: Repository, commits: CommitList, some: Iterable[Commit]) -> Sums:
+    """Of blobs that ``some`` live checkpoints name and no other of ``commits``: what a gc frees once they are purged.
+
+    Checkpoints whose manifests cannot be read count for nothing. Raises `StorageError`.
+    """
+    gone = {commit.txid for commit in some}
+    if not gone:
+        return Sums()
+    named = _named_by(repo, [commit for commit in commits.live() if commit.txid in gone])
+    others = _named_by(repo, [commit for commit in commits.live() if commit.txid not in gone])
+    sizes = [size for blob, size in named.items() if blob not in others]
+    return Sums(blobs=len(sizes), blob_bytes=sum(sizes))
+
+
+def _named_by(repo: Repository, live: Iterable[Commit]) -> dict[_Blob, int]:
+    """Sizes of all blobs that these name, as far as their manifests can be read."""
+    return {
+        (uploader, blob): size
+        for commit in manifests.learn(repo, live)
+        for uploader, blob, size in manifests.blobs_of(repo, commit)
+    }
 
 
 def _loose_blobs(stock: Stock) -> dict[_Blob, int]:

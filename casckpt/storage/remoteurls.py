@@ -13,8 +13,12 @@ from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remotebase import Client
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
-_NEEDS = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "s3": "s3fs"}
-_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3"}
+_NEEDS = {
+    "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3", "aiohttp": "https"}
+_SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # names of buckets
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_wr
         )
     if not rest.isprintable():
         raise InvalidInput(f"{rest[:200]!r} has characters that cannot be seen: correct the {scheme}:// URL")
+    if host and len(host) < _SHORTEST.get(scheme, 0):
+        raise InvalidInput(
+            f"{scheme}://{rest[:200]}: the bucket's name {host!r} is too short, it has {_SHORTEST[scheme]} characters "
+            "or more: correct the URL"
+        )
     if any(part in ("", ".", "..") for part in parts) or not _BUCKET.fullmatch(host.partition(":")[0]):
         raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: give {scheme}://bucket/prefix")
     package = _NEEDS.get(scheme)
@@ -79,6 +88,7 @@ def is_known(scheme: str) -> bool:
 
 
 def _missing(scheme: str) -> str:
-    extra = _EXTRAS.get(_NEEDS.get(scheme, ""))
-    what = f"'casckpt[{extra}]'" if extra else "what fsspec names for it"
-    return f"{scheme}:// storages need another package: pip install {what}"
+    package = _NEEDS.get(scheme)
+    if package is None:
+        return f"{scheme}:// storages need another package: pip install what fsspec names for it"
+    return f"{scheme}:// storages need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"

@@ -76,12 +76,12 @@ def test_attachments(saved: casckpt.Store, given: Any) -> None:
         saved.save({}, step=2, attachments=given)
 
 
-@pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
-@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age"])
-def test_seconds_of_a_gc(saved: casckpt.Store, name: str, seconds: Any) -> None:
-    """A negative revoke_after would give up on every save in progress."""
-    with pytest.raises(InvalidInput, match="give a number, 0 or more"):
-        saved.gc(keep_last=1, **{name: seconds})
+@pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])
+@pytest.mark.parametrize("name", ["wait", "revoke_after", "min_age", "keep_within"])
+def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> None:
+    """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
+    with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
+        saved.gc(keep_last=1, **{name: duration})
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])
@@ -104,6 +104,39 @@ def test_a_checkpoint_object_is_a_reference_everywhere(saved: casckpt.Store) -> 
     saved.forget(ckpt)
     with pytest.raises(NotFound):
         saved.get("default@1")
+
+
+def test_a_store_is_opened_and_not_made() -> None:
+    with pytest.raises(InvalidInput, match=r"casckpt.open\('ckpts'\)"):
+        casckpt.Store("ckpts")  # type: ignore[arg-type]  # what people try
+
+
+def test_runs_are_named(saved: casckpt.Store) -> None:
+    saved.save({}, run="zoo", step=1)
+    saved.save({}, run="away", step=1)
+    saved.forget("away@1")
+    assert saved.runs() == ["default", "zoo"]
+
+
+def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
+    saved.save({"w": torch.zeros(3)}, step=2)
+    ckpt = saved.get("default@1")
+    assert repr(saved.gc(keep_last=1).forgotten) == f"(<Commit default@1 ({ckpt.id[:12]}), forgotten>,)"
+
+
+def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
+    saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
+    shown = {
+        name: value._repr_html_()
+        for name, value in {
+            "store": saved, "checkpoint": saved.get("r@2"), "diff": saved.diff("default@1", "r@2"),
+        }.items()
+    }  # fmt: skip
+    assert all(text.startswith("<div><b>") and text.count("<table>") == 1 for text in shown.values())
+    assert "<td>r</td><td>2</td>" in shown["store"]
+    assert "<td>&lt;script&gt;</td><td>&lt;i&gt;</td>" in shown["checkpoint"]
+    assert "<td>added</td><td>&lt;b&gt;w</td>" in shown["diff"]
+    assert "0 checkpoints" in small(memory())._repr_html_()
 
 
 def test_repair_from_a_path(tmp_path: Path) -> None:
@@ -136,7 +169,7 @@ def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
-    saved.gc()
+    saved.gc(min_age=0)
     for call in (saved.read, lambda ref: saved.load({"w": torch.zeros(3)}, ref), saved.get, saved.verify, saved.forget):
         with pytest.raises(Conflict, match="purged"):
             call(ckpt)

@@ -148,7 +148,7 @@ def save_or_collect(rank: int, size: int, place: Place, folder: Path) -> int:
     deleted = 0
     while True:
         last = all(path.exists() for path in done)
-        deleted += store.gc(keep_last=1, min_age=0, wait=0 if not last else 60).deleted_blobs
+        deleted += store.gc(keep_last=1, min_age=0, wait=0 if not last else "60s").deleted_blobs
         tell("collecting")
         if last:
             return deleted

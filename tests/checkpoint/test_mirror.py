@@ -56,7 +56,7 @@ def save(store: Store, *numbers: int) -> None:
 
 
 def reasons(store: Store, keep_last: int | None = None) -> list[tuple[int | None, str]]:
-    return [(one.step, one.reason) for one in store.gc(keep_last=keep_last, wait=0).waiting]
+    return [(one.step, one.reason) for one in store.gc(keep_last=keep_last, wait=0, min_age=0).waiting]
 
 
 def test_what_is_committed_is_copied_behind(store: Store, away: Path) -> None:
@@ -189,7 +189,7 @@ def test_what_the_mirror_has_deleted_is_not_brought_back(store: Store, away: Pat
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
-    mirror.gc(keep_last=1)
+    mirror.gc(keep_last=1, min_age=0)
     store.repository.storage.delete(mirrored_key(store.get("sft@1").commit.txid))
     store.wait_for_mirror()
     assert steps(mirror) == [("sft", 2)]

@@ -80,9 +80,12 @@ def test_doctor_tells_what_the_settings_of_a_bucket_mean(moto_server: Server, as
     assert found["lifecycle"]["ok"]
 
 
-def test_doctor_on_what_is_not_there(moto_server: Server, as_json: AsJson) -> None:
-    found = checks(moto_server, "no-such-bucket", as_json, status=1)
+def test_a_slip_in_the_name_of_a_bucket_makes_none(safe: Server, as_json: AsJson, run: Run) -> None:
+    """SeaweedFS makes a bucket for any put."""
+    found = checks(safe, "no-such-bucket", as_json, status=1)
     assert "create it first" in found["write"]["found"]
+    assert "create it first" in run("init", "s3://no-such-bucket/store", *arguments(safe), status=3).stderr
+    assert "no-such-bucket" not in {bucket["Name"] for bucket in safe.client.list_buckets()["Buckets"]}
 
 
 def test_doctor_on_a_folder(run: Run, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +91,19 @@ def _with_twin(twin: Any) -> Any:
     return listed
 
 
-def test_tables_fit_into_80_columns(saved: Path, store: casckpt.Store, run: Run) -> None:
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_tables_fit_into_a_terminal(
+    saved: Path, store: casckpt.Store, run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setattr("casckpt.cli.text.terminal_width", lambda: columns)
     long = "a-rather-long-name/of-a-run/that-somebody-chose/for-some-good-reason"
     store.save({"a" * 100: torch.zeros(2)}, run=long, step=123456789, ephemeral=True)
     store.tag("a-tag-with-a-rather-long-name", "latest")
-    for command in (("list", saved), ("show", saved, "latest", "--tensors"), ("stats", saved)):
+    for command in (("list", saved), ("show", saved, "latest", "--tensors"), ("report", saved)):
         lines = run(*command).stdout.splitlines()
         table = [line for line in lines if command[0] != "show" or "float32" in line]
-        assert max(map(len, table)) <= 80
+        assert max(map(len, table)) <= columns
         assert [line for line in lines if line != line.rstrip()] == []
-    assert (
-        "".join(line[14:].split("  ")[0] for line in run("list", saved, "--run", long).stdout.splitlines()[1:]) == long
-    )
 
 
 def test_a_store_cannot_talk_to_the_terminal(saved: Path, store: casckpt.Store, run: Run) -> None:
@@ -290,13 +291,13 @@ def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) 
 
 
 def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
-    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
     assert planned["dry_run"] is True
     assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
     assert before == set(saved.rglob("*"))
-    done = as_json("gc", saved, "--keep-last", 1)
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0)
     counts = ("deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes")
     assert {name: done[name] for name in counts} == {name: planned[name] for name in counts}
     assert done["deleted_blobs"] > 0
@@ -306,11 +307,13 @@ def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> N
     as_json("verify", saved)
 
 
-def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson) -> None:
+def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("gc", saved)["forgotten"] == []
     assert named(as_json("gc", saved, "--keep-every", 2, "--run", "a", "--dry-run")["forgotten"]) == ["a@1"]
     assert as_json("gc", saved, "--keep-within", "7d", "--dry-run")["forgotten"] == []
-    as_json("gc", saved, "--keep-within", "soon", status=2)
+    for bare in ("soon", "7", "0.5", "-7d"):
+        as_json("gc", saved, "--keep-within", bare, status=2)
+    assert "give 7s or 7d if that is meant" in run("gc", saved, "--keep-within", "7", status=2).stderr
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 
@@ -322,9 +325,29 @@ def test_gc_says_what_waits_until_when(saved: Path, as_json: AsJson, run: Run) -
     assert "left for later: a@1" in run("gc", saved, "--min-age", "1h").stdout
 
 
+def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_json: AsJson, run: Run) -> None:
+    """And the plan, the list and the sums say until when, and how much is freed then."""
+    planned = as_json("gc", saved, "--keep-last", 1, "--dry-run")
+    told = run("gc", saved, "--keep-last", 1).stdout
+    assert told.count("forgot a@") == told.count(", can be restored until ") == 2
+    assert "1 blob, " in told
+    assert "are deleted later" in told
+    day = datetime.fromisoformat(planned["waiting"][0]["until"]) - datetime.now(UTC)
+    assert day > timedelta(hours=23)
+    stats, listed = as_json("stats", saved), run("list", saved).stdout
+    assert (stats["bytes_freed_now"], stats["bytes_freed_later"]) == (0, planned["later_bytes"])
+    assert planned["later_bytes"] > 0
+    assert "2 checkpoints forgotten: a gc frees 0 B now, " in listed
+    assert as_json("report", saved)["freed"] == {"now": 0, "later": planned["later_bytes"]}
+    for one in planned["forgotten"]:
+        as_json("restore", saved, one["id"])
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert "forgotten" not in run("list", saved).stdout
+
+
 def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     transaction = begin(store.repository, "a", 4)
-    done = as_json("gc", saved, "--keep-last", 1, "--wait", 0)
+    done = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--wait", 0)
     (waiting,) = done["waiting"]
     assert (waiting["reason"], waiting["txid"], waiting["pid"]) == ("transaction", transaction.txid, os.getpid())
     assert done["deleted_blobs"] == 0
@@ -432,3 +455,77 @@ def test_the_demo_shows_itself(tmp_path: Path, as_json: AsJson, run: Run) -> Non
     assert "every bit is the same" in text
     folder = next(line.split()[3] for line in text.splitlines() if line.startswith("$ casckpt list"))
     assert not Path(folder).exists()
+
+
+# lists
+
+
+def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert named(as_json("list", saved, "--limit", 2)) == ["a@3", "b@1"]
+    assert named(as_json("ls", saved, "--sort", "loss")) == ["a@3", "a@2", "a@1", "b@1"]  # b@1 has none
+    assert named(as_json("list", saved, "--sort", "-loss", "--limit", 1)) == ["a@1"]
+    assert named(as_json("list", saved, "--sort", "-step", "--run", "a")) == ["a@3", "a@2", "a@1"]
+    assert named(as_json("list", saved, "--sort", "size"))[0] == "b@1"
+    shown = run("list", saved, "--sort", "loss", "--limit", 2).stdout
+    assert "LOSS" in shown.splitlines()[0]
+    assert "0.333333" in shown.splitlines()[1]
+    assert "LOSS" in run("list", saved, "--show", "loss").stdout
+    told = run("list", saved, "--sort", "accuracy", status=1).stderr
+    assert "nothing in the list has a number 'accuracy' to sort by; there are created, loss, new" in told
+
+
+def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    for step, loss in ((4, "low"), (5, True), (6, None)):
+        store.save({}, run="a", step=step, metadata={"loss": loss, "note": {"a": [1]}})
+    assert named(as_json("list", saved, "--sort", "loss", "--run", "a"))[:4] == ["a@3", "a@2", "a@1", "a@4"]
+    assert named(as_json("list", saved, "--sort", "-loss", "--run", "a"))[:4] == ["a@1", "a@2", "a@3", "a@4"]
+    shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
+    assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
+
+
+def test_diff_of_one_is_with_its_parent(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    found = as_json("diff", saved, "a@3")
+    assert (found["old"]["step"], found["new"]["step"], found["changed"]) == (2, 3, ["own"])
+    assert "a@1 has no parent" in run("diff", saved, "a@1", status=3).stderr
+    store.forget("a@1", "a@2")
+    store.gc(min_age=0)
+    assert "is gone; name another checkpoint" in run("diff", saved, "a@3", status=3).stderr
+
+
+def test_show_says_how_to_see_many_tensors(store: casckpt.Store, store_path: Path, run: Run) -> None:
+    store.save({f"w{number}": torch.zeros(1) for number in range(30)}, run="many", step=1)
+    assert "--tensors lists them" in run("show", store_path, "many@1").stdout
+    assert "--tensors lists them" not in run("show", store_path, "many@1", "--tensors").stdout
+
+
+# where the store is
+
+
+@pytest.mark.parametrize("way", ["-s", "--store", "environment"])
+def test_the_store_may_be_named_once(saved: Path, as_json: AsJson, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    option = [] if way == "environment" else [way, saved]
+    if way == "environment":
+        monkeypatch.setenv("CASCKPT_STORE", str(saved))
+    assert named(as_json("list", *option)) == ["a@1", "a@2", "a@3", "b@1"]
+    assert as_json("show", "a@2", *option)["step"] == 2
+    assert as_json("diff", *option, "a@1", "a@2")["changed"] == ["own"]
+    assert as_json("verify", *option)["damaged"] == []
+    assert named(as_json("copy", saved.parent / "copy", "a@1", *option)["copied"]) == ["a@1"]
+    as_json("list", f"--store={saved}")
+
+
+def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("list", saved, "-s", saved, status=2)
+    monkeypatch.setenv("CASCKPT_STORE", str(saved))
+    assert "CASCKPT_STORE names the store" in run("list", saved, status=2).stderr
+    assert "no checkpoints" in run("list", "-s", _empty(saved.parent / "other")).stdout
+
+
+def _empty(path: Path) -> Path:
+    casckpt.open(path).create()
+    return path
+
+
+def test_a_slip_in_the_name_of_a_command(run: Run) -> None:
+    assert "there is no command 'lst'; did you mean list?" in run("lst", status=2).stderr
+    assert "did you mean" not in run("frobnicate", status=2).stderr

@@ -127,7 +127,7 @@ def test_a_copy_that_was_killed_goes_on_where_it_was(as_json: AsJson, many: casc
     other = casckpt.open(there)
     assert same_state(other.read("latest"), many.read("latest"))
     assert not other.verify().is_damaged
-    assert other.gc().deleted_blobs == 0
+    assert other.gc(min_age=0).deleted_blobs == 0
 
 
 def test_a_copy_that_another_process_goes_on_with_is_not_shown_as_dead(
@@ -146,7 +146,7 @@ def test_a_gc_gives_up_on_a_copy_that_was_killed_and_the_next_begins_anew(
 ) -> None:
     kill_a_copy(many, there)
     other = casckpt.open(there)
-    assert other.gc().deleted_blobs > 0
+    assert other.gc(min_age=0).deleted_blobs > 0
     found = as_json("copy", many.url, there)
     assert found["blobs_copied"] == len(blob_keys(many))
     assert same_state(other.read("latest"), many.read("latest"))
@@ -169,7 +169,7 @@ def test_two_processes_copy_the_same_at_once_while_a_gc_goes_round(
     other = casckpt.open(there)
     while any(process.poll() is None for process in started):
         if (there / "casckpt.json").exists():
-            other.gc(wait=0)
+            other.gc(wait=0, min_age=0)
     said = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
     assert bool(said[1]) == (world == 1)  # of several ranks the first one speaks

@@ -112,7 +112,7 @@ def test_an_interrupt_ends_it_without_a_traceback(saved: Path, store: casckpt.St
         "from casckpt.cli.main import main; main()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", command, "gc", str(saved), "--wait", "1h"],
+        [sys.executable, "-c", command, "gc", str(saved), "--min-age", "0", "--wait", "1h"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

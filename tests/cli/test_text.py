@@ -73,28 +73,38 @@ def test_a_table_stands_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_what_is_too_long_for_the_line_folds_and_leaves_room_for_the_others(
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+
+
+def test_a_pipe_gets_all_in_a_line_for_each_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    lines = printed(capsys, ("abcdef", "r" * 20, "7", "n" * 9))
-    assert lines[1:] == ["abcdef  rrrrrrr     7  nnnnnnn", "        rrrrrrr        nn", "        rrrrrr"]
+    assert printed(capsys, ("abcdef", "r" * 200, "7", "n" * 90))[1] == f"abcdef  {'r' * 200}     7  {'n' * 90}"
 
 
-def test_a_title_is_never_cut_and_a_fixed_column_never_folds(
+def test_what_is_too_long_for_a_terminal_ends_in_an_ellipsis_and_leaves_room_for_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "5")
-    assert printed(capsys, ("abcdef", "abcd", "7", "abcdef"))[1:] == [
-        "abcdef  abc     7  abcde",
-        "        d          f",
-    ]
+    on_a_terminal(monkeypatch, 30)
+    lines = printed(capsys, ("abcdef", "r" * 20, "7", "n" * 9), ("x", "\u6f22\u5b57\u6f22\u5b57\u6f22", "8", ""))
+    assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
+
+
+def test_a_line_that_is_too_long_all_the_same_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_terminal(monkeypatch, 15)
+    assert printed(capsys, ("abcdef", "abcd", "7", "abcdef")) == ["ID      RUN  S…", "abcdef  ab…   …"]
 
 
 @given(st.lists(st.tuples(*[st.text(max_size=60)] * 4), max_size=4))
 def test_any_text_stands_in_its_column(rows: list[tuple[str, str, str, str]]) -> None:
     with pytest.MonkeyPatch.context() as patch, io.StringIO() as out, contextlib.redirect_stdout(out):
-        patch.setenv("COLUMNS", "200")
+        on_a_terminal(patch, 200)
         short = [(one[:10], two, three[:4], four) for one, two, three, four in rows]
         table(_COLUMNS, short)
         text = out.getvalue()

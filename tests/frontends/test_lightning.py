@@ -136,7 +136,7 @@ def test_the_last_file_moves_and_what_it_named_goes(tmp_path: Path) -> None:
     assert steps(store) == [("sft", 16)]
     (tag,) = store.get("sft@16").tags
     assert tag.startswith("lightning.")
-    store.gc(keep_last=1)
+    store.gc(keep_last=1, min_age=0)
     pointer = json.loads((tmp_path / "files" / "last.ckpt").read_text())["casckpt"]
     assert (pointer["run"], pointer["step"], pointer["id"]) == ("sft", 16, store.get("sft@16").id)
 
@@ -145,7 +145,7 @@ def test_what_policies_of_the_store_must_not_touch(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     keeping = ModelCheckpoint(tmp_path / "files", save_top_k=-1, every_n_epochs=1)
     trainer(tmp_path, CasCheckpointIO(store, run="sft"), keeping).fit(Model(), data())
-    store.gc(keep_last=1)
+    store.gc(keep_last=1, min_age=0)
     assert [step for _, step in steps(store)] == [4, 8, 12, 16]
 
 

@@ -15,6 +15,7 @@ from casckpt.repository.commits import CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction
 from tests.support import repositories as support
+from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
 from tests.support.stage import Stage
 
@@ -58,7 +59,7 @@ class Play:
                 policy = Policy(keep_last=1) if self.draw.random() < 0.5 else None
                 try:
                     result = gc.execute(
-                        repo, gc.plan_gc(repo, policy), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
+                        repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
                     )
                 except Conflict:
                     continue  # disturbed again and again
@@ -94,7 +95,7 @@ class Play:
 
     def clean_up(self) -> None:
         """In the end a gc that is left alone deletes all that nothing needs."""
-        result = gc.collect(self.watcher, wait=0.0, revoke_after=0.0)
+        result = collect(self.watcher, wait=0.0, revoke_after=0.0)
         assert result.waiting == ()
         there = {entry.key for entry in self.inner.list("objects/")}
         assert there == set(named(self.watcher, list_commits(self.watcher)))

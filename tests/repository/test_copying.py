@@ -11,7 +11,7 @@ from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import copied_txid, manifest_key, parse_txid
 from casckpt.format.names import ManifestId
-from casckpt.repository import commits, gc, replicating, tags
+from casckpt.repository import commits, replicating, tags
 from casckpt.repository.commits import list_commits
 from casckpt.repository.copying import execute, plan_copy, preview
 from casckpt.repository.refs import resolve
@@ -20,6 +20,7 @@ from casckpt.storage.buffers import BufferPool
 from tests.support.checkpoints import array, content, only_blob, save_arrays
 from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import collect
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
 
 # what a copy is
@@ -214,7 +215,7 @@ def test_a_tag_that_another_moves_elsewhere_while_it_is_copied(tmp_path: Path, s
 def test_what_the_destination_forgot_stays_so_unless_it_is_named(source: Repository, target: Repository) -> None:
     copy(source, target)
     commits.forget(target, resolve(target, "run@0"))
-    gc.collect(target)
+    collect(target)
     commits.forget(target, resolve(target, "run@1"))
     result = copy(source, target)
     assert ([one.step for one in result.left], result.copied) == ([0, 1], ())

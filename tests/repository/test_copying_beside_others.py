@@ -9,12 +9,13 @@ import pytest
 
 from casckpt.errors import Conflict
 from casckpt.format.records import Committed
-from casckpt.repository import gc, tags
+from casckpt.repository import tags
 from casckpt.repository.commits import list_commits
 from casckpt.repository.replicating import Work, replicate
 from casckpt.repository.repository import Repository
 from tests.repository.play import Play
 from tests.support.checkpoints import array, read_arrays, save_arrays
+from tests.support.gcs import collect
 from tests.support.repositories import repository
 
 ROUNDS = 15
@@ -107,6 +108,6 @@ def test_a_copy_that_is_killed_anywhere_is_finished_by_another(tmp_path: Path, s
 
         play.stage.run(choose_until_killed, play.look, killed=frozenset({"c0"}))
         copier.check(play.watcher)
-        assert gc.collect(play.watcher, wait=0.0, revoke_after=0.0).waiting == ()
+        assert collect(play.watcher, wait=0.0, revoke_after=0.0).waiting == ()
         copier.check(play.watcher)
         play.clean_up()

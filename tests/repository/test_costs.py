@@ -14,6 +14,7 @@ import pytest
 import casckpt
 from casckpt.checkpoint.store import Store
 from casckpt.cli.commands.list import listing
+from casckpt.repository.commits import list_commits
 from casckpt.repository.copying import execute, plan_copy
 from casckpt.repository.repository import Repository
 from tests.support.far import FarStore, far
@@ -57,7 +58,14 @@ def copy_nothing(store: Store) -> object:
     return execute(store.repository, near.repository, plan_copy(store.repository, near.repository, ["run@0"]))
 
 
-WORKS: list[Work] = [lambda store: listing(store.repository), Store.stats, diff, gc, save, copy_nothing]
+WORKS: list[Work] = [
+    lambda store: listing(store.repository, list_commits(store.repository)),
+    Store.stats,
+    diff,
+    gc,
+    save,
+    copy_nothing,
+]
 NAMES = ["list", "stats", "diff", "gc", "save", "copy"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import manifest_key
-from casckpt.repository import blobs, commits, gc, manifests, tags
+from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.refs import resolve
 from casckpt.repository.repair import repair
@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     save_arrays,
 )
 from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.gcs import collect
 from tests.support.repositories import repository
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
@@ -145,7 +146,7 @@ def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
     older = save_arrays(repo, STATE, step=0)
     newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
     commits.forget(repo, older)
-    gc.collect(repo)
+    collect(repo)
     return older, newer
 
 
@@ -170,7 +171,7 @@ def test_dead_cells_make_it_a_new_checkpoint(repo: Repository, other: Repository
     assert resolve(repo, "run@latest").id == later.id, "it must not become the newest"
     assert resolve(repo, "tag:best").id == made.id
     assert found.lost[0].checkpoints == (newer.id,) if found.lost else True
-    gc.collect(repo)
+    collect(repo)
     assert not verify(repo).is_damaged
     assert read_arrays(repo, made) == expected
     assert list(repo.storage.list("transactions/")) == []
@@ -232,7 +233,7 @@ def test_a_manifest_comes_back_from_another_store(
     assert not found.is_damaged
     assert not verify(repository(tmp_path / "third", repo.storage)).is_damaged
     assert read_arrays(fresh, one) == content(STATE)
-    assert gc.collect(fresh).deleted_blobs == 0
+    assert collect(fresh).deleted_blobs == 0
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
@@ -243,7 +244,7 @@ def test_blobs_that_only_the_lost_manifest_named(
     base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
     one = save_arrays(repo, STATE, step=1, reuse=base)
     commits.forget(repo, base)
-    gc.collect(repo)
+    collect(repo)
     copy_into(other, repo, one)
     manifests.blobs_of(repo, one)
     repo.storage.delete(manifest_key(one.txid, one.id))
@@ -251,7 +252,7 @@ def test_blobs_that_only_the_lost_manifest_named(
     assert repair(fresh, sources=[other]).manifests == (one.id,)
     uploaders = {ref.uploader for ref in manifests.get(fresh, one).blobs}
     assert uploaders == ({base.txid, one.txid} if known else {one.txid})
-    assert gc.collect(fresh).deleted_blobs == (0 if known else 1)
+    assert collect(fresh).deleted_blobs == (0 if known else 1)
     assert read_arrays(fresh, one) == content(STATE)
 
 
@@ -307,7 +308,7 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
         save_arrays(repo, {"a": STATE["a"], "new": array(30 + step)}, step=step, reuse=older) for step in range(1, 4)
     ]
     commits.forget(repo, older)
-    gc.collect(repo)
+    collect(repo)
     save_arrays(other, {"a": STATE["a"]})
     damage(repo, f"objects/{older.txid}/{manifests.get(repo, users[0]).blob(0).hash}.safetensors", "gone")
     found = repair(repo, sources=[other])

@@ -26,6 +26,7 @@ from casckpt.storage.local import LocalStore
 from tests.support.checkpoints import flip, only_blob, read_arrays
 from tests.support.copies import ONE_BY_ONE, blob_puts, chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.gcs import collect
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
 
 # sources that are damaged or hostile
@@ -123,7 +124,7 @@ def test_a_checkpoint_that_is_purged_meanwhile_is_a_conflict(tmp_path: Path, tar
         commits.forget(owner, resolve(owner, "run@1"))
         commits.forget(owner, resolve(owner, "run@2"))
         commits.forget(owner, resolve(owner, "run@3"))
-        assert gc.collect(owner).deleted_blobs == 4
+        assert collect(owner).deleted_blobs == 4
 
     hook = call_first("open", meanwhile(purge), key="objects/*")
     source = repository(tmp_path, FaultyStore(inner, [hook]), seed=8)
@@ -207,7 +208,7 @@ def test_a_copy_that_was_revoked_begins_anew(tmp_path: Path, source: Repository)
     def revoke() -> None:
         commit = resolve(source, "run@3")
         assert transactions.revoke(other, commit.txid, "test")
-        gc.collect(other, wait=0.0)
+        collect(other, wait=0.0)
 
     storage = FaultyStore(inner, [call_first("put", meanwhile(revoke), key="*.manifest")])
     target = elsewhere(tmp_path, storage)
@@ -370,5 +371,5 @@ def _open(repo: Repository) -> list[records.Began]:
 
 def test_policies_of_the_destination_see_times_of_the_source(source: Repository, target: Repository) -> None:
     copy(source, target)
-    plan = gc.plan_gc(target, Policy(keep_last=1))
+    plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
     assert [one.step for one in plan.forget] == [0, 1, 2]

@@ -14,11 +14,11 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import manifests, stock
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.forgetting import forget
-from casckpt.repository.gc import collect
 from casckpt.repository.measure import measure
 from casckpt.repository.repository import Repository
 from casckpt.repository.stock import Stock, Sums, sums_of, take_stock
 from tests.support.faulty import FaultyStore
+from tests.support.gcs import collect
 from tests.support.repositories import blob_hash, memory, put_blob, repository, save
 
 
@@ -70,7 +70,7 @@ def test_it_is_always_what_a_listing_shows(seed: int, tmp_path: Path) -> None:
 
     def clean(repo: Repository) -> None:
         policy = Policy(keep_last=draw.randint(1, 4)) if draw.random() < 0.5 else None
-        collect(repo, policy, min_age=0, dry_run=draw.random() < 0.2)
+        collect(repo, policy, dry_run=draw.random() < 0.2)
 
     for _ in range(40):
         draw.choice([save_some, save_some, fail, forget_one, clean])(draw.choice(hosts))
@@ -97,7 +97,7 @@ def test_of_a_purged_checkpoint_another_guards_what_is_left(tmp_path: Path) -> N
     first = save(repo, texts=["a", "b"])
     save(repo, step=1, texts=["c"], reused=reused(repo, first)[:1])
     forget(repo, [first])
-    collect(repo, min_age=0)
+    collect(repo)
     assert taken(repo).total() == sums_of(listed(repo).items()) == Sums(2, 2, 1, *taken_manifest_bytes(repo))
     assert listings(repo, tmp_path) == []
 

@@ -9,7 +9,7 @@ import torch
 
 import casckpt
 from casckpt.errors import NotFound
-from casckpt.repository.usage import usage
+from casckpt.repository.usage import Freed, usage
 from tests.support.saves import cells, small, small_folder
 
 
@@ -41,10 +41,15 @@ def test_what_no_checkpoint_needs_is_told_until_a_gc(tmp_path: Path) -> None:
     store.save({"w": cells(9) + 1}, step=1)
     before = usage(store.repository)
     store.forget("default@0")
-    assert usage(store.repository).bytes_unneeded == 0  # it can be restored
-    store.gc()
+    forgotten, stats = usage(store.repository), store.stats()
+    assert forgotten.bytes_unneeded == 0  # it can be restored
+    assert forgotten.freed == Freed(0, forgotten.runs[0].bytes_used - forgotten.runs[0].bytes_newest)
+    assert (stats.bytes_freed_now, stats.bytes_freed_later) == (0, forgotten.freed.later)
+    store.repository.change_settings(min_age_seconds=0.0)
+    assert usage(store.repository).freed == Freed(forgotten.freed.later, 0)
+    assert store.gc().deleted_bytes == forgotten.freed.later > 0
     after = usage(store.repository)
-    assert after.bytes_unneeded == 0
+    assert (after.bytes_unneeded, after.freed) == (0, Freed(0, 0))
     assert after.bytes_blobs == after.runs[0].bytes_used < before.bytes_blobs
 
 

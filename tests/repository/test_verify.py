@@ -11,12 +11,13 @@ import pytest
 from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import blobs, commits, gc, manifests, tags
+from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.checking import PIECE
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
+from tests.support.gcs import collect
 from tests.support.repositories import body, commit_bare
 
 
@@ -171,7 +172,7 @@ def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
     def purge(call: object) -> None:
         faults.heal()
         commits.forget(repo, one)
-        assert gc.collect(repo).deleted_blobs == 1
+        assert collect(repo).deleted_blobs == 1
 
     faults.inject(call_first("open", purge, key=only_blob(repo, one)))
     found = verify(repo)

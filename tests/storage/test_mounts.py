@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Unsupported
-from casckpt.repository import gc
 from casckpt.storage.local import LocalStore
 from casckpt.storage.mounts import stale_listings
+from tests.support.gcs import collect
 from tests.support.repositories import repository
 
 MOUNTS = """\
@@ -53,4 +53,4 @@ def test_gc_refuses_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("casckpt.storage.local.stale_listings", lambda path: f"{path} is on NFS; mount it with noac")
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     with pytest.raises(Unsupported, match="mount it with noac"):
-        gc.collect(repo)
+        collect(repo)

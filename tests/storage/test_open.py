@@ -61,7 +61,15 @@ def test_what_fsspec_knows_is_opened_without_a_request(scheme: str) -> None:
     assert open_storage(f"{scheme}://bucket/a/b/").url == f"{scheme}://bucket/a/b"
 
 
-@pytest.mark.parametrize(("scheme", "package"), [("gs", "'casckpt[gcs]'"), ("az", "'casckpt[azure]'")])
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_a_name_that_is_too_short_for_a_bucket(scheme: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{scheme}://b/x: the bucket's name 'b' is too short"):
+        open_storage(f"{scheme}://b/x")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"), [("gs", "'casckpt[gcs]'"), ("az", "'casckpt[azure]'"), ("https", "'casckpt[https]'")]
+)
 def test_a_package_that_is_missing_is_named(scheme: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=re.escape(f"pip install {package}")):

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import gc, manifests
+from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.copying import CopyResult, execute, plan_copy
 from casckpt.repository.replicating import Work
@@ -16,6 +16,7 @@ from casckpt.repository.verify import verify
 from casckpt.storage.base import ObjectStore
 from tests.support.checkpoints import CELL, array, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore
+from tests.support.gcs import collect
 from tests.support.repositories import START, Ticks, memory
 
 ONE_BY_ONE = Work(jobs=1)
@@ -55,7 +56,7 @@ def blob_puts(storage: FaultyStore) -> list[str]:
 
 def check_clean(repo: Repository) -> None:
     """A gc that is left alone leaves exactly what live checkpoints need, and verify is content."""
-    assert gc.collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
+    assert collect(repo, wait=0.0, revoke_after=0.0).waiting == ()
     named = {key for one in list_commits(repo).live() for key in _named(repo, one)}
     assert {entry.key for entry in repo.storage.list("objects/")} == named
     assert not list(repo.storage.list("transactions/"))

@@ -11,7 +11,7 @@ from casckpt.format.records import Began, Committed, Process
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests
 from casckpt.repository.commits import Commit
-from casckpt.repository.gc import GcResult, collect
+from casckpt.repository.gc import GcResult, execute, plan_gc, preview
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore
@@ -35,6 +35,20 @@ def ticking(repo: Repository) -> Callable[[float], None]:
     clock = repo.clock
     assert isinstance(clock, Ticks)
     return clock.advance
+
+
+def collect(
+    repo: Repository,
+    policy: Policy | None = None,
+    *,
+    run: str | None = None,
+    min_age: float | None = 0.0,
+    dry_run: bool = False,
+    **options: Any,
+) -> GcResult:
+    """A whole gc, which purges at once unless ``min_age`` says otherwise (None: the store's)."""
+    plan = plan_gc(repo, policy, run=run, min_age=min_age)
+    return preview(repo, plan) if dry_run else execute(repo, plan, **options)
 
 
 def run_gc(repo: Repository, policy: Policy | None = None, **options: Any) -> GcResult:

@@ -170,7 +170,7 @@ def _collect(folder: Path, runs: list[str]) -> None:
     store, deleted = open_folder(folder), 0
     while True:
         last = all((folder / f"done-{run}").exists() for run in runs)
-        deleted += store.gc(keep_last=2, wait=0.2).deleted_blobs
+        deleted += store.gc(keep_last=2, wait="0.2s", min_age=0).deleted_blobs
         if last:
             break
     (folder / "deleted").write_text(str(deleted))

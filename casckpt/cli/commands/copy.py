@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import doubt
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
@@ -15,9 +16,9 @@ from casckpt.cli.types import SETTING
 
 
 @store_command("copy")
-@click.argument("destination", metavar="DST")
-@click.argument("refs", nargs=-1, metavar="[REF]...")
-@click.option("--run", help="Only checkpoints of this run.")
+@click.argument("destination", metavar="DST", type=STORE)
+@click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
+@click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")

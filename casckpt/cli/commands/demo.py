@@ -46,11 +46,12 @@ class _Tour:
         from casckpt.checkpoint.store import open as open_store
         from casckpt.cli.commands import diff, gc, list, stats, verify
         from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
+        from casckpt.repository.commits import list_commits
 
         store = open_store(self.folder)
         first, last = f"{RUN}@{STEPS[0]}", f"{RUN}@{STEPS[-1]}"
         train_and_save(store)
-        rows = list.listing(store.repository)
+        rows = list.listing(store.repository, list_commits(store.repository))
         self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
         what = "Between the first and the last, only the head and its optimizer changed"
         self._show(what, f"diff {first} {last}", diff.differences(store, first, last), diff.text)
@@ -58,9 +59,10 @@ class _Tour:
         exact = loads_exactly(store, first)
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
         self._show("Every byte is what was written", "verify", store.verify().to_json(), verify.text)
-        done = store.gc(keep_last=1).to_json()
-        self._show("Keep the newest, and delete what only the others needed", "gc --keep-last 1", done, gc.text)
-        self._show("What is left", "list", list.listing(store.repository), list.text)
+        done, line = store.gc(keep_last=1, min_age=0).to_json(), "gc --keep-last 1 --min-age 0"
+        self._show("Keep the newest, and delete now what only the others needed", line, done, gc.text)
+        rows = list.listing(store.repository, list_commits(store.repository))
+        self._show("What is left", "list", rows, list.text)
 
     def _show(self, title: str, line: str | None, result: Any, text: Callable[[Any], None]) -> None:
         self.steps.append({"title": title, "command": line, "result": result})

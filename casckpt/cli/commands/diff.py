@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.completion import REF
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 
@@ -15,14 +16,30 @@ if TYPE_CHECKING:
 
 
 @store_command("diff")
-@click.argument("old")
-@click.argument("new")
-def command(session: Session, old: str, new: str) -> None:
+@click.argument("old", type=REF)
+@click.argument("new", type=REF, required=False)
+def command(session: Session, old: str, new: str | None) -> None:
     """Show which tensors two checkpoints differ in.
 
-    From their manifests alone, cell by cell: no tensor is read.
+    From their manifests alone, cell by cell: no tensor is read. OLD alone is compared with its parent, the checkpoint
+    that its save found before it.
     """
+    if new is None:
+        old, new = _parent(session.store, old), old
     session.give(differences(session.store, old, new), text)
+
+
+def _parent(store: Store, ref: str) -> str:
+    """The id of what ``ref`` was saved after. Raises NotFound."""
+    from casckpt.errors import NotFound
+
+    checkpoint = store.get(ref)
+    parent = checkpoint.commit.committed.parent
+    if parent is None:
+        raise NotFound(f"{ref} has no parent: it was the first of its run; name another checkpoint to compare it with")
+    if parent not in store:
+        raise NotFound(f"the parent of {ref}, {parent[:12]}, is gone; name another checkpoint to compare it with")
+    return parent
 
 
 def differences(store: Store, old: str, new: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
@@ -17,7 +18,7 @@ from casckpt.errors import InvalidInput
 
 
 @store_command("export")
-@click.argument("ref")
+@click.argument("ref", type=REF)
 @click.argument("out")
 @click.option(
     "--format", type=click.Choice(["safetensors", "dcp", "torch"]), default="safetensors", show_default=True,

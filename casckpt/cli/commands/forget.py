@@ -6,13 +6,14 @@ from typing import Any
 
 import click
 
+from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, say
 
 
 @store_command("forget")
-@click.argument("refs", nargs=-1, required=True, metavar="REF...")
+@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
 @click.option("--tagged", is_flag=True, help="Also those that a tag names.")
 @click.option("--dry-run", is_flag=True, help="Only say which.")
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:

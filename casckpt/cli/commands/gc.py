@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
@@ -16,13 +17,22 @@ from casckpt.cli.types import DURATION
 if TYPE_CHECKING:
     from casckpt.repository.retiring import Waiting
 
+AT_LEAST_ONE = click.IntRange(min=1)
+
 
 @store_command("gc")
-@click.option("--run", help="Forget and purge only checkpoints of this run.")
+@click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
 @click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run.")
-@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep those whose step is a multiple of N.")
+@click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N.")
 @click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d).")
-@click.option("--min-age", type=DURATION, help="Purge what was forgotten so long ago.  [default: 0; 24h in a bucket]")
+@click.option("--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any.")
+@click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks.")
+@click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months.")
+@click.option(
+    "--min-age",
+    type=DURATION,
+    help="Purge what was forgotten so long ago; until then it can be restored.  [default: 24h]",
+)
 @click.option("--wait", type=DURATION, default="60s", show_default=True, help="Wait so long for saves in progress.")
 @click.option(
     "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for so long.  [default: 1h]"
@@ -32,7 +42,8 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:
     """Forget by rules, delete what nothing needs.
 
     Safe while others save. A checkpoint that any --keep rule keeps is kept; without a rule none is forgotten. The
-    newest of each run, and tagged ones, always stay. What has to wait is left to the next gc.
+    newest of each run, and tagged ones, always stay. What is forgotten can be restored for a day, unless --min-age says
+    otherwise; the next gc after that deletes it. What has to wait is left to the next gc.
     """
     if options["run"] is not None:
         doubt(session.repository, options["run"])
@@ -60,25 +71,40 @@ def text(result: dict[str, Any]) -> None:
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
     purged = {one["id"] for one in result["purged"]}
-    only_forgotten = [one for one in result["forgotten"] if one["id"] not in purged]
-    for what, ones in ((forget, only_forgotten), (purge, result["purged"])):
-        for line in shortened([f"{what} {name(one)}" for one in ones]):
-            say(line)
+    forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
+    young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
+    for line in shortened([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()]):
+        say(line)
+    for line in shortened([f"{purge} {name(one)}" for one in result["purged"]]):
+        say(line)
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")
-    say(
-        f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
-        f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
-    )
-    for line in shortened([f"left for later: {_waits(one)}" for one in result["waiting"]]):
+    _say_space(delete, result)
+    later = [one for one in result["waiting"] if one.get("id") not in forgotten]
+    for line in shortened([f"left for later: {_waits(one)}" for one in later]):
         say(line)
     if result["foreign"]:
         say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
+def _say_space(delete: str, result: dict[str, Any]) -> None:
+    """What is freed now, and what then."""
+    say(
+        f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
+        f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
+    )
+    if any(one["reason"] == "young" for one in result["waiting"]):
+        say(
+            f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these are deleted later, "
+            "once what is forgotten cannot be restored; --min-age 0 does it now"
+        )
+
+
 def _waits(one: dict[str, Any]) -> str:
+    if "reason" not in one:
+        return name(one)
     if one["reason"] == "young":
-        return f"{name(one)}, until {moment(one['until'])} UTC"
+        return f"{name(one)}, can be restored until {moment(one['until'])} UTC"
     if one["reason"] == "unmirrored":
         return f"{name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":

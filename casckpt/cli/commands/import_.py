@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from casckpt.cli.completion import RUN
 from casckpt.cli.describe import brief, summary
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
@@ -14,7 +15,7 @@ from casckpt.cli.text import name, printable, say, shortened, size
 
 @store_command("import")
 @click.argument("path", metavar="FILE_OR_FOLDER")
-@click.option("--run", default="default", show_default=True, help="The run to save it under.")
+@click.option("--run", default="default", show_default=True, type=RUN, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Sequence
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.completion import RUN
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, Column, moment, say, size, table
+from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, size, table
+from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from casckpt.repository.commits import CommitList
     from casckpt.repository.repository import Repository
 
 _COLUMNS = (
@@ -26,31 +32,75 @@ log = logging.getLogger(__name__)
 
 
 @store_command("list")
-@click.option("--run", help="Only those of this run.")
+@click.option("--run", type=RUN, help="Only those of this run.")
 @click.option("--all", "everything", is_flag=True, help="Forgotten ones too, until they are purged.")
-def command(session: Session, run: str | None, everything: bool) -> None:
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort the first N.")
+@click.option("--sort", "by", metavar="NAME", help="By step, size, new or a number of the metadata; -NAME backwards.")
+@click.option("--show", multiple=True, metavar="NAME", help="A column for this of the metadata. May be repeated.")
+def command(
+    session: Session, *, run: str | None, everything: bool, limit: int | None, by: str | None, show: tuple[str, ...]
+) -> None:
     """List the checkpoints, oldest first.
 
     NEW is what the save of it wrote; the rest of SIZE was in the store already. A "superseded" one has a later twin of
-    the same run and step, which answers to that name.
+    the same run and step, which answers to that name. `casckpt ls` is the same.
     """
-    rows = listing(session.repository, run, everything=everything)
+    from casckpt.repository.commits import list_commits
+
+    commits = list_commits(session.repository)
+    rows = listing(session.repository, commits, run, everything=everything)
     if run is not None and not rows:
-        from casckpt.repository.commits import list_commits
         from casckpt.repository.refs import about_run
 
-        log.warning("%s", about_run(session.repository, list_commits(session.repository), run))
-    session.give(rows, text)
+        log.warning("%s", about_run(session.repository, commits, run))
+    if by is None:
+        rows = rows[-limit:] if limit else rows
+    else:
+        rows, name = _sorted(rows, by)[:limit], by.removeprefix("-")
+        show = show if name in {*_KEYS, *show} else (*show, name)
+    session.give(rows, lambda rows: text(rows, show))
+    if not session.as_json and run is None:
+        _say_forgotten(session.repository, commits)
 
 
-def listing(repo: Repository, run: str | None = None, *, everything: bool = False) -> list[dict[str, Any]]:
+_KEYS = {
+    "created": lambda row: row["created_at"],
+    "run": lambda row: row["run"],
+    "step": lambda row: row["step"],
+    "size": lambda row: row["bytes_total"],
+    "new": lambda row: row["stats"]["bytes_written"],
+}
+
+
+def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
+    """By a column, or by a number of the metadata; those that have none, or NaN, come last. Raises InvalidInput."""
+    name, backwards = by.removeprefix("-"), by.startswith("-")
+    if name in _KEYS:
+        return sorted(rows, key=_KEYS[name], reverse=backwards)
+    numbers = {id(row): found for row in rows if (found := _number(row, name)) is not None}
+    if rows and not numbers:
+        of_metadata = {key for row in rows for key in row["metadata"] or {} if _number(row, key) is not None}
+        known = sorted({*_KEYS, *of_metadata})
+        raise InvalidInput(f"nothing in the list has a number {name!r} to sort by; there are {', '.join(known)}")
+    first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
+    return first + [row for row in rows if id(row) not in numbers]
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    found = (row["metadata"] or {}).get(name)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and not isnan(found)
+    return found if is_number else None
+
+
+def listing(
+    repo: Repository, commits: CommitList, run: str | None = None, *, everything: bool = False
+) -> list[dict[str, Any]]:
     """The checkpoints as plain data. A damaged record spoils its own line alone."""
     from casckpt.checkpoint.handle import Checkpoint
     from casckpt.cli.describe import summary
-    from casckpt.repository.commits import list_commits
     from casckpt.repository.tags import list_tags, tags_of
 
-    commits, tags = list_commits(repo), list_tags(repo)
+    tags = list_tags(repo)
     superseded = {commit.txid for commit in commits.superseded()}
     for name in (*commits.damaged, *tags.damaged):
         log.warning("the record of %s cannot be read; `casckpt verify` says more", name)
@@ -68,15 +118,30 @@ def listing(repo: Repository, run: str | None = None, *, everything: bool = Fals
     return rows
 
 
-def text(rows: list[dict[str, Any]]) -> None:
-    """The table."""
+def _say_forgotten(repo: Repository, commits: CommitList) -> None:
+    """What is not in the list, and takes space."""
+    forgotten = sum(not commit.visible for commit in commits.live())
+    if not forgotten:
+        return
+    frees = "`casckpt stats` says what a gc frees"  # to read what many forgotten ones hold may take long there
+    if not repo.storage.traits.remote:
+        from casckpt.repository.usage import freed_by_gc
+
+        found = freed_by_gc(repo, commits)
+        frees = f"a gc frees {freed(found.now, found.later)}"
+    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}")
+
+
+def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
+    """The table, with a column for each of ``shown`` in the metadata."""
     if not rows:
         say("no checkpoints")
         return
-    table(_COLUMNS, map(_cells, rows))
+    columns = (*_COLUMNS[:-1], *(Column(printable(name).upper(), "right") for name in shown), _COLUMNS[-1])
+    table(columns, (_cells(row, shown) for row in rows))
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "superseded") if row[what])]
     written = size(row["stats"]["bytes_written"])
     created = moment(row["created_at"])
@@ -87,5 +152,14 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         created,
         size(row["bytes_total"]),
         written,
+        *(_value(row, name) for name in shown),
         ", ".join(notes),
     )
+
+
+def _value(row: dict[str, Any], name: str) -> str:
+    """Of the metadata: text as it is, a number in up to 6 digits, the rest as JSON; "" where it is missing."""
+    found = (row["metadata"] or {}).get(name, "")
+    if isinstance(found, float):
+        return f"{found:.6g}"
+    return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -49,4 +49,4 @@ def text(result: dict[str, Any]) -> None:
     done = len(result["blobs"]) + len(result["manifests"]) + len(result["superseded"])
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
-        say("give another copy with --from, or give those checkpoints up with `casckpt forget` and `casckpt gc`")
+        say("give another copy with --from, or give those up: `casckpt forget`, and `casckpt gc --min-age 0`")

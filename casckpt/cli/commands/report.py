@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, count, facts, moment, say, size, table
+from casckpt.cli.text import Column, count, facts, freed, moment, say, size, table
 from casckpt.format.records import time_of
 from casckpt.repository.usage import usage
 
@@ -42,6 +42,7 @@ def text(result: dict[str, Any]) -> None:
         ("blobs", size(result["bytes_blobs"])),
         ("of several runs", size(result["bytes_shared"])),
         ("of no checkpoint", size(result["bytes_unneeded"])),
+        ("a gc frees", freed(result["freed"]["now"], result["freed"]["later"])),
     ])  # fmt: skip
     if result["unreadable"]:
         say(f"{count(len(result['unreadable']), 'checkpoint')} could not be read; `casckpt verify` says more")

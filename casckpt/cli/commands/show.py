@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.completion import REF
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, count, facts, moment, say, size, table
 from casckpt.errors import MissingKey
@@ -25,7 +26,7 @@ _COLUMNS = (
 
 
 @store_command("show")
-@click.argument("ref")
+@click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List the tensors, even if they are many.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 def command(session: Session, ref: str, all_tensors: bool, keys: tuple[str, ...]) -> None:
@@ -96,6 +97,8 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     if with_tensors and result["tensors"]:
         say()
         table(_COLUMNS, map(_cells, result["tensors"]))
+    elif result["tensors"]:
+        say("--tensors lists them, --keys PATTERN some")
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, facts, size
+from casckpt.cli.text import count, facts, freed, size
 
 
 @store_command("stats")
@@ -27,6 +27,7 @@ def text(result: dict[str, Any]) -> None:
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
+        ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
     ])  # fmt: skip
 

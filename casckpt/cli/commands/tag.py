@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @store_command("tag")
 @click.argument("tag", required=False, metavar="[NAME]")
-@click.argument("ref", required=False)
+@click.argument("ref", type=REF, required=False)
 @click.option("--delete", metavar="NAME", help="Delete this tag. Its checkpoint stays.")
 def command(session: Session, tag: str | None, ref: str | None, delete: str | None) -> None:
     """Name a checkpoint, or list the names.

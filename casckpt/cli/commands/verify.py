@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from casckpt.cli.completion import REF
 from casckpt.cli.progress import progress
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
@@ -18,7 +19,7 @@ FAILED: Final = 1
 
 
 @store_command("verify")
-@click.argument("refs", nargs=-1, metavar="[REF]...")
+@click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
 @click.option("--quick", is_flag=True, help="Look only whether blobs are there, with the right size.")
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",

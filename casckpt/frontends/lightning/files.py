@@ -11,6 +11,7 @@ from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.repository.refs import TAG
+from casckpt.repository.retiring import retire_now
 
 
 class Files:
@@ -52,11 +53,11 @@ class Files:
             self._let_go(named)
 
     def _let_go(self, named: str | None) -> None:
-        """Forget a checkpoint that no tag names any more."""
+        """Forget a checkpoint that no tag names any more, and for good: a number of files to keep is about space."""
         if named is not None and named in self.store:
             found = self.store.get(named)
             if not found.tags and not found.forgotten:
-                self.store.forget(found)
+                retire_now(self.store.repository, [found.commit])
             if self._gc:
                 self._janitor.ask(found.run)
 

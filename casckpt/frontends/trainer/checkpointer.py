@@ -91,6 +91,7 @@ class Checkpointer:
         self._pending: _Pending | None = None
         self.last_step: int | None = None
         self._begun: int | None = None
+        self._told_of_space = False
 
     def __enter__(self) -> Self:
         return self
@@ -318,7 +319,8 @@ class Checkpointer:
         try:
             return self.store.get(f"{self.run}@{'latest' if step is None else step}").commit
         except NotFound as error:
-            log.info("%s", error)  # a slip of the pen would start a training anew
+            if self.store.repository.exists():  # else it is the first run of all
+                log.info("%s", error)  # a slip of the pen would start a training anew
             return None
 
     def _save_options(
@@ -356,6 +358,12 @@ class Checkpointer:
         log.info("%s", self.summary)
         if self.config.gc:
             self._janitor.ask(self.run)
+        elif gone and not self._told_of_space:
+            self._told_of_space = True
+            log.warning(
+                "checkpoints of %s that are not kept take space until a gc: make the Checkpointer with gc=True, or run "
+                "`casckpt gc %s`", self.run, self.store.url,
+            )  # fmt: skip
 
     def _bound_risk(self, step: int) -> None:
         """Wait for the save in the background, if without it the step after ``step`` would be one too many."""

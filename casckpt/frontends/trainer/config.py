@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from casckpt.frontends.trainer.checkpointer import Checkpointer
 
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
-"""What to keep of permanent checkpoints: `keep_last`, `keep_every`, `keep_within` by name, or the number to keep."""
+"""What to keep of permanent checkpoints: fields of `Policy` (`keep_last`, ...) by name, or the number to keep."""
 
 
 @dataclass(frozen=True, kw_only=True)

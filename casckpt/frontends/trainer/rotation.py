@@ -12,7 +12,7 @@ from casckpt.format.names import TxId
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.retiring import GcPlan, retire
+from casckpt.repository.retiring import retire_now
 from casckpt.repository.tags import tags
 
 
@@ -60,9 +60,11 @@ def _kept_by(policy: Policy, permanent: Sequence[Commit], now: int) -> set[TxId]
 
 
 def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
-    """Forget what ``rotation`` does not keep of ``run``; what was forgotten. One process does that.
+    """Forget and purge what ``rotation`` does not keep of ``run``; what was forgotten. One process does that.
 
-    A tag that is set meanwhile counts. Raises Damaged or Refused if a tag cannot be read, StorageError.
+    Its space is free with the next gc: a number of checkpoints to keep is about space. Where the settings of the store
+    name a minimum age, the purge is left to a gc, which knows it. What is not safe in the store's mirror yet stays. A
+    tag that is set meanwhile counts. Raises Damaged or Refused if a tag cannot be read, StorageError.
     """
     if rotation.is_empty:
         return []
@@ -72,4 +74,4 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
         return []
     tagged = {tag.txid for tag in tags(repo).values()}
     chosen = plan_rotation(visible, rotation, tagged, now)
-    return retire(repo, GcPlan(tuple(chosen), ()))[0]
+    return retire_now(repo, chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import casckpt
 from casckpt.checkpoint.store import Store
 from casckpt.format.keys import make_txid
 from casckpt.format.names import ManifestId
@@ -21,7 +23,8 @@ from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
 from casckpt.frontends.trainer.schedule import Schedule
 from casckpt.plan.retention import Policy
 from casckpt.repository.commits import Commit, list_commits
-from tests.support.faulty import Call, Fault, FaultyStore, call_first
+from casckpt.repository.repository import Repository
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
 
@@ -267,3 +270,54 @@ def test_gc_follows_a_save_where_that_is_wanted() -> None:
             checkpointer.save(step, model)
     found = store.stats()
     assert (found.checkpoints, found.blobs) == (1, 2)  # the bias did not change, and lies where the first save put it
+
+
+def test_what_is_rotated_out_is_purged_at_once_and_its_space_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A number of checkpoints is about space: the next gc frees it, and who forgot to have one is told."""
+    store = small()
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=2)
+    with caplog.at_level("WARNING"):
+        for step in range(1, 6):
+            checkpointer.save(step, nn.Linear(30, 30))
+    assert [one.getMessage() for one in caplog.records if "gc=True" in one.getMessage()] == [caplog.messages[-1]]
+    assert store.stats().forgotten == 0
+    assert store.stats().bytes_freed_now > 0
+    assert store.gc().deleted_blobs == 3
+    assert [step for _, step in steps(store)] == [4, 5]
+
+
+def test_a_checkpointer_with_gc_frees(caplog: pytest.LogCaptureFixture) -> None:
+    store = small()
+    with caplog.at_level("WARNING"), Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.save(step, nn.Linear(30, 30))
+    assert (store.stats().blobs, caplog.messages) == (1, [])
+
+
+def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
+    store = small()
+    store.create()
+    store.repository.change_settings(min_age_seconds=3600.0)
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
+    for step in range(1, 4):
+        checkpointer.save(step, nn.Linear(2, 2))
+    assert store.stats().forgotten == 2
+    store.restore(store.checkpoints(forgotten=True)[0])
+    assert [step for _, step in steps(store)] == [1, 3]
+
+
+def test_what_is_not_in_the_mirror_is_not_rotated_out(tmp_path: Path) -> None:
+    broken = FaultyStore(memory())
+    mirror = Store(Repository(broken, tmp_path / "cache"))
+    store = casckpt.open(tmp_path / "store", mirror=mirror)
+    checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
+    checkpointer.save(1, nn.Linear(2, 2))
+    store.wait_for_mirror()
+    broken.inject(*(fail_before(method, times=1 << 30) for method in ("put", "get", "list", "size", "open")))
+    checkpointer.save(2, nn.Linear(2, 2))
+    checkpointer.save(3, nn.Linear(2, 2))
+    assert [step for _, step in steps(store)] == [2, 3]
+    broken.heal()
+    store.wait_for_mirror()
+    checkpointer.save(4, nn.Linear(2, 2))
+    assert [step for _, step in steps(store)] == [4]

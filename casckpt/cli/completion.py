@@ -1,0 +1,93 @@
+"""What a shell offers when somebody presses Tab: folders for STORE, and the runs and references that a store has."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from casckpt.errors import CasckptError
+
+if TYPE_CHECKING:
+    from casckpt.repository.repository import Repository
+
+ENV_STORE: Final = "CASCKPT_STORE"
+_AT_MOST: Final = 200  # of the newest checkpoints: nobody reads more
+
+
+class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """A folder or a URL."""
+
+    name = "store"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Folders, by the shell itself."""
+        return [CompletionItem(incomplete, type="dir")]
+
+
+class _OfStore(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """Something that the store of the same line has."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Those that begin so. None at all if the store cannot be read: a prompt is no place for errors."""
+        url = ctx.params.get("named_store") or os.environ.get(ENV_STORE) or ctx.params.get("store")
+        url = url or next(iter(ctx.args), None)  # click stops before the arguments where an option has no value yet
+        if not url:
+            return []
+        logging.disable(logging.CRITICAL)
+        try:
+            found = dict.fromkeys(self.offered(_open(url, ctx.params)))
+        except (CasckptError, OSError):
+            return []
+        finally:
+            logging.disable(logging.NOTSET)
+        return [CompletionItem(name) for name in found if name.startswith(incomplete)]
+
+    def offered(self, repo: Repository) -> Iterator[str]:
+        """All that may stand there."""
+        raise NotImplementedError
+
+
+class RunType(_OfStore):
+    """The name of a run."""
+
+    name = "text"
+
+    def offered(self, repo: Repository) -> Iterator[str]:
+        """Runs that have a visible checkpoint."""
+        from casckpt.repository.commits import list_commits
+
+        for commit in list_commits(repo).visible():
+            yield commit.run
+
+
+class RefType(_OfStore):
+    """A reference to a checkpoint."""
+
+    name = "ref"
+
+    def offered(self, repo: Repository) -> Iterator[str]:
+        """Tags, the newest of each run, and the newest of all."""
+        from casckpt.repository.commits import list_commits
+        from casckpt.repository.refs import LATEST, TAG
+        from casckpt.repository.tags import list_tags
+
+        commits = list_commits(repo).visible()
+        yield from (f"{TAG}{name}" for name in sorted(list_tags(repo).tags))
+        yield from [LATEST] * bool(commits)
+        yield from (f"{commit.run}@{LATEST}" for commit in commits)
+        yield from (f"{commit.run}@{commit.step}" for commit in commits[: -_AT_MOST - 1 : -1])
+
+
+def _open(url: str, params: dict[str, Any]) -> Repository:
+    from casckpt.repository.opening import open_repository
+
+    options, cache_dir = dict(params.get("storage_options") or ()), params.get("cache_dir")
+    return open_repository(url, storage_options=options, cache_dir=cache_dir)
+
+
+STORE, RUN, REF = StoreType(), RunType(), RefType()

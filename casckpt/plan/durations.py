@@ -1,0 +1,45 @@
+"""Durations: a number never stands without its unit, so that nobody's days are read as seconds."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+from casckpt.errors import InvalidInput
+
+Duration: TypeAlias = timedelta | str | Literal[0]
+"""A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
+
+
+def seconds_of(duration: Duration, what: str = "") -> float:
+    """Seconds of a duration. ``what`` it is, for the error. Raises InvalidInput for a bare or a negative number."""
+    seconds = _seconds(duration)
+    if seconds is None:
+        hint = f": give {_bare(duration)}s or {_bare(duration)}d if that is meant" if _bare(duration) else ""
+        given = f"{what}: {str(duration)[:40]!r}" if what else repr(str(duration)[:40])
+        raise InvalidInput(f"{given} is not a duration with its unit, as 90s, 15m, 12h, 7d or 2w{hint}")
+    return seconds
+
+
+def _seconds(duration: Any) -> float | None:
+    if isinstance(duration, timedelta):
+        seconds = duration.total_seconds()
+        return seconds if seconds >= 0 else None
+    if isinstance(duration, int | float) and not isinstance(duration, bool) and duration == 0:
+        return 0.0
+    if not isinstance(duration, str):
+        return None
+    found = _DURATION_RE.fullmatch(duration.strip())
+    if found is not None:
+        return float(found[1]) * _SECONDS[found[2]]
+    return 0.0 if duration.strip() == "0" else None
+
+
+def _bare(duration: Any) -> str:
+    """A number without a unit, as somebody may have meant it; "" for anything else."""
+    text = str(duration).strip()
+    return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""

@@ -1,0 +1,49 @@
+"""What the shell offers, asked as bash asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import casckpt
+from casckpt.cli.main import cli
+
+
+def offered(*words: object, **environment: str) -> list[str]:
+    """For the last of ``words``, which may be the beginning of one."""
+    line = ["casckpt", *map(str, words)]
+    asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(line), "COMP_CWORD": str(len(line) - 1)}
+    result = CliRunner().invoke(cli, [], env=asked | environment)
+    assert result.exit_code == 0, result.output
+    return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
+
+
+def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Store) -> None:
+    store.tag("best", "a@2")
+    refs = ["tag:best", "latest", "a@latest", "b@latest", "b@1", "a@3", "a@2", "a@1"]
+    assert offered("show", saved, "") == refs
+    assert offered("show", saved, "a@") == ["a@latest", "a@3", "a@2", "a@1"]
+    assert offered("diff", saved, "a@1", "b") == ["b@latest", "b@1"]
+    assert offered("show", "-s", saved, "t") == ["tag:best"]
+    assert offered("show", "l", CASCKPT_STORE=str(saved)) == ["latest"]
+    assert offered("list", saved, "--run", "") == ["a", "b"]
+    assert offered("gc", saved, "--run", "b") == ["b"]
+    assert offered("li") == ["list"]
+
+
+@pytest.mark.parametrize("store", ["nowhere", "ftp://x/y"])
+def test_a_store_that_cannot_be_read_offers_nothing(store: str) -> None:
+    assert offered("show", store, "") == []
+
+
+def test_where_a_store_stands_the_shell_offers_folders(saved: Path) -> None:
+    asked = {"_CASCKPT_COMPLETE": "bash_complete", "COMP_WORDS": "casckpt list /tm", "COMP_CWORD": "2"}
+    assert CliRunner().invoke(cli, [], env=asked).stdout == "dir,/tm\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell: str) -> None:
+    result = CliRunner().invoke(cli, [], env={"_CASCKPT_COMPLETE": f"{shell}_source"})
+    assert "_CASCKPT_COMPLETE" in result.stdout
