@@ -56,7 +56,7 @@ class Opened:
     def schema(self) -> Schema:
         """Keys and paths, as noted, or as DCP's default planner would have them."""
         if self.note.keys is None:
-            return schema_of(self._contents.tree, self._plain_values.get)
+            return schema_of(self._contents.whole_tree(), self._plain_values.get)
         found = Schema()
         for key in self.note.keys:
             if self._contents.tensor(key) is not None or key in self.note.chunks:
