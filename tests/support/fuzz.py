@@ -171,7 +171,7 @@ class Bender:
         self._random = Random(f"{kind} {seed}")
         self._place = folder / "bent"
         self._made = [self._files(KINDS[kind], folder / f"in{i}", rare) for i, rare in enumerate((None, Canary()))]
-        self._store = casckpt.open(f"memory://fuzz-{kind}-{os.getpid()}-{seed}")
+        self._name = f"memory://fuzz-{kind}-{os.getpid()}-{seed}"
         self._step = 0
 
     @staticmethod
@@ -200,12 +200,12 @@ class Bender:
         return outcome
 
     def _imported(self, path: Path) -> str:
+        store = casckpt.open(f"{self._name}-{self._step // 50}")  # in one of thousands of commits, saves take longer
         try:
-            made = import_any(self._store, look_at(path), step=self._step)
+            made = import_any(store, look_at(path), step=self._step)
         except CasckptError as error:
             return type(error).__name__
-        self._store.read(made)  # what was committed can be read
-        self._store.forget(made)
+        store.read(made)  # what was committed can be read
         return "ok"
 
 

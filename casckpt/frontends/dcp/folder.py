@@ -53,15 +53,19 @@ class Folder:
 
     def plan(self) -> SavePlan:
         """All that is in the folder, as a plan to save it."""
-        items: list[WriteItem] = []
+        items = self._value_items()
         for key, value in self.metadata.state_dict_metadata.items():
             if isinstance(value, BytesStorageMetadata):
-                items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
                 continue
             for chunk in value.chunks:
                 data = TensorWriteData(chunk, value.properties, value.size)
                 items.append(WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return SavePlan(self._in_file_order(items))
+
+    def _value_items(self) -> list[WriteItem]:
+        described = self.metadata.state_dict_metadata.items()
+        keys = (key for key, value in described if isinstance(value, BytesStorageMetadata))
+        return [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in keys]
 
     def _in_file_order(self, items: list[WriteItem]) -> list[WriteItem]:
         def order(item: WriteItem) -> tuple[str, int]:
@@ -76,7 +80,7 @@ class Folder:
         Raises InvalidInput, naming the keys, where nothing but a trusted unpickler could ever read them, unless they
         may be unpickled: then they are kept as the bytes that they are.
         """
-        found = {item.index.fqn: self._read_value(item) for item in self.plan().items if item.tensor_data is None}
+        found = {item.index.fqn: self._read_value(item) for item in self._in_file_order(self._value_items())}
         unread = [] if self._allow_pickle else sorted(key for key, data in found.items() if not _is_readable(data))
         if unread:
             raise InvalidInput(
