@@ -18,9 +18,12 @@ from casckpt.storage.failures import in_one_line
 
 MISREAD: Final[tuple[type[Exception], ...]] = (
     pickle.PickleError, struct.error, ArithmeticError, AssertionError, AttributeError, BufferError, EOFError,
-    ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
+    ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError, Warning,
 )  # fmt: skip
-"""What unpickling, torch's restricted one too, raises for bytes that are not what they are taken for."""
+"""What unpickling, torch's restricted one too, raises for bytes that are not what they are taken for.
+
+Warnings too: torch warns of a protocol that it does not expect, and for some users warnings are errors.
+"""
 
 _KEY_PARTS: Final = 64
 _MORE_VALUES, _MOST_VALUES, _MORE_BYTES = 1 << 20, 1 << 26, 4 << 30
