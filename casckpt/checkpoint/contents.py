@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from casckpt.errors import Damaged
+from casckpt.errors import Damaged, Refused
 from casckpt.format.manifest import PART, TENSOR, Entry, Manifest, ObjectEntry
-from casckpt.format.tree import Node, decode_tree
+from casckpt.format.tree import TENSOR as TENSOR_LEAF
+from casckpt.format.tree import Node, decode_tree, join, leaves
 from casckpt.lazy import cached_property
 
 
@@ -29,10 +30,25 @@ class Contents:
         number = self.numbers.get((TENSOR, key, 0))
         return None if number is None else (number, self.manifest.body.entries[number])
 
+    def stored_tensor(self, key: str) -> tuple[int, Entry]:
+        """The same, of one that the tree names. Raises Refused if it is not there."""
+        found = self.tensor(key)
+        if found is None:
+            raise lacking(self.manifest, key)
+        return found
+
     @cached_property
     def tree(self) -> Node:
         """The containers that the leaves stand in."""
         return decode_tree(self.manifest.body.tree)
+
+    def whole_tree(self) -> Node:
+        """The tree, for whoever reads all of it. Raises Refused if it names a leaf that the manifest does not hold."""
+        for path, leaf in leaves(self.tree):
+            key = join(path)
+            if self.tensor(key) is None if leaf.kind == TENSOR_LEAF else key not in self.objects:
+                raise lacking(self.manifest, key)
+        return self.tree
 
     def keys(self) -> list[str]:
         """All keys of the state: tensors and objects."""
@@ -44,3 +60,8 @@ class Contents:
             return [self.numbers[PART, one.key, index] for index in range(one.parts)]
         except KeyError as error:
             raise Damaged(f"a part of object {one.key!r} stands nowhere in the manifest", key=one.key) from error
+
+
+def lacking(manifest: Manifest, key: str) -> Refused:
+    """The error for a leaf of the tree of which nothing is stored."""
+    return Refused(f"manifest {manifest.id} names {key!r} in its tree but holds nothing for it", key=key)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from casckpt.checkpoint.arguments import Rename
-from casckpt.checkpoint.contents import Contents
+from casckpt.checkpoint.contents import Contents, lacking
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.tied import Tied
 from casckpt.checkpoint.workers import usable_threads
@@ -156,9 +156,7 @@ class LoadPlan:
         elif key in self.contents.objects:
             self._add_object(key, self.contents.objects[key])
         else:
-            raise Refused(
-                f"manifest {self.contents.manifest.id} names {key!r} in its tree but holds nothing for it", key=key
-            )
+            raise lacking(self.contents.manifest, key)
 
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""

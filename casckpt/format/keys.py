@@ -39,6 +39,7 @@ _TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
 _MIRRORED_RE = re.compile(rf"mirrored/({_TXID})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
+_UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
 _TIME = "%Y%m%dT%H%M%S%f"
 
 
@@ -130,11 +131,16 @@ def check_tag(name: str) -> str:
 
 def check_attachment_name(name: str) -> str:
     """``name`` if it is a relative path without "..", so that an export can make a file of it, else `InvalidInput`."""
-    parts = str(name).split("/")
-    bad = any(part in ("", ".", "..") for part in parts) or any(ord(c) < 32 or c == "\\" for c in str(name))
-    if type(name) is not str or bad or len(name) > _MAX_ATTACHMENT_NAME:
-        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..'")
+    if not is_attachment_name(name):
+        raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
     return name
+
+
+def is_attachment_name(name: Any) -> bool:
+    """Is it a relative path without "..", of characters that a file and a manifest can have in a name?"""
+    if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
+        return False
+    return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def blob_key(uploader: TxId, blob: BlobHash) -> str:

@@ -24,14 +24,17 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.progress import Progress, silent
 from casckpt.storage.files import LocalFiles, open_files
 from casckpt.tensors.objects import refused_name
+from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
 from casckpt.tensors.values import Shard
 
 METADATA: Final = "metadata.json"
 PARTS: Final = ("model", "optim")
 MODEL_AND_OPTIM: Final = "model_and_optim"
 _STATE = re.compile(r"state\.(.+)\.__(.+)", re.DOTALL)
-_GROUP = re.compile(r"param_group[0-9]+")
-_TRAIN = re.compile(r"train/rank([0-9]+)\.pt")
+_GROUP = re.compile(r"param_group[0-9]{1,9}")
+_TRAIN = re.compile(r"train/rank([0-9]{1,9})\.pt")
+_MISFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What JSON of another form than it should have leads to: RecursionError, and what torch refuses, are RuntimeErrors."""
 log = logging.getLogger(__name__)
 
 
@@ -114,7 +117,7 @@ def _described(files: LocalFiles) -> dict[str, _Tensor]:
     try:
         tensors = json.loads(files.read(METADATA))["tensors"]
         return {str(key): _Tensor(tuple(map(int, one["shape"])), _parts(one)) for key, one in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MISFORMED as error:
         raise Refused(f"{files.url}/{METADATA} is not one of OLMo-core's checkpointer: {error!r}") from error
 
 
@@ -135,7 +138,7 @@ def _shards(key: str, one: _Tensor, held: Mapping[str, Mapping[str, torch.Tensor
         try:
             found = [] if data is None else [_shard(data, one.shape, spec)]
             absent = data is None and _numel(spec) > 0  # an empty part of an optimizer's state need not be there
-        except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        except _MISFORMED as error:
             raise Refused(f"{METADATA} says of {key!r} in {name} what cannot be: {error!r}", key=key) from error
         if absent:
             raise NotFound(f"{name} lacks {key!r}, which {METADATA} says is in it; get the whole folder", key=key)
@@ -170,24 +173,22 @@ def _optimizer(flat: Mapping[str, list[Shard]], allow_pickle: bool) -> dict[str,
 
 
 def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
-    data = bytes(torch.cat([shard.data.reshape(-1) for shard in shards]).numpy().tobytes())
-    try:
-        kind = pickle.Unpickler if allow_pickle else _PlainUnpickler
-        group = dict(kind(io.BytesIO(data)).load())
-        return group | {"params": list(group.pop("_param_names"))}
-    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, AttributeError, LookupError) as error:
-        raise InvalidInput(
-            f"{key!r} of the optimizer is more than a pickle of plain data ({error}); pass allow_pickle=True "
-            "(--allow-pickle) if you trust whoever wrote it",
-            key=key,
-        ) from error
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Knows no class at all."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+    data = bytes(torch.cat([shard.data.reshape(-1) for shard in shards]).view(torch.uint8).numpy())
+    where = f"{key!r} of the optimizer"
+    with misread(lambda why: Refused(f"{where} is no group of parameters, or it is damaged: {why}", key=key)):
+        try:
+            group = dict(BoundedUnpickler(data, anything=allow_pickle).load())
+        except pickle.UnpicklingError as error:
+            if allow_pickle:
+                raise
+            raise InvalidInput(
+                f"{where} is more than a pickle of plain data ({error}); pass allow_pickle=True (--allow-pickle) if "
+                "you trust whoever wrote it",
+                key=key,
+            ) from error
+        names = list(group.pop("_param_names"))
+    check_expansion([group, names], len(data), where)
+    return group | {"params": names}
 
 
 # the later trainer
@@ -227,10 +228,17 @@ def import_olmo_trainer(
 
 
 def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError as error:
-        log.warning(
-            "left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)", name, refused_name(error)
-        )
-        return None
+    with misread(lambda why: Refused(f"{name} is no file that torch.save wrote, or it is damaged: {why}")):
+        try:
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            if allow_pickle:
+                raise
+            log.warning(
+                "left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)",
+                name,
+                refused_name(error),
+            )
+            return None
+    check_expansion(found, len(data), name)
+    return found

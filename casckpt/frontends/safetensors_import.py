@@ -15,9 +15,18 @@ import torch
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import InvalidInput, NotFound, Unsupported
-from casckpt.format.keys import check_attachment_name
+from casckpt.format.keys import is_attachment_name
+from casckpt.format.regions import Shape
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.safetensors_files import INDEX_SUFFIX, Header, Named, check_safetensors, read_header, read_index
+from casckpt.frontends.safetensors_parts import (
+    WRITERS_OWN,
+    Part,
+    check_alone,
+    check_numbers,
+    offsets_of,
+    put_together,
+)
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.progress import Progress, silent
 from casckpt.tensors.dtypes import torch_dtype
@@ -52,6 +61,11 @@ class Sources:
         """Bytes of the files with weights."""
         return sum(path.stat().st_size for path in self.weights)
 
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+        return self.weights[0].parent
+
 
 def import_safetensors(
     store: AnyStore,
@@ -75,11 +89,17 @@ def import_safetensors(
         log.warning("left out: %s", ", ".join(sources.skipped))
     maps = Maps(progress or silent)
     said = maps.add_all(sources.weights)
-    if missing := sorted(sources.keys - maps.state.keys()):
+    state = maps.state | put_together(sources.folder, maps.parts)
+    if maps.parts and not sources.keys:
+        log.warning(
+            "put together from %d files of ranks, which do not say how many there were: see that the folder is whole",
+            len(sources.weights),
+        )
+    if missing := sorted(sources.keys - state.keys()):
         log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     return as_store(store).save(
-        maps.state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,
+        state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,
         metadata={METADATA_KEY: said} | dict(metadata or {}),
         no_dist=True,
     )  # fmt: skip
@@ -97,7 +117,7 @@ def find_sources(path: str | os.PathLike[str]) -> Sources:
         return replace(weights, attachments=attachments, skipped=tuple(skipped))
     if given.name.endswith(INDEX_SUFFIX) and given.is_file():
         return _shards(given)
-    check_safetensors(given)
+    check_alone(given, read_header(given))
     return Sources((given,), {})
 
 
@@ -105,7 +125,11 @@ def _weights_of(folder: Path) -> Sources:
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     shards = {name for index in indexes for name in read_index(index).values()}
-    choices = [*indexes, *(file for file in files if file.name not in shards)]
+    loose = [file for file in files if file.name not in shards]
+    if not indexes and loose and all(offsets_of(file, read_header(file)) is not None for file in loose):
+        check_numbers(loose)
+        return Sources(tuple(loose), {})
+    choices = [*indexes, *loose]
     if not choices:
         raise _nothing_in(folder)
     if len(choices) > 1:
@@ -113,7 +137,7 @@ def _weights_of(folder: Path) -> Sources:
         raise InvalidInput(f"{folder} holds several models: {names}; give the path of the one that you mean")
     if indexes:
         return _shards(indexes[0])
-    check_safetensors(files[0])
+    check_alone(files[0], read_header(files[0]))
     return Sources(tuple(files), {})
 
 
@@ -148,10 +172,14 @@ def _nothing_in(folder: Path) -> Exception:
 
 
 class Maps:
-    """Files mapped into memory, as tensors. ``done``: to be called with the bytes just saved; see `Resident`."""
+    """Files mapped into memory: ``state``, whole tensors, and ``parts`` of others, each with where it begins.
+
+    ``done``: to be called with the bytes just saved; see `Resident`.
+    """
 
     def __init__(self, progress: Progress) -> None:
-        self.state: dict[str, torch.Tensor] = {}
+        self.state: dict[str, Any] = {}
+        self.parts: dict[str, list[Part]] = {}
         self._maps: list[mmap.mmap] = []
         self.done = Resident(progress, partial(_let_go, self._maps)).done
 
@@ -161,18 +189,22 @@ class Maps:
         for path in weights:
             header = read_header(path)
             said = dict(header.metadata) | said
-            self._add(path, header)
-        return said
+            self._add(path, header, offsets_of(path, header))
+        return {name: text for name, text in said.items() if name not in WRITERS_OWN}
 
-    def _add(self, path: Path, header: Header) -> None:
+    def _add(self, path: Path, header: Header, offsets: Mapping[str, Shape] | None) -> None:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes what can be written to
         self._maps.append(data)
         start = header.start
         for one in header.tensors:
-            if one.key in self.state:
+            if one.key in self.state or (offsets is None and one.key in self.parts):
                 raise InvalidInput(f"{one.key!r} is in {path.name} and in another file of {path.parent}", key=one.key)
-            self.state[one.key] = _tensor(data, start, one)
+            tensor = _tensor(data, start, one)
+            if offsets is None:
+                self.state[one.key] = tensor
+            else:
+                self.parts.setdefault(one.key, []).append((offsets[one.key], tensor))
             start += one.nbytes
 
 
@@ -227,10 +259,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 def _travels(folder: Path, name: str, path: Path) -> bool:
     if not path.is_file() or any(name.lower().endswith(suffix) for suffix in _WEIGHTS):
         return False
-    try:
-        name.encode()
-        check_attachment_name(name)
-    except (UnicodeEncodeError, InvalidInput):
+    if not is_attachment_name(name):
         return False
     return not path.is_symlink() or _leads_inside(folder, path)
 

@@ -26,7 +26,7 @@ from casckpt.checkpoint.load import values_at
 from casckpt.checkpoint.load_plan import LoadOptions
 from casckpt.checkpoint.store import Store
 from casckpt.checkpoint.workers import usable_threads
-from casckpt.errors import InvalidInput, MissingKey, NotFound, Refused
+from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import TENSOR, Leaf
@@ -38,12 +38,12 @@ from casckpt.repository import manifests
 from casckpt.storage.files import local_path
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
-from casckpt.tensors.objects import refused_name
+from casckpt.tensors.objects import is_archive, refused_name
 from casckpt.tensors.state import inflate
+from casckpt.tensors.untrusted import check_expansion, misread
 
 WINDOW_BYTES: Final = 64 << 20
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError, AttributeError, OSError)
 
 
 def torch_save_to_casckpt(
@@ -76,19 +76,20 @@ def torch_save_to_casckpt(
 def _read(path: Path, allow_pickle: bool) -> Any:
     if not path.is_file():
         raise NotFound(f"there is no file {path}; give the path of a file that torch.save wrote")
-    try:
-        # the form before torch 1.6 cannot be mapped
-        mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
-    except pickle.UnpicklingError as error:
-        if allow_pickle:
-            raise Refused(f"{path} cannot be read: {error!r}") from error
-        raise InvalidInput(
-            f"{path} holds more than tensors and plain data, and reading it runs code from it; pass allow_pickle=True "
-            f"(--allow-pickle) if you trust whoever wrote it ({refused_name(error)})"
-        ) from error
-    except _UNREADABLE as error:
-        raise Refused(f"{path} is no file that torch.save wrote, or it is damaged: {error}") from error
+    with misread(lambda why: Refused(f"{path} is no file that torch.save wrote, or it is damaged: {why}")):
+        with path.open("rb") as file:
+            mapped = is_archive(file.read(4))  # the form before torch 1.6 cannot be
+        try:
+            state = torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
+        except pickle.UnpicklingError as error:
+            if allow_pickle:
+                raise
+            raise InvalidInput(
+                f"{path} holds more than tensors and plain data, and reading it runs code from it; pass "
+                f"allow_pickle=True (--allow-pickle) if you trust whoever wrote it ({refused_name(error)})"
+            ) from error
+    check_expansion(state, path.stat().st_size, str(path))
+    return state
 
 
 def _letting_go(path: Path) -> Callable[[], None]:
@@ -172,14 +173,14 @@ class _Export:
             os.fsync(file.fileno())
 
     def _write_form(self, path: Path) -> list[_Tensor]:
-        tree = self._contents.tree
+        tree = self._contents.whole_tree()
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         tensors: list[_Tensor] = []
 
         def leaf(key: str, node: Leaf) -> Any:
             if node.kind != TENSOR:
                 return objects[key]
-            number, entry = self._entry(key)
+            number, entry = self._contents.stored_tensor(key)
             tensors.append(_Tensor(number, entry, f"data/{len(tensors)}"))  # in this order torch numbers storages
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
@@ -189,12 +190,6 @@ class _Export:
             with skip_data(materialize_fake_tensors=True), torch_saves():
                 torch.save(state, path)
         return tensors
-
-    def _entry(self, key: str) -> tuple[int, Entry]:
-        found = self._contents.tensor(key)
-        if found is None:
-            raise MissingKey(f"the checkpoint names {key!r} in its tree but holds nothing for it", keys=(key,))
-        return found
 
     def _fill(self, path: Path, tensors: Sequence[_Tensor]) -> dict[str, int]:
         """Write the data of all tensors into their holes; the crc of each record."""

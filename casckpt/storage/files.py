@@ -86,8 +86,11 @@ class LocalFiles:
             yield from (Path(place, name).relative_to(self.path).as_posix() for name in names)
 
     def _open(self, name: str) -> BinaryIO:
+        path = self.path / checked(name)
         try:
-            return (self.path / checked(name)).open("rb")
+            if not path.is_file():  # to open a pipe is to wait for whoever writes to it
+                raise FileNotFoundError
+            return path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFound(f"there is no file {name} in {self.url}; get the whole folder") from error
 

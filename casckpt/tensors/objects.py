@@ -12,18 +12,9 @@ import torch
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.untrusted import MISREAD
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
-_UNPICKLE_ERRORS = (
-    pickle.UnpicklingError,
-    AttributeError,
-    ImportError,
-    EOFError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-)
 
 
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
@@ -70,7 +61,7 @@ def is_archive(data: bytes | memoryview) -> bool:
 def read_archive(data: bytes | memoryview) -> Any:
     """What torch.save wrote, read by torch's restricted unpickler. Raises pickle.UnpicklingError for what that refuses.
 
-    Bytes of no use raise RuntimeError, as torch has it.
+    Bytes of no use raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -89,7 +80,7 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
             return read_archive(data)
         if allow_pickle:
             return _trusted(data)
-    except _UNPICKLE_ERRORS as error:
+    except MISREAD as error:
         if allow_pickle or not isinstance(error, pickle.UnpicklingError):
             raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
     raise _needs_leave(key)

@@ -189,7 +189,7 @@ class _Flattener:
             return self.node(value.value, path, True)
         is_tensor = self.rules.is_tensor(value)
         kind = None if is_tensor else self.rules.kind(value, path)
-        key = _check_key(path) if path else ""
+        key = check_key(join(path)) if path else ""
         if kind is None:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
             return Leaf(tree.TENSOR if is_tensor else tree.OBJECT)
@@ -219,8 +219,8 @@ class _Flattener:
 _UNFIT = re.compile("[\0\ud800-\udfff]")
 
 
-def _check_key(path: Path) -> str:
-    key = join(path)
+def check_key(key: str) -> str:
+    """``key`` if a manifest can hold it as the flat key of a leaf, else InvalidInput."""
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
     if _UNFIT.search(key):

@@ -133,8 +133,12 @@ def test_what_stock_dcp_saved_on_four_ranks_loads_on_two_and_goes_back(
 
 
 def test_a_pickle_in_a_folder_is_not_run(store: Store, tmp_path: Path) -> None:
-    folder = stock(tmp_path / "in", {"colour": Colour.RED, "a": torch.ones(2)})
-    dcp_to_casckpt(folder, store, step=1)  # its values stay what they are: bytes
+    folder = stock(tmp_path / "in", {"colour": Colour.RED, "a": torch.ones(2), "n": 1})
+    with pytest.raises(InvalidInput, match=r"'colour' \(1 of 2 values\) .*--allow-pickle") as caught:
+        dcp_to_casckpt(folder, store, step=1)  # nobody could read it afterwards
+    assert caught.value.keys == ("colour",)
+    assert not Path(store.url).exists()
+    dcp_to_casckpt(folder, store, step=1, allow_pickle=True)  # its values stay what they are: bytes
     with pytest.raises(InvalidInput, match="allow_pickle=True"):
         store.read("default@1")
     assert store.read("default@1", allow_pickle=True)["colour"] is Colour.RED

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from casckpt.checkpoint.messages import portable
+from casckpt.errors import InvalidInput
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def id_text(checkpoint_id: object) -> str:
+    """A ``checkpoint_id`` of DCP's calls, a text or a path, as text. Raises InvalidInput for another one, as 6."""
+    if not isinstance(checkpoint_id, str | os.PathLike):
+        raise InvalidInput(f"checkpoint_id={checkpoint_id!r:.80} is neither text nor a path; give 'RUN@STEP'")
+    return str(os.fspath(checkpoint_id))
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.job import save_options
+from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
@@ -33,7 +34,8 @@ def dcp_to_casckpt(
     """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
 
     Of Megatron's `torch_dist` folders too: ``common.pt`` and other small files become attachments. Memory holds 256 MiB
-    of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``.
+    of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``,
+    and without it a value that torch's restricted unpickler does not read is refused: nobody could read it afterwards.
 
     Raises NotFound, InvalidInput, Refused or Damaged for a folder of no use, and what `Store.save` raises.
     """
@@ -55,6 +57,7 @@ def import_folder(
     """`dcp_to_casckpt`, from any `Files`. ``more``: a state to save beside; ``attachments``: those of the folder."""
     folder, opened = Folder(files, allow_pickle=allow_pickle), as_store(store)
     found = small_files(files) if attachments is None else attachments
+    folder.read_values()
     wish = Wish(found, None, allow_pickle, more or {})
     rest: dict[str, Any] = {"ephemeral": False, "dedup": "store", "threads": None, "check_replicas": False}
     session = Session(opened.repository, save_options(**rest, **options), wish, rank=0, alone=False)
@@ -70,8 +73,10 @@ def small_files(files: Files) -> dict[str, bytes]:
     for name in files.names():
         if name == METADATA or name.endswith(".distcp"):
             continue
-        if files.size(name) <= MAX_ATTACHMENT_BYTES:
-            found[name] = files.read(name)
-        else:
+        if not is_attachment_name(name):
+            log.warning("left out, for an attachment cannot have its name: %r", name)
+        elif files.size(name) > MAX_ATTACHMENT_BYTES:
             log.warning("left out, for it is larger than 64 MiB: %s", name)
+        else:
+            found[name] = files.read(name)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -27,11 +26,11 @@ from casckpt.tensors.dtensors import check_added_up, is_dtensor
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, read_archive
 from casckpt.tensors.shards import Piece, check_storable
+from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
 """Of tensors that a planner makes anew, so much is there at a time."""
 _INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
-_UNREADABLE = (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, EOFError, KeyError)
 
 
 class Resolver(Protocol):
@@ -86,7 +85,7 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if is_archive(data):
         try:
             found = read_archive(data)
-        except _UNREADABLE:
+        except MISREAD:
             pass
         else:
             if _add_plain(values, key, found):

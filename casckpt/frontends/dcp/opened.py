@@ -33,6 +33,7 @@ from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive
+from casckpt.tensors.untrusted import MISREAD
 
 
 class Opened:
@@ -56,7 +57,7 @@ class Opened:
     def schema(self) -> Schema:
         """Keys and paths, as noted, or as DCP's default planner would have them."""
         if self.note.keys is None:
-            return schema_of(self._contents.tree, self._plain_values.get)
+            return schema_of(self._contents.whole_tree(), self._plain_values.get)
         found = Schema()
         for key in self.note.keys:
             if self._contents.tensor(key) is not None or key in self.note.chunks:
@@ -175,7 +176,7 @@ class Opened:
 def _check_restricted(key: str, data: bytes) -> None:
     try:
         read_archive(data)
-    except Exception as error:
+    except MISREAD as error:
         raise InvalidInput(
             f"{key!r} is stored as a pickle, and loading one runs code from the store; pass allow_pickle=True to "
             "StorageReader if you trust whoever wrote it",

@@ -23,7 +23,7 @@ from casckpt.checkpoint.tied import Tied
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.regions import Box, Region
-from casckpt.frontends.dcp.hooks import hook
+from casckpt.frontends.dcp.hooks import hook, id_text
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
@@ -89,7 +89,7 @@ class StorageReader(Protocol):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The next load is of ``checkpoint_id``, a REF; None leaves it as it is."""
         if checkpoint_id is not None:
-            self._ref = os.fspath(checkpoint_id)
+            self._ref = id_text(checkpoint_id)
         self._opened, self._missing = None, None
 
     @hook
@@ -226,7 +226,7 @@ class StorageReader(Protocol):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Has it the form of a reference?"""
-        text = os.fspath(checkpoint_id)
+        text = id_text(checkpoint_id)
         return bool(text) and not text.startswith(("/", ".")) and "://" not in text
 
 

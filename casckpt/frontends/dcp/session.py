@@ -36,6 +36,7 @@ from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.state import check_key
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,9 @@ class Session:
             self._last_resort()
 
     def ask(self, plan: SavePlan) -> SavePlan:
-        """The local plan of this rank."""
+        """The local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
+        for item in plan.items:
+            check_key(item.index.fqn)
         return replace(plan, storage_data=Asked(self.number))
 
     # the coordinator

@@ -20,7 +20,7 @@ from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.store import Dedup
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
-from casckpt.frontends.dcp.hooks import hook
+from casckpt.frontends.dcp.hooks import hook, id_text
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.progress import Progress
@@ -79,7 +79,7 @@ class StorageWriter(Protocol):
         """The next save goes to ``checkpoint_id``: RUN@STEP, or STEP; None leaves it as it is."""
         if checkpoint_id is None:
             return
-        found = _PLACE.fullmatch(os.fspath(checkpoint_id))
+        found = _PLACE.fullmatch(id_text(checkpoint_id))
         if found is None:
             raise InvalidInput(f"checkpoint_id={str(checkpoint_id)!r} names no place in a store; give 'RUN@STEP'")
         run = self._run if found["run"] is None else check_run(found["run"])
@@ -128,7 +128,7 @@ class StorageWriter(Protocol):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Is it RUN@STEP, or STEP?"""
-        return _PLACE.fullmatch(os.fspath(checkpoint_id)) is not None
+        return _PLACE.fullmatch(id_text(checkpoint_id)) is not None
 
     @property
     def _session(self) -> Session:

@@ -1,0 +1,139 @@
+"""The ``.metadata`` of a DCP folder, read without running what is in it, and proved to be what it should be."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import Any, Final, TypeGuard
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format.regions import Box, check_shape, full_box
+from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
+
+_CLASSES = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+            "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")  # fmt: skip
+_PLAN_CLASSES = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # Megatron keeps them
+_MEGATRON_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
+_MAX_PATH = 4096
+
+
+def _path(*parts: str) -> str:
+    if sum(len(part) for part in parts[:_MAX_PATH]) + len(parts) > _MAX_PATH:
+        raise ValueError(f"a path of more than {_MAX_PATH} characters")
+    return "/".join(parts)
+
+
+def _empty_dict() -> dict[Any, Any]:
+    return {}
+
+
+def _short_set(items: Iterable[Any] = ()) -> set[Any]:
+    found = list(items)
+    if not all(isinstance(item, str | int | float | bytes | None) for item in found):
+        raise ValueError("a set of what is neither text nor a number")
+    return set(found)
+
+
+_NAMES: Final[dict[tuple[str, str], Any]] = {
+    **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES if hasattr(dcp, name)},
+    **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES if hasattr(planner, name)},
+    **{("torch", str(one)[6:]): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
+    (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (Metadata,), {}),  # of versions up to 0.15
+    (_MEGATRON_MODULE, "MCoreSavePlan"): type("MCoreSavePlan", (SavePlan,), {}),
+    (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("collections", "OrderedDict"): _empty_dict,  # what is in it follows
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib", "PurePosixPath"): _path,
+    ("builtins", "set"): _short_set,
+}
+
+
+def read_metadata(data: bytes, where: str, *, anything: bool) -> Metadata:
+    """The metadata of the file ``where``. ``anything``: run what is in it.
+
+    Raises InvalidInput where only that could read it, Refused for metadata of no use.
+    """
+    with misread(lambda why: Refused(f"{where} cannot be read: {why}; get a whole one")):
+        try:
+            found = BoundedUnpickler(data, _NAMES, anything=anything).load()
+        except pickle.UnpicklingError as error:
+            if anything:
+                raise
+            raise InvalidInput(
+                f"{where} is more than DCP's own metadata ({error}), and reading it runs code from it; pass "
+                "allow_pickle=True (--allow-pickle) if you trust whoever wrote it"
+            ) from error
+    wrong = _wrong(found)
+    if wrong:
+        raise Refused(f"{where} is no metadata of torch.distributed.checkpoint: {wrong}")
+    check_expansion(found.planner_data, len(data), where)
+    return found  # type: ignore[no-any-return] # `_wrong` has looked
+
+
+def _wrong(found: Any) -> str:
+    """What is not as it should be; nothing if all is. Attributes of the instances of a pickle may be anything."""
+    described = getattr(found, "state_dict_metadata", None)
+    if not isinstance(found, Metadata) or not isinstance(described, dict):
+        return f"it holds a {type(found).__name__}, or one without its tensors"
+    for key, value in described.items():
+        if type(key) is not str:
+            return f"a key is a {type(key).__name__}"
+        if not isinstance(value, BytesStorageMetadata) and not _is_tensor(value):
+            return f"what it says of {key!r:.200} is not usable"
+    places = found.storage_data
+    if places is not None and not isinstance(places, dict):
+        return "it does not say where its tensors lie"
+    for index, place in (places or {}).items():
+        if not isinstance(index, MetadataIndex) or not _is_place(place):
+            return "it does not say of all its parts where they lie"
+    return ""
+
+
+def _is_tensor(value: Any) -> bool:
+    properties, size = getattr(value, "properties", None), getattr(value, "size", None)
+    chunks = getattr(value, "chunks", None)
+    if not isinstance(value, TensorStorageMetadata) or not isinstance(chunks, list | tuple):
+        return False
+    if not isinstance(getattr(properties, "dtype", None), torch.dtype) or not _is_shape(size):
+        return False
+    return all(_is_inside(chunk, tuple(size)) for chunk in chunks)
+
+
+def _is_inside(chunk: Any, size: tuple[int, ...]) -> bool:
+    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+    if not isinstance(chunk, ChunkStorageMetadata) or not _is_shape(offsets) or not _is_shape(sizes):
+        return False
+    if not len(offsets) == len(sizes) == len(size):
+        return False
+    return 0 in sizes or Box(tuple(offsets), tuple(sizes)).inside(full_box(size))
+
+
+def _is_shape(shape: Any) -> TypeGuard[torch.Size]:
+    if not isinstance(shape, torch.Size):
+        return False
+    try:
+        check_shape(tuple(shape))
+    except InvalidInput:
+        return False
+    return True
+
+
+def _is_place(place: Any) -> bool:
+    path, offset, length = (getattr(place, name, None) for name in ("relative_path", "offset", "length"))
+    return type(path) is str and type(offset) is int and type(length) is int and min(offset, length) >= 0

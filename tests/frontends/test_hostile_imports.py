@@ -1,0 +1,280 @@
+"""Damaged and hostile inputs of importers: errors of casckpt that name the file, no code run, nothing committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+import casckpt
+from casckpt.checkpoint import prepare
+from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused
+from casckpt.format.tree import OBJECT, Container, Leaf, Node, encode_tree
+from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
+from casckpt.frontends.dcp import (
+    PickleFreeSavePlanner,
+    StorageReader,
+    StorageWriter,
+    casckpt_to_dcp,
+    casckpt_to_torch_save,
+    dcp_to_casckpt,
+    torch_save_to_casckpt,
+)
+from casckpt.tensors import untrusted
+from tests.support.dcp import causes, failure, load, save
+from tests.support.fuzz import KINDS, Bender, Canary, sung
+
+ROOT = Path(__file__).parents[2]
+SURROGATE = "a\ud800"
+
+
+# all of them, bent
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of protocols, and of types that it no longer likes
+@pytest.mark.parametrize("kind", KINDS)
+def test_bent_inputs_end_well_or_in_our_errors(tmp_path: Path, kind: str) -> None:
+    assert sum(Bender(kind, tmp_path, 0).outcomes(40).values()) == 40
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_thousands_of_bent_inputs_within_four_gib(kind: str, seed: int) -> None:
+    command = [sys.executable, "-m", "tests.support.fuzz", kind, "2000", str(seed)]
+    found = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert sum(json.loads(found).values()) == 2000
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch-zip", "torch-legacy", "olmo", "olmo-trainer"])
+def test_what_a_pickle_names_is_not_called(store: casckpt.Store, tmp_path: Path, kind: str) -> None:
+    path = KINDS[kind](tmp_path, Canary())
+    sung.clear()
+    if kind == "olmo-trainer":
+        import_any(store, look_at(path), step=1)  # without the state that it stands in
+    else:
+        with pytest.raises(InvalidInput, match=r"sing.*--allow-pickle|--allow-pickle.*sing"):
+            import_any(store, look_at(path), step=1)
+    assert sung == []
+    import_any(store, look_at(path), step=2, allow_pickle=True)
+    assert kind == "olmo-trainer" or "run" in sung
+
+
+# files of torch.save
+
+
+def legacy(state: Any) -> bytes:
+    path = Path("legacy.pt")
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return path.read_bytes()
+
+
+def endless() -> Any:
+    value: Any = [1]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: b"\x80\x02R.", lambda: b"\x80\x02", lambda: b"\x80\x02N.", lambda: b"PK\x03\x04",
+        lambda: legacy({"a": torch.ones(2)})[:-9], lambda: legacy({"a": torch.ones(2)}).replace(b"storage", b"storagX"),
+        lambda: legacy({"a": endless()}),
+    ],
+)  # fmt: skip
+def test_files_of_no_use_are_told_by_name(
+    store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], bytes]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
+    (tmp_path / "x.pt").write_bytes(make())
+    with pytest.raises((Refused, InvalidInput), match=r"x\.pt"):
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
+    assert not Path(store.url).exists()
+
+
+# folders of DCP
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As DCP writes it."""
+    save({"a": torch.ones(4, 2), "b": {"c": 1}}, FileSystemWriter(tmp_path / "in"))
+    return tmp_path / "in"
+
+
+class Missing:
+    """In place of an attribute that is to go."""
+
+
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "metadata": lambda found: found,
+    "tensor": lambda found: found.state_dict_metadata["a"],
+    "properties": lambda found: found.state_dict_metadata["a"].properties,
+    "chunk": lambda found: found.state_dict_metadata["a"].chunks[0],
+    "place": lambda found: next(iter(found.storage_data.values())),
+}
+SPOILT: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("metadata", "state_dict_metadata"): (Missing, None, [1], {1: 2}, {"a": 1}, {"a": None}),
+    ("metadata", "storage_data"): ({}, [1], {1: 2}, {MetadataIndex("a"): 3}, "x"),
+    ("tensor", "size"): (Missing, None, 4, *map(torch.Size, ([4], [4, 2, 1], [2, 2], [1 << 60, 2]))),
+    ("tensor", "chunks"): (Missing, None, 5, "ab", [1], [None]),
+    ("tensor", "properties"): (Missing, None, "x"),
+    ("properties", "dtype"): ("x", None),
+    ("chunk", "sizes"): (Missing, None, 3, torch.Size([4]), torch.Size([5, 2]), [4, 2]),
+    ("chunk", "offsets"): (Missing, None, torch.Size([1, 0])),
+    ("place", "relative_path"): (Missing, None, 3, "../x", "/x"),
+    ("place", "offset"): (Missing, None, "1", -5, 1 << 80),
+    ("place", "length"): (Missing, None, 1.5, -5, 1),
+}
+"""Of what which attribute is given which values."""
+
+
+@pytest.mark.parametrize(("what", "name"), SPOILT)
+def test_metadata_of_another_form_are_an_error(store: casckpt.Store, folder: Path, what: str, name: str) -> None:
+    good = (folder / ".metadata").read_bytes()
+    for value in SPOILT[what, name]:
+        found = pickle.loads(good)
+        held = vars(PLACES[what](found))
+        if value is Missing:
+            del held[name]
+        else:
+            held[name] = value
+        (folder / ".metadata").write_bytes(pickle.dumps(found))
+        with pytest.raises(CasckptError):
+            dcp_to_casckpt(folder, store, step=1)
+    assert not Path(store.url).exists() or store.checkpoints() == []
+
+
+def test_metadata_of_another_form_are_an_error_where_they_may_run_code(store: casckpt.Store, folder: Path) -> None:
+    for data in (b"", b"\x80\x02R.", pickle.dumps(SavePlan([])), pickle.dumps({"state_dict_metadata": {}})):
+        (folder / ".metadata").write_bytes(data)
+        with pytest.raises(Refused, match=r"\.metadata"):
+            dcp_to_casckpt(folder, store, step=1, allow_pickle=True)
+
+
+def test_nine_bytes_of_metadata_take_no_memory(store: casckpt.Store, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr\xff\xff\xff\x7f.")
+    with pytest.raises(Refused, match=r"\.metadata is no metadata"):
+        dcp_to_casckpt(folder, store, step=1)
+
+
+def test_a_damaged_value_is_not_committed(store: casckpt.Store, folder: Path) -> None:
+    """It was kept as the bytes that it is, and no read could make anything of it."""
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    place = found.storage_data[MetadataIndex("b.c")]
+    data = bytearray((folder / place.relative_path).read_bytes())
+    for at in (0, place.length // 3):
+        bad = bytearray(data)
+        bad[place.offset + at : place.offset + at + 60] = b"?" * 60
+        (folder / place.relative_path).write_bytes(bad)
+        with pytest.raises(InvalidInput, match=r"'b\.c' \(1 of 1 values\)") as caught:
+            dcp_to_casckpt(folder, store, step=1)
+        assert caught.value.keys == ("b.c",)
+    assert not Path(store.url).exists()
+
+
+def test_a_pipe_in_a_folder_is_an_error_and_no_wait(store: casckpt.Store, folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(NotFound, match="pipe"):
+        dcp_to_casckpt(folder, store, step=1)
+
+
+# folders of OLMo-core
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "null", "[" * 100_000, '{"tensors": {"a": 1}}', '{"tensors": {"a": {"shape": [1e999]}}}',
+        '{"tensors": {"layer.0": {"shape": [2, 3], "shard_spec_per_file": {"rank_0.safetensors": 7}}}}',
+        '{"tensors": {"layer.0": {"shape": [2, 3], "flattened_offsets_per_file": {"rank_0.safetensors": 7}}}}',
+    ],
+)  # fmt: skip
+def test_descriptions_of_another_form_are_an_error(store: casckpt.Store, tmp_path: Path, text: str) -> None:
+    (tmp_path / "in").mkdir()
+    folder = KINDS["olmo"](tmp_path / "in", None)
+    (folder / "model/metadata.json").write_text(text)
+    with pytest.raises(Refused, match=r"metadata\.json"):
+        import_olmo(folder, store, step=1)
+
+
+def test_a_damaged_train_state_is_told_by_name(store: casckpt.Store, tmp_path: Path) -> None:
+    KINDS["olmo-trainer"](tmp_path, None)
+    for data in (b"", b"PK\x03\x04", b"\x80\x02R."):
+        (tmp_path / "train/rank0.pt").write_bytes(data)
+        with pytest.raises(Refused, match=r"train/rank0\.pt .*damaged"):
+            import_olmo_trainer(tmp_path, store, step=1)
+
+
+# keys that are no text
+
+
+def test_a_lone_surrogate_is_refused_by_name(store: casckpt.Store, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"key 'a\\ud800'"):
+        store.save({SURROGATE: torch.ones(2)}, step=1)
+    for data in (b"short", bytes(10_000)):
+        with pytest.raises(InvalidInput, match=r"attachment name 'a\\ud800'"):
+            store.save({"a": 1}, step=1, attachments={SURROGATE: data})
+    torch.save({SURROGATE: torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(InvalidInput, match=r"key 'a\\ud800'"):
+        torch_save_to_casckpt(tmp_path / "x.pt", store, step=1)
+    assert store.checkpoints() == [] if Path(store.url).exists() else True
+
+
+@pytest.mark.parametrize("state", [{SURROGATE: torch.ones(2)}, {SURROGATE: 1}, {"a\0": 1}])
+@pytest.mark.parametrize("planner", [None, PickleFreeSavePlanner()])
+def test_a_key_that_cannot_be_stored_is_refused_through_dcp(
+    store: casckpt.Store, tmp_path: Path, state: dict[str, Any], planner: Any
+) -> None:
+    error = failure(lambda: save(state, StorageWriter(store, step=1), planner=planner))
+    assert isinstance(causes(error)[0], InvalidInput)
+    save(state, FileSystemWriter(tmp_path / "in"))
+    with pytest.raises(InvalidInput, match="key"):
+        dcp_to_casckpt(tmp_path / "in", store, step=1)
+
+
+def test_names_and_ids_of_no_use_are_told_through_dcp(store: casckpt.Store, folder: Path) -> None:
+    error = failure(lambda: save({"a": 1}, StorageWriter(store, step=1, attachments={SURROGATE: b""})))
+    assert "attachment name" in str(causes(error)[0])
+    for call in (StorageWriter(store).reset, StorageReader(store).reset, StorageWriter.validate_checkpoint_id):
+        with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither text"):
+            call(6)  # type: ignore[arg-type] # that is the point
+    (folder / os.fsdecode(b"\xff.json")).write_text("{}")
+    (folder / "back\\slash").write_text("{}")
+    (folder / "good.json").write_text("{}")
+    assert list(store.attachments(dcp_to_casckpt(folder, store, step=1))) == ["good.json"]
+
+
+# a tree that names what is not there
+
+
+def test_an_export_of_less_than_the_tree_names_is_refused(
+    store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more(node: Node) -> bytes:
+        assert isinstance(node, Container)
+        return encode_tree(Container(node.kind, (*node.children, ("gone", Leaf(OBJECT)))))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "encode_tree", more)
+        store.save({"a": torch.ones(2), "b": 1}, step=1)
+    for call in (casckpt_to_torch_save, casckpt_to_dcp):
+        with pytest.raises(Refused, match="names 'gone' in its tree"):
+            call(store, "default@1", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    error = failure(lambda: load({"a": torch.zeros(2)}, StorageReader(store, "default@1")))
+    assert "names 'gone' in its tree" in str(causes(error)[0])

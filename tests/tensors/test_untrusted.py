@@ -1,0 +1,141 @@
+"""Hostile pickles: none runs code, takes memory, hangs, or reaches beyond what it makes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.errors import Damaged, Refused
+from casckpt.tensors import untrusted
+from casckpt.tensors.untrusted import MISREAD, BoundedUnpickler, check_expansion, misread
+from tests.support.fuzz import Canary, sung
+
+HERE = __name__
+
+
+@dataclass(eq=True, frozen=True)
+class Known:
+    name: Any = ""
+
+
+NAMES = {(HERE, "Known"): Known, ("torch", "Size"): torch.Size}
+
+
+def load(data: bytes, **options: Any) -> Any:
+    return BoundedUnpickler(data, NAMES, **options).load()
+
+
+def test_what_is_known_comes_back_and_nothing_else_runs() -> None:
+    value = {"a": [Known("x"), torch.Size([2, 3])], Known("y"): {1, 2}, (1, "b"): None, frozenset([3]): b"z" * 300}
+    for protocol in range(6):
+        assert load(pickle.dumps({"a": 1, "b": [1.5, None]}, protocol)) == {"a": 1, "b": [1.5, None]}
+    for protocol in (4, 5):
+        assert load(pickle.dumps(value, protocol)) == value
+    sung.clear()
+    for protocol in range(6):
+        with pytest.raises(pickle.UnpicklingError, match=r"it holds tests\.support\.fuzz\.sing"):
+            load(pickle.dumps([Canary()], protocol))
+    assert sung == []
+    assert load(pickle.dumps([Canary()]), anything=True) == ["run"]
+
+
+def nested(depth: int) -> bytes:
+    return b"\x80\x02}" + b")" + b"\x85" * depth + b"Ns."
+
+
+def doubled(depth: int) -> bytes:
+    return b"\x80\x02}" + b")" + b"2\x86" * depth + b"Ns."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b".", b"N", b"\x80\x02R.", b"\x80\x02b.", b"s.", b"u.", b"\x90.", b"\x91.", b"\xff.",
+        b"\x80\x05\x96" + b"\xff" * 6 + b"\0\0.",  # a bytearray of 256 TiB
+        b"\x80\x04\x95" + b"\xff" * 8 + b".",
+        b"\x80\x04\x8e" + b"\xff" * 6 + b"\0\0.",
+        nested(200_000), doubled(100),  # hashing them overflows the stack, or takes for ever
+        b"\x80\x04\x8f(" + b")" + b"2\x86" * 100 + b"\x90.", b"(" + b")" + b"2\x86" * 100 + b"\x91.",
+        b"\x80\x02}(" + b")" + b"2\x86" * 100 + b"Nu.",
+        f"\x80\x02c{HERE}\nKnown\nN}}X\x04\x00\x00\x00nameX\x01\x00\x00\x00xs\x86b.".encode("latin-1"),  # of the class
+    ],
+)  # fmt: skip
+def test_what_is_hostile_is_an_error_at_once(data: bytes) -> None:
+    with pytest.raises(MISREAD):
+        load(data)
+    assert Known().name == ""
+
+
+def test_a_number_of_the_memo_takes_no_memory() -> None:
+    assert load(b"\x80\x02Nr\xff\xff\xff\x7f.") is None  # 16 GiB, for the unpickler of C
+
+
+def test_errors_of_a_reader_become_one_that_names_what_was_read() -> None:
+    for error in (IndexError(), AssertionError("x"), MemoryError(), RecursionError("deep"), OverflowError("far")):
+        with pytest.raises(Refused, match=rf"the file: {type(error).__name__}") as caught, misread(_refused):
+            raise error
+        assert caught.value.__cause__ is error
+    with pytest.raises(Damaged), misread(_refused):
+        raise Damaged("ours")
+    with pytest.raises(KeyboardInterrupt), misread(_refused):
+        raise KeyboardInterrupt
+
+
+def _refused(why: str) -> Refused:
+    return Refused(f"the file: {why}")
+
+
+def shared(depth: int) -> Any:
+    value: Any = [1]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+def looped() -> Any:
+    value: list[Any] = []
+    value.append({"again": (value,)})
+    return value
+
+
+def of_state_dict() -> Any:
+    state: OrderedDict[str, Any] = OrderedDict(a=1)
+    vars(state)["_metadata"] = shared(60)
+    return state
+
+
+def shadowed() -> Any:
+    state: OrderedDict[str, Any] = OrderedDict(a=1)
+    vars(state)["items"] = 5
+    return state
+
+
+def shadowed_tensor() -> Any:
+    tensor = torch.ones(2)
+    vars(tensor)["detach"] = 5
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: shared(60), looped, of_state_dict, shadowed, shadowed_tensor,
+        lambda: torch.zeros(1).expand(1 << 40), lambda: {(1, 2): {"x": shared(60)}},
+    ],
+)  # fmt: skip
+def test_what_is_endless_when_written_out_is_refused(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    monkeypatch.setattr(untrusted, "_MORE_VALUES", 1000)
+    with pytest.raises(Refused, match="the file"):
+        check_expansion({"a": make()}, 1000, "the file")
+
+
+def test_what_is_shared_a_little_is_not() -> None:
+    tensor = torch.ones(1000).expand(1000, 1000)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    vars(parameter)["tensor_model_parallel"] = True  # as Megatron's have
+    check_expansion({"a": shared(10), "b": [tensor, tensor], "c": parameter, "d": OrderedDict(a=1)}, 1000, "the file")
