@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, Unsupported
-from casckpt.frontends.dcp.opened import archive
 from casckpt.frontends.dcp.unflattened import places, unflatten
 from casckpt.storage.files import Files
+from casckpt.tensors.objects import is_only_torchs, write_archive
 
 METADATA: Final = ".metadata"
 MEGATRON: Final = "metadata.json"
@@ -146,8 +146,10 @@ class Folder:
 
     def _unboxed(self, data: bytes) -> bytes:
         """The one value of a list, as Megatron keeps objects; the data as they are if only a pickle could tell."""
+        if not is_only_torchs(data):
+            return data
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
         except _UNREADABLE:
             return data
-        return archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
+        return write_archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
