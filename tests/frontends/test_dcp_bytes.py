@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 import casckpt
@@ -113,8 +114,6 @@ def test_what_torch_made_of_plain_data_is_no_pickle_in_the_store(store: Store) -
 
 @pytest.mark.parametrize("kind", [Signed, Recorded])
 def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_path: Path, kind: type[Bytes]) -> None:
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-
     planner, got = kind(), Got()
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=planner)
     dcp_to_casckpt(tmp_path / "old", store, step=1)
@@ -125,8 +124,6 @@ def test_bytes_of_a_planner_survive_an_import_and_an_export(store: Store, tmp_pa
 
 def test_an_import_makes_plain_data_of_whatever_torch_alone_has_written(store: Store, tmp_path: Path) -> None:
     """Also where torch would write it otherwise today: nobody but torch will read it."""
-    from torch.distributed.checkpoint import FileSystemWriter
-
     save(STATE, FileSystemWriter(tmp_path / "old"), planner=Older())
     dcp_to_casckpt(tmp_path / "old", store, step=1)
     assert pickled(store, "default@1") == set()

@@ -27,6 +27,7 @@ from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry, ObjectEntry
 from casckpt.format.regions import Shape
+from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
 from casckpt.lazy import cached_property
@@ -80,7 +81,10 @@ class Opened:
         for key in schema.paths if self.note.keys is None else self.note.keys:
             found[key] = BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        return Metadata(found, planner_data=planner_data)
+        made = Metadata(found, planner_data=planner_data)
+        commit = self.checkpoint.commit
+        stamp(made, commit.run, commit.step, commit.txid)
+        return made
 
     def _tensor_metadata(self, key: str) -> TensorStorageMetadata:
         chunked = self.note.chunks.get(key)

@@ -105,6 +105,13 @@ class Session:
             earlier.give_up()
         _latest.session = weakref.ref(self)
 
+    @property
+    def txid(self) -> TxId:
+        """Of the transaction; on the coordinator, once it has begun."""
+        if self._txid is None:
+            raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
+        return self._txid
+
     def give_up(self) -> None:
         """Nothing more will come of it, if it has not ended yet."""
         if self._last_resort is not None:
