@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from tests.support.dcp import forget_plans, load
+from tests.support.dcp import failed, forget_plans, load
 from tests.support.together import line, numbers
 
 try:
@@ -64,6 +64,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         memory.append(held())
     before.result()
     if kind == "process":
+        _refused_in_memory(rank)
         _end_process()
     forget_plans()
     found = state_at(0, size)
@@ -76,6 +77,17 @@ def held() -> int:
     """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
     storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _refused_in_memory(rank: int) -> None:
+    """The process of DCP has a memory of its own; a checkpoint there would be gone with it."""
+    writer = StorageWriter("memory://gone", step=1)
+    pending: Any = async_save(
+        {"x": torch.ones(3) * rank}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    told = failed(pending.result)
+    assert told
+    assert all(kind == "Unsupported" and "memory of another process" in text for kind, text in told.values()), told
 
 
 def _end_process() -> None:
