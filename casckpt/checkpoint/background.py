@@ -5,15 +5,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from typing import Final
 
+from casckpt.checkpoint.ending import end_badly, watch_exits
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
 
 log = logging.getLogger(__name__)
+_UNHEARD: Final = "the last save in the background failed, and nobody asked its future: %s"
 
 
 class SaveFuture(Future[Checkpoint]):
@@ -72,6 +76,7 @@ class Background:
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
         """Run ``call``; after `wait`. Where no thread is to be had, the caller runs it."""
+        watch_exits()
         future = self._last = SaveFuture()
 
         def run() -> None:
@@ -118,6 +123,10 @@ with suppress(AttributeError, RuntimeError):  # nobody promised that there is th
 
 @atexit.register
 def _tell_unheard() -> None:
-    """The program ends: no next call will raise what failed last."""
+    """The program ends: no next call will raise what failed last. It shall not look as if all went well."""
     for why in _unheard.values():
-        log.error("the last save in the background failed, and nobody asked its future: %s", why)
+        log.error(_UNHEARD, why)
+        if log.hasHandlers() and sys.stderr is not None:  # they may lead anywhere; without any it goes there anyway
+            sys.stderr.write(f"casckpt: {_UNHEARD % why}\n")
+    if _unheard:
+        end_badly()
