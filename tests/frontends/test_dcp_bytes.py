@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
+import logging
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -128,3 +130,22 @@ def test_an_import_makes_plain_data_of_whatever_torch_alone_has_written(store: S
     dcp_to_casckpt(tmp_path / "old", store, step=1)
     assert pickled(store, "default@1") == set()
     assert is_state(store.read("default@1"))
+
+
+class Kind(enum.IntEnum):
+    ONE = 1
+
+
+class Pair(NamedTuple):
+    one: int
+    other: int
+
+
+def test_what_the_default_planner_pickles_is_named_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    state = STATE | {"cfg": {"kind": Kind.ONE}, "moves": Pair(1, 2)}
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            save(state, StorageWriter(store, step=step))
+    (said,) = (text for text in caplog.messages if "pickle" in text)
+    assert "stored as pickles: 'cfg.kind', 'moves'. " in said
+    assert pickled(store, "default@2") == {"cfg.kind", "moves"}
