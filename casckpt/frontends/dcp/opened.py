@@ -81,7 +81,7 @@ class Opened:
         for key in schema.paths if self.note.keys is None else self.note.keys:
             found[key] = BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        made = Metadata(found, planner_data=planner_data)
+        made = Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
         commit = self.checkpoint.commit
         stamp(made, commit.run, commit.step, commit.txid)
         return made
