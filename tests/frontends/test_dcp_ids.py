@@ -89,6 +89,8 @@ def existing_loop(rank: int, size: int, path: Path) -> Any:
     for step in (5, 10):
         save({"x": step}, writer, checkpoint_id=f"/ckpt/step-{step}")
     again = failure(lambda: save({"x": 6}, writer, checkpoint_id="/ckpt/step-5"))
+    save({"own": rank}, writer, checkpoint_id="/alone/5", use_collectives=False)
+    assert load({"own": None}, reader, checkpoint_id="/alone/5") == {"own": rank}
     return str(again), [load({"x": 0}, reader, checkpoint_id=f"/ckpt/step-{step}")["x"] for step in (5, 10)]
 
 
@@ -97,7 +99,9 @@ def test_a_loop_that_saves_into_folders_on_all_ranks(ranks: Pool, store_path: Pa
         assert "ckpt/step@5 exists already" in again
         assert "overwrite=True" in again
         assert found == [5, 10]
-    assert places(casckpt.open(store_path)) == [("ckpt/step", 5), ("ckpt/step", 10)]
+    found = places(casckpt.open(store_path))
+    assert found[:2] == [("ckpt/step", 5), ("ckpt/step", 10)]
+    assert sorted(found[2:]) == [("alone/rank-0", 5), ("alone/rank-1", 5)]
 
 
 def test_the_last_checkpoint_over_and_over(store: Store) -> None:
