@@ -149,3 +149,28 @@ def test_what_the_default_planner_pickles_is_named_once(store: Store, caplog: py
     (said,) = (text for text in caplog.messages if "pickle" in text)
     assert "stored as pickles: 'cfg.kind', 'moves'. " in said
     assert pickled(store, "default@2") == {"cfg.kind", "moves"}
+
+
+class Boxed(Bytes):
+    """As Megatron keeps objects: each in a list."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        stream = io.BytesIO()
+        torch.save([self.state_dict[write_item.index.fqn]], stream)
+        return stream
+
+
+@pytest.mark.parametrize("allow_pickle", [True, False])
+def test_objects_of_megatron_are_exported_as_they_were_imported(
+    store: Store, tmp_path: Path, allow_pickle: bool
+) -> None:
+    state = {"plain": 7, "kind": Kind.ONE, "list": [1], "parameter": (torch.nn.Parameter(torch.ones(2)),)}
+    save(state, FileSystemWriter(tmp_path / "old"), planner=Boxed())
+    (tmp_path / "old/metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    dcp_to_casckpt(tmp_path / "old", store, step=1, allow_pickle=allow_pickle)
+    assert store.read("default@1", keys=["plain"]) == {"plain": 7}
+    casckpt_to_dcp(store, "default@1", tmp_path / "new", allow_pickle=True)
+    got = Got()
+    load(dict(state), FileSystemReader(tmp_path / "new"), planner=got)
+    found = {key: torch.load(io.BytesIO(got.got[key]), weights_only=False) for key in state}
+    assert str(found) == str({key: [value] for key, value in state.items()})

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, Unsupported
+from casckpt.frontends.dcp.items import BoxedStream
 from casckpt.frontends.dcp.unflattened import places, unflatten
 from casckpt.storage.files import Files
-from casckpt.tensors.objects import is_only_torchs, write_archive
+from casckpt.tensors.objects import is_only_torchs
 
 METADATA: Final = ".metadata"
 MEGATRON: Final = "metadata.json"
@@ -132,7 +133,7 @@ class Folder:
             with self._files.part(place.relative_path, place.offset, place.length) as view:
                 if item.type == WriteItemType.BYTE_IO:
                     data = view.read()
-                    return io.BytesIO(self._unboxed(data) if self._boxed else data)
+                    return self._unboxed(data) if self._boxed else io.BytesIO(data)
                 found = torch.load(view, map_location="cpu", weights_only=True)
         except CasckptError:  # some are OSErrors too
             raise
@@ -144,12 +145,12 @@ class Folder:
         cut = self._cuts.get(item.index)
         return found if cut is None else cut.out_of(found)
 
-    def _unboxed(self, data: bytes) -> bytes:
-        """The one value of a list, as Megatron keeps objects; the data as they are if only a pickle could tell."""
+    def _unboxed(self, data: bytes) -> io.BytesIO:
+        """With the one value of a list, as Megatron keeps objects; without where only a pickle could tell it."""
         if not is_only_torchs(data):
-            return data
+            return io.BytesIO(data)
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
         except _UNREADABLE:
-            return data
-        return write_archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
+            return io.BytesIO(data)
+        return BoxedStream(data, found[0]) if isinstance(found, list) and len(found) == 1 else io.BytesIO(data)

@@ -43,6 +43,14 @@ class Resolver(Protocol):
         """A tensor, or bytes."""
 
 
+class BoxedStream(io.BytesIO):
+    """What torch.save wrote of a list of one ``value``."""
+
+    def __init__(self, data: bytes, value: Any) -> None:
+        super().__init__(data)
+        self.value = value
+
+
 @dataclass
 class Values:
     """The values of a rank that are no tensors. ``nodes``: the tree below each key that has one, encoded.
@@ -78,6 +86,8 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
         if _add_plain(values, key, value):
             return
     stream = planner.resolve_data(item)
+    if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
+        return
     if isinstance(stream, ValueStream):
         prepared = prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle)
         _add_prepared(values, key, prepared, stream.value)
@@ -88,6 +98,16 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if is_archive(data) and _add_archive(values, key, data, planner):
         return
     _add_opaque(values, key, data)
+
+
+def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
+    """Add what an export puts into a list again; False if it would not come back so: then the bytes are kept."""
+    if _add_plain(values, key, value):
+        return True
+    if allow_pickle and _comes_back(value):
+        _add_prepared(values, key, prepare({key: value}, None, rank=0, allow_pickle=True), value)
+        return True
+    return False
 
 
 def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
