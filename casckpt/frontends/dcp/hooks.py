@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from casckpt.checkpoint.ending import note_if_late
 from casckpt.checkpoint.messages import portable
 
 P = ParamSpec("P")
@@ -13,13 +14,17 @@ T = TypeVar("T")
 
 
 def hook(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise only what comes back from a pickle: DCP sends errors so, and ranks wait for ever for one that does not."""
+    """Raise only what comes back from a pickle: DCP sends errors so, and ranks wait for ever for one that does not.
+
+    What fails when the program is ending already is told: DCP drops it with the future.
+    """
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
         except Exception as error:
+            note_if_late(error)
             found = portable(error)
             if found is error:
                 raise
