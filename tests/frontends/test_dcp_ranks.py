@@ -117,6 +117,19 @@ def test_a_planner_that_makes_metadata_of_the_template(ranks: Pool, store_path: 
     assert ranks.run(2, planned_from_the_template, store_path) == [[((0, 0), (6, 3))]] * 2  # one chunk, as documented
 
 
+def in_memories_of_their_own(rank: int, size: int) -> Any:
+    store = casckpt.open("memory://own-dcp")
+    store.save({"n": rank}, step=0, no_dist=True)
+    state = {"w": distribute_tensor(numbers("w", 6, 3), line(size), [Shard(0)])}
+    return failed(lambda: save(state, StorageWriter(store, step=1)))
+
+
+def test_ranks_whose_stores_are_not_one(ranks: Pool) -> None:
+    for told in ranks.run(2, in_memories_of_their_own):
+        assert list(told) == [1]
+        assert "is another place on this rank" in told[1][1]
+
+
 # replicas, parts of ranks, processes alone
 
 
