@@ -66,7 +66,9 @@ def test_one_id_is_one_place_for_a_save_and_for_a_load(store: Store, id: Any, pl
     assert StorageReader.validate_checkpoint_id(id)
 
 
-@pytest.mark.parametrize("id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6])
+@pytest.mark.parametrize(
+    "id", ["latest", "tag:best", "sft@latest", "deface", "a b/step-1", "../x/1", "", ".", "/", 6, "a-" + "9" * 5000]
+)
 def test_an_id_that_names_no_place_is_refused(store: Store, id: Any) -> None:
     with pytest.raises(InvalidInput, match=r"(?i)give 'RUN@STEP'"):
         StorageWriter(store).reset(id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import string
 
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -20,7 +21,6 @@ from casckpt.repository.refs import is_reference
 
 _STEP = re.compile(r"[0-9]{1,19}")
 _PLACE = re.compile(r"(?P<run>.+)@(?P<step>[0-9]{1,19})", re.DOTALL)
-_PATH = re.compile(r"(?P<run>.*?)[^A-Za-z0-9]*(?P<step>[0-9]+)", re.DOTALL)
 
 
 def place_of(checkpoint_id: str | os.PathLike[str], run: str) -> tuple[str, int]:
@@ -60,10 +60,11 @@ def _text(checkpoint_id: object) -> str:
 
 def _place_of_path(text: str) -> tuple[str, int]:
     path = posixpath.normpath(text.replace("://", "/", 1)).lstrip("/")
-    found = _PATH.fullmatch(path)
-    run, step = (found["run"], int(found["step"])) if found else (path, 0)
+    before = path.rstrip(string.digits)
+    number = path[len(before) :]
+    run = before.rstrip(string.punctuation) if number else path
     try:
-        return check_run(run), check_step(step)
+        return check_run(run), check_step(int(number.lstrip("0")[:30] or "0"))
     except InvalidInput as error:
         raise InvalidInput(f"checkpoint_id={text!r} is taken for a path, but {error}; give 'RUN@STEP'") from error
 
