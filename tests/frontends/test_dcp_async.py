@@ -25,6 +25,11 @@ try:
 except ImportError:  # before 2.7
     AsyncCheckpointerType = None  # type: ignore[assignment,misc] # of an older torch
 
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+except ImportError:
+    DefaultStager = StagingOptions = None  # type: ignore[assignment,misc] # of an older torch
+
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
@@ -123,6 +128,19 @@ def test_a_stager_of_the_user(store: casckpt.Store) -> None:
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
     assert torch.equal(store.read("default@1")["a"], torch.ones(4))
+
+
+@pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_stager_that_copies_in_the_background(store: casckpt.Store) -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    answer: Any = async_save(
+        {"a": torch.ones(4)}, storage_writer=StorageWriter(store), checkpoint_id="last", async_stager=stager
+    )
+    answer.staging_completion.result()
+    answer.upload_completion.result()
+    stager.close()
+    assert torch.equal(store.read("last@0")["a"], torch.ones(4))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
