@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
+from casckpt.checkpoint.ending import unheard, watch_exits
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
-
-log = logging.getLogger(__name__)
 
 
 class SaveFuture(Future[Checkpoint]):
@@ -43,7 +39,7 @@ class SaveFuture(Future[Checkpoint]):
 
     def _heard(self) -> None:
         if self.done():
-            _unheard.pop(self.name, None)
+            unheard.pop(self.name, None)
         self.awaited = False
 
 
@@ -68,17 +64,18 @@ class Background:
     def unheard(self) -> BaseException | None:
         """The error of the save that was waited for, if nobody has asked its future; once."""
         last = self._last
-        return None if last is None or last.awaited or last.name not in _unheard else last.exception()
+        return None if last is None or last.awaited or last.name not in unheard else last.exception()
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
         """Run ``call``; after `wait`. Where no thread is to be had, the caller runs it."""
+        watch_exits()
         future = self._last = SaveFuture()
 
         def run() -> None:
             try:
                 found = call()
             except BaseException as error:  # noqa: BLE001 - the future raises it
-                _unheard[future.name] = str(error)
+                unheard[future.name] = str(error)
                 future.set_exception(error)
             else:
                 future.set_result(found)
@@ -94,15 +91,6 @@ class _Saving(threading.Thread):
     """A save in the background; a program that ends waits for it."""
 
 
-_unheard: dict[object, str] = {}
-"""What failed, by the names of the futures that nobody asked. No futures: their errors hold the state that was saved,
-and the store of one may be gone before the program ends."""
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unheard.clear)  # it is for the parent to tell
-
-
 def _end_saves() -> None:
     """The program ends: let what still runs end before."""
     for thread in threading.enumerate():
@@ -114,10 +102,3 @@ def _end_saves() -> None:
 # pools of threads to work on, without which the clients of buckets cannot. Of these functions the last one goes first.
 with suppress(AttributeError, RuntimeError):  # nobody promised that there is this one; or the program is ending already
     threading._register_atexit(_end_saves)  # type: ignore[attr-defined] # see above
-
-
-@atexit.register
-def _tell_unheard() -> None:
-    """The program ends: no next call will raise what failed last."""
-    for why in _unheard.values():
-        log.error("the last save in the background failed, and nobody asked its future: %s", why)

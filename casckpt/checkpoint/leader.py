@@ -11,6 +11,7 @@ from casckpt._version import __version__
 from casckpt.checkpoint.describe import Described, Share, Streams, mark_worn, merge
 from casckpt.checkpoint.known import Knowledge, Remembered, Sources, nothing_known
 from casckpt.checkpoint.layout import Layout, WritePlan, plan_writes
+from casckpt.checkpoint.pickled import say_pickled
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.manifest import TENSOR, Attachment, BlobRef, Body, ObjectEntry, encode_metadata, packed_blobs
@@ -172,6 +173,7 @@ class Leader:
         record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
         self._commit(self._transaction, record)
         self._close(self._transaction)
+        say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
         return [
             Done(record, frozenset((r.uploader, r.hash) for r in one.share.refs if (r.uploader, r.hash) in worn))
             for one in stored

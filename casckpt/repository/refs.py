@@ -58,6 +58,11 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
     raise InvalidInput(f"{ref!r} does not name a checkpoint: {GRAMMAR}")
 
 
+def is_reference(text: str) -> bool:
+    """Has it the form of a reference, whether or not there is such a checkpoint?"""
+    return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
+
+
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
     """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`."""
     found = list_commits(repo) if commits is None else commits

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
-from casckpt.errors import NotFound, Refused
+from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, ShortObject, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.names import split_folder, split_key
 
 _SPACES: dict[str, dict[str, bytes]] = {}  # name -> objects; one per name, so that every opener sees the same
+_HOME = os.urandom(16)  # of this process, and of those that are forked from it, which have a copy
 _LOCK = threading.Lock()
 if hasattr(os, "register_at_fork"):  # a fork while another thread holds the lock would leave it shut in the child
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
@@ -53,17 +54,28 @@ class MemoryReader:
 class MemoryStore:
     """`casckpt.storage.base.ObjectStore` in a dict: all stores of one name in this process share their objects.
 
-    Durable as long as the process. A pickled copy opened in another process is empty there.
+    Durable as long as the process. A copy that was pickled to another process refuses everything there.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, home: bytes = _HOME) -> None:
         self.name = name
         self.counts = IoCounts()
+        self._home = home
         with _LOCK:
-            self._objects = _SPACES.setdefault(name, {})
+            self._here = _SPACES.setdefault(name, {})
 
-    def __reduce__(self) -> tuple[type[MemoryStore], tuple[str]]:
-        return MemoryStore, (self.name,)
+    def __reduce__(self) -> tuple[type[MemoryStore], tuple[str, bytes]]:
+        return MemoryStore, (self.name, self._home)
+
+    @property
+    def _objects(self) -> dict[str, bytes]:
+        """Raises Unsupported where they are in another process, lest that store be taken for an empty one."""
+        if self._home != _HOME:
+            raise Unsupported(
+                f"{self.url} is in the memory of another process: nothing of it can be read here, and what is saved "
+                "here would be gone with this process; use a folder or a bucket"
+            )
+        return self._here
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.name!r})"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from typing import Any
+from typing import Any, Final
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
@@ -15,6 +16,9 @@ from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.untrusted import MISREAD
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
+_RECORD: Final = re.compile(
+    r"[^/]+/(?:data\.pkl|data/[0-9]+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id)"
+)
 
 
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
@@ -64,6 +68,23 @@ def read_archive(data: bytes | memoryview) -> Any:
     Bytes of no use raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def write_archive(value: Any) -> bytes:
+    """What torch.save writes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def is_only_torchs(archive: bytes) -> bool:
+    """Are all records those of torch.save, of whatever version, and is there no byte behind them?"""
+    try:
+        with ZipFile(io.BytesIO(archive)) as opened:
+            names = opened.namelist()
+    except (BadZipFile, ValueError):
+        return False
+    return archive[-22:-18] == b"PK\x05\x06" and all(map(_RECORD.fullmatch, names))
 
 
 def refused_name(error: pickle.UnpicklingError) -> str:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 SECONDS = 120  # a hung child fails the test
 
 
-def told(code: str, *args: object) -> str:
-    """What a program that ends well has written on stderr."""
+def told(code: str, *args: object, status: int = 0) -> str:
+    """What a program that ends with ``status`` has written on stderr."""
     command = [sys.executable, "-c", code, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stderr
 
 
@@ -106,6 +106,77 @@ def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> No
     assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1]
 
 
+ENDINGS = """
+import atexit, gc, json, os, sys, threading
+atexit.register(os.write, 1, b"first ")  # runs last
+import casckpt, torch
+import torch.distributed.checkpoint as dcp
+from casckpt.checkpoint import ending as end, leader
+from casckpt.frontends.dcp import StorageWriter
+
+gc.freeze()  # what is imported costs each end a second else
+for ending in json.loads(sys.argv[2]):
+    read, write = os.pipe()
+    sys.stdout.flush()
+    if not os.fork():
+        os.dup2(write, 1), os.dup2(write, 2), os.close(read), os.close(write)
+        break
+    os.close(write)
+    with open(read) as pipe:
+        print(json.dumps([pipe.read(), os.waitstatus_to_exitcode(os.wait()[1])]))
+else:
+    os._exit(0)
+
+atexit.register(print, "second", flush=True)
+ended, real = threading.Event(), leader.list_commits
+def failing(repo):
+    ended.wait()
+    raise casckpt.errors.StorageError("no space left")
+def late(repo):
+    assert end._ending.wait(100)
+    raise casckpt.errors.StorageError("no space left")
+def gone(repo):
+    raise casckpt.errors.StorageError("long ago")
+store = casckpt.open(sys.argv[1])
+exec(ending)
+"""
+
+
+def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
+    """(what was written, status) of programs that end in these ways; forks of one, for imports take a while."""
+    command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(path), json.dumps(codes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1); "
+LAST = f"leader.list_commits = failing; {SAVE}threading._register_atexit(ended.set); "
+EARLY = f"leader.list_commits = gone; {SAVE}store._saver.get().background.wait(); "
+
+LATE = "leader.list_commits = late; "
+LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store, step=1)); "
+
+
+HEARD = EARLY + "one.exception(); "
+FAILED = {
+    LAST: 120, LAST + "sys.exit(0)": 120, LAST + "sys.exit(3)": 3, LAST + "raise ValueError": 1,
+    LAST + "import logging; logging.basicConfig(stream=open(os.devnull, 'w'))": 120,
+    LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 3,
+}  # fmt: skip
+
+
+def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_so(store_path: Path) -> None:
+    """Whatever else runs at its end runs, and a status that is not 0 stays. One whose saves did well is as ever."""
+    wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0}
+    found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
+    assert {ending: status for ending, (_, status) in found.items()} == wanted
+    for ending, (said, _) in found.items():
+        assert "second\n" in said, said
+        assert said.endswith("first "), said
+        told = "the last save in the background failed, and nobody asked its future"
+        assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
+
+
 def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
     code = (
         "import gc, sys, casckpt\n"
@@ -117,7 +188,7 @@ def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(st
         "main()\n"
         "gc.collect()\n"
     )
-    said = told(code, store_path)
+    said = told(code, store_path, status=120)
     assert said.count("failed, and nobody asked its future") == 1
     assert "unheard: a value of type builtins.object" in said
 

@@ -39,6 +39,21 @@ if TYPE_CHECKING:
 # what is refused
 
 
+def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
+    store = casckpt.open(url.format(rank=rank))
+    store.save({"n": rank}, step=0, no_dist=True)
+    state = spread({"w": numbers("w", 400, 400)}, line(size), [Shard(0)])
+    return str(outcome_of(lambda: store.save(state, run="b", step=1))), len(store.checkpoints("b"))
+
+
+@pytest.mark.parametrize("url", ["memory://own", "{path}/{{rank}}"])
+def test_ranks_whose_stores_are_not_one(ranks: Pool, tmp_path: Path, url: str) -> None:
+    """Else the one that commits would name what nobody else can find."""
+    for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
+        assert "is another place on this rank" in told
+        assert saved == 0
+
+
 def flat_range(lo: int, count: int) -> casckpt.Shard:
     return casckpt.Shard(torch.zeros(count), (10,), flat=(lo, lo + count))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 from datetime import UTC, datetime, timedelta
@@ -137,6 +138,18 @@ def test_json_has_null_for_what_is_no_number(saved: Path, store: casckpt.Store, 
     for command in (("show", saved, "n@0"), ("list", saved)):
         assert "NaN" not in run(*command, "--json").stdout
     assert json.loads(run("show", saved, "n@0", "--json").stdout)["metadata"] == {"loss": None, "all": [None, 1.5]}
+
+
+def test_show_says_what_is_pickled(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.save({"odd": Odd(1), "n": 1}, run="odd", step=1, allow_pickle=True)
+    assert as_json("show", saved, "odd@1")["pickled"] == ["odd"]
+    assert "pickled  odd" in run("show", saved, "odd@1").stdout
+    assert as_json("show", saved, "a@1")["pickled"] == []
+    assert "pickled" not in run("show", saved, "a@1").stdout
+
+
+class Odd(enum.IntEnum):
+    ONE = 1
 
 
 def test_show_chooses_by_key(saved: Path, as_json: AsJson, run: Run) -> None:

@@ -17,13 +17,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from tests.support.dcp import forget_plans, load
+from tests.support.dcp import failed, forget_plans, load
 from tests.support.together import line, numbers
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 except ImportError:  # before 2.7
     AsyncCheckpointerType = None  # type: ignore[assignment,misc] # of an older torch
+
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+except ImportError:
+    DefaultStager = StagingOptions = None  # type: ignore[assignment,misc] # of an older torch
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -64,6 +69,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         memory.append(held())
     before.result()
     if kind == "process":
+        _refused_in_memory(rank)
         _end_process()
     forget_plans()
     found = state_at(0, size)
@@ -76,6 +82,17 @@ def held() -> int:
     """Bytes of all tensors that there are. What the process takes says less: malloc keeps what threads gave back."""
     storages = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def _refused_in_memory(rank: int) -> None:
+    """The process of DCP has a memory of its own; a checkpoint there would be gone with it."""
+    writer = StorageWriter("memory://gone", step=1)
+    pending: Any = async_save(
+        {"x": torch.ones(3) * rank}, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    told = failed(pending.result)
+    assert told
+    assert all(kind == "Unsupported" and "memory of another process" in text for kind, text in told.values()), told
 
 
 def _end_process() -> None:
@@ -111,6 +128,19 @@ def test_a_stager_of_the_user(store: casckpt.Store) -> None:
     future: Any = async_save(state, storage_writer=StorageWriter(store, step=1), async_stager=BlockingAsyncStager())
     future.result()
     assert torch.equal(store.read("default@1")["a"], torch.ones(4))
+
+
+@pytest.mark.skipif(DefaultStager is None, reason="came with torch 2.9")
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_stager_that_copies_in_the_background(store: casckpt.Store) -> None:
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    answer: Any = async_save(
+        {"a": torch.ones(4)}, storage_writer=StorageWriter(store), checkpoint_id="last", async_stager=stager
+    )
+    answer.staging_completion.result()
+    answer.upload_completion.result()
+    stager.close()
+    assert torch.equal(store.read("last@0")["a"], torch.ones(4))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

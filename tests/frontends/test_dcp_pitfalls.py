@@ -55,8 +55,9 @@ def cached_saves(rank: int, size: int, path: Path, changed: int) -> None:
             state = {"a": distribute_tensor(numbers(f"a{step}", rows, 4), mesh, [Shard(0)]), "step": step}
             planner = DefaultSavePlanner(enable_plan_caching=True)
             metadata = save(state, StorageWriter(store, run="cached", step=step), planner=planner)
-            assert metadata.storage_data == {"checkpoint": store.get(f"cached@{step}").id}
-            assert metadata.storage_meta == StorageMeta(checkpoint_id=f"cached@{step}")
+            found = store.get(f"cached@{step}")
+            assert metadata.storage_data == {"checkpoint": found.id}
+            assert metadata.storage_meta == StorageMeta(checkpoint_id=f"cached@{step}", save_id=found.commit.txid)
     finally:
         forget_plans()
 

@@ -13,6 +13,7 @@ from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard as TorchShard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
@@ -97,6 +98,36 @@ def with_options(rank: int, size: int, path: Path) -> list[str]:
 
 def test_options_of_state_dicts(ranks: Pool, store_path: Path) -> None:
     assert ranks.run(2, with_options, store_path) == [[], []]
+
+
+# torch's own planner for what has no metadata, and metadata of what was sharded
+
+
+def planned_from_the_template(rank: int, size: int, path: Path) -> Any:
+    full = numbers("w", 6, 3)
+    save({"w": distribute_tensor(full, line(size), [Shard(0)])}, StorageWriter(path, step=1))
+    state = {"w": distribute_tensor(torch.zeros(6, 3), line(size), [Shard(1)])}
+    load(state, StorageReader(path, "default@1"), planner=DynamicMetaLoadPlanner())
+    assert torch.equal(state["w"].full_tensor(), full)
+    told: Any = StorageReader(path, "default@1").read_metadata().state_dict_metadata["w"]
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in told.chunks]
+
+
+def test_a_planner_that_makes_metadata_of_the_template(ranks: Pool, store_path: Path) -> None:
+    assert ranks.run(2, planned_from_the_template, store_path) == [[((0, 0), (6, 3))]] * 2  # one chunk, as documented
+
+
+def in_memories_of_their_own(rank: int, size: int) -> Any:
+    store = casckpt.open("memory://own-dcp")
+    store.save({"n": rank}, step=0, no_dist=True)
+    state = {"w": distribute_tensor(numbers("w", 6, 3), line(size), [Shard(0)])}
+    return failed(lambda: save(state, StorageWriter(store, step=1)))
+
+
+def test_ranks_whose_stores_are_not_one(ranks: Pool) -> None:
+    for told in ranks.run(2, in_memories_of_their_own):
+        assert list(told) == [1]
+        assert "is another place on this rank" in told[1][1]
 
 
 # replicas, parts of ranks, processes alone

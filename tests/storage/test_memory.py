@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from uuid import uuid4
 
 import pytest
 
+from casckpt.errors import Unsupported
 from casckpt.storage import memory
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
@@ -27,6 +30,22 @@ def test_one_space_for_one_name() -> None:
     MemoryStore(name).put("a", b"1")
     assert MemoryStore(name).get("a", limit=1) == b"1"
     assert MemoryStore(name + "-other").size("a") is None
+
+
+def test_a_copy_in_another_process_is_refused_rather_than_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore(uuid4().hex)
+    store.put("a", b"1")
+    pickled = pickle.dumps(store)
+    monkeypatch.setattr(memory, "_HOME", b"another process")
+    copy = pickle.loads(pickled)
+    calls: list[Callable[[], object]] = [
+        lambda: copy.put("b", b"2"), lambda: copy.replace("b", b"2"), lambda: copy.delete("a"), lambda: copy.size("a"),
+        lambda: copy.get("a", limit=1), lambda: copy.open("a"), lambda: copy.list(""), lambda: copy.list_folder("a"),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(Unsupported, match="memory of another process"):
+            call()
+    assert pickle.dumps(copy) == pickled  # it knows where it is from, however far it travels
 
 
 def test_counts() -> None:

@@ -55,6 +55,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "versions": {"casckpt": body.casckpt, "torch": body.torch},
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
         "objects": list(dict.fromkeys(one.key for one in body.objects)),
+        "pickled": list(dict.fromkeys(one.key for one in body.objects if one.pickled)),
         "tensors": [
             {"key": key, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.bytes}
             for key, one in checkpoint.tensors.items()
@@ -90,7 +91,8 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("parent", result["parent"] or ""),
         ("ranks", str(result["world_size"])),
         ("files", attachments),
-        ("objects", ", ".join(result["objects"][:FEW]) + (", ..." if len(result["objects"]) > FEW else "")),
+        ("objects", _few(result["objects"])),
+        ("pickled", _few(result["pickled"])),
         ("tensors", count(len(result["tensors"]), "tensor")),
     ]
     facts([(title, value) for title, value in rows if value])
@@ -99,6 +101,10 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         table(_COLUMNS, map(_cells, result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
+
+
+def _few(keys: list[str]) -> str:
+    return ", ".join(keys[:FEW]) + (", ..." if len(keys) > FEW else "")
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:

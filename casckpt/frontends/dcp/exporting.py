@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -159,8 +158,6 @@ class _Writer:
                 properties = TensorProperties(dtype=told.properties.dtype)
                 metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, told.size, found)
         metadata.storage_data = self._places
-        if hasattr(metadata, "version"):
-            metadata.version = filesystem.CURRENT_DCP_VERSION
 
 
 def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from casckpt.errors import Damaged, InvalidInput, Refused, Unsupported
 from casckpt.frontends.dcp.described import read_metadata
-from casckpt.frontends.dcp.opened import archive
+from casckpt.frontends.dcp.items import BoxedStream
 from casckpt.frontends.dcp.unflattened import places, unflatten
 from casckpt.storage.files import Files
-from casckpt.tensors.objects import is_archive, read_archive
+from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive
 from casckpt.tensors.untrusted import MISREAD, check_expansion, misread
 
 METADATA: Final = ".metadata"
@@ -43,7 +43,7 @@ class Folder:
         found = read_metadata(files.read(METADATA), f"{files.url}/{METADATA}", anything=allow_pickle)
         self.metadata, self._cuts = unflatten(found)
         self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)
-        self._values: dict[str, bytes] = {}
+        self._values: dict[str, io.BytesIO] = {}
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +81,8 @@ class Folder:
         may be unpickled: then they are kept as the bytes that they are.
         """
         found = {item.index.fqn: self._read_value(item) for item in self._in_file_order(self._value_items())}
-        unread = [] if self._allow_pickle else sorted(key for key, data in found.items() if not _is_readable(data))
+        values = {} if self._allow_pickle else found
+        unread = sorted(key for key, stream in values.items() if not _is_readable(stream.getvalue()))
         if unread:
             raise InvalidInput(
                 f"{self._files.url}: {', '.join(map(repr, unread[:6]))}{', ...' if len(unread) > 6 else ''} "
@@ -96,7 +97,7 @@ class Folder:
         """The data of an item; of a `SavePlanner`, what is asked for. Raises Damaged, naming key and file."""
         if item.type == WriteItemType.BYTE_IO:
             key = item.index.fqn
-            return io.BytesIO(self._values.pop(key) if key in self._values else self._read_value(item))
+            return self._values.pop(key) if key in self._values else self._read_value(item)
         with self._part(item) as view:
             found = torch.load(view, map_location="cpu", weights_only=True)
             if not isinstance(found, torch.Tensor):
@@ -106,10 +107,10 @@ class Folder:
         cut = self._cuts.get(item.index)
         return found if cut is None else cut.out_of(found)
 
-    def _read_value(self, item: WriteItem) -> bytes:
+    def _read_value(self, item: WriteItem) -> io.BytesIO:
         with self._part(item) as view:
             data = view.read()
-        return self._unboxed(data) if self._boxed else data
+        return self._unboxed(data) if self._boxed else io.BytesIO(data)
 
     @contextmanager
     def _part(self, item: WriteItem) -> Iterator[BinaryIO]:
@@ -128,13 +129,15 @@ class Folder:
         ):
             yield view
 
-    def _unboxed(self, data: bytes) -> bytes:
-        """The one value of a list, as Megatron keeps objects; the data as they are if only a pickle could tell."""
+    def _unboxed(self, data: bytes) -> io.BytesIO:
+        """With the one value of a list, as Megatron keeps objects; without where only a pickle could tell it."""
+        if not is_only_torchs(data):
+            return io.BytesIO(data)
         try:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not self._allow_pickle)
         except MISREAD:
-            return data
-        return archive(found[0]) if isinstance(found, list) and len(found) == 1 else data
+            return io.BytesIO(data)
+        return BoxedStream(data, found[0]) if isinstance(found, list) and len(found) == 1 else io.BytesIO(data)
 
 
 def _is_readable(data: bytes) -> bool:

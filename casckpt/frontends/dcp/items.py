@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from casckpt.checkpoint.prepare import Prepared, prepare, stored_object
 from casckpt.checkpoint.sources import Source
@@ -17,15 +17,17 @@ from casckpt.errors import InvalidInput
 from casckpt.format import plain
 from casckpt.format.manifest import TENSOR, ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
-from casckpt.format.tree import Container, decode_tree, encode_tree
+from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
 from casckpt.tensors.dtensors import check_added_up, is_dtensor
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.objects import is_archive, read_archive
+from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive
+from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import Piece, check_storable
+from casckpt.tensors.state import flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
@@ -38,6 +40,14 @@ class Resolver(Protocol):
 
     def resolve_data(self, write_item: WriteItem, /) -> Any:
         """A tensor, or bytes."""
+
+
+class BoxedStream(io.BytesIO):
+    """What torch.save wrote of a list of one ``value``."""
+
+    def __init__(self, data: bytes, value: Any) -> None:
+        super().__init__(data)
+        self.value = value
 
 
 @dataclass
@@ -75,6 +85,8 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
         if _add_plain(values, key, value):
             return
     stream = planner.resolve_data(item)
+    if isinstance(stream, BoxedStream) and _add_unboxed(values, key, stream.value, allow_pickle):
+        return
     if isinstance(stream, ValueStream):
         prepared = prepare({key: stream.value}, None, rank=0, allow_pickle=allow_pickle)
         _add_prepared(values, key, prepared, stream.value)
@@ -82,15 +94,45 @@ def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle:
     if not isinstance(stream, io.BytesIO):
         raise InvalidInput(f"{key!r}: the planner gave {type(stream).__name__} for an item of bytes", key=key)
     data = stream.getvalue()
-    if is_archive(data):
-        try:
-            found = read_archive(data)
-        except MISREAD:
-            pass
-        else:
-            if _add_plain(values, key, found):
-                return
+    if is_archive(data) and _add_archive(values, key, data, planner):
+        return
     _add_opaque(values, key, data)
+
+
+def _add_unboxed(values: Values, key: str, value: Any, allow_pickle: bool) -> bool:
+    """Add what an export puts into a list again; False if it would not come back so: then the bytes are kept."""
+    if _add_plain(values, key, value):
+        return True
+    if allow_pickle and _comes_back(value):
+        _add_prepared(values, key, prepare({key: value}, None, rank=0, allow_pickle=True), value)
+        return True
+    return False
+
+
+def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bool:
+    """Add the value that torch.save wrote; False if it is not to be read, or could not stand for these bytes."""
+    try:
+        found = read_archive(data)
+        # one of its kind may look at the bytes themselves; those of a folder are read by torch, or kept
+        same = (
+            write_archive(_as_loaded(key, found)) == data if isinstance(planner, SavePlanner) else is_only_torchs(data)
+        )
+    except MISREAD:  # InvalidInput is a ValueError
+        return False
+    return same and _add_plain(values, key, found)
+
+
+def _as_loaded(key: str, value: Any) -> Any:
+    """What a load will make of it. Raises InvalidInput for what is not plain."""
+    flat = flatten({key: value})
+
+    def leaf(key: str, _: Leaf) -> Any:
+        found = flat.leaves[key]
+        if found.is_tensor:
+            return found.value.clone(memory_format=torch.contiguous_format)
+        return plain.decode(plain.encode(found.value, extensions=TORCH_EXTENSIONS), extensions=TORCH_EXTENSIONS)
+
+    return inflate(flat.tree, leaf, lambda _: True)[key]
 
 
 def _is_default(planner: Resolver, *more: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,12 +27,13 @@ from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry, ObjectEntry
 from casckpt.format.regions import Shape
+from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.objects import is_archive, read_archive
+from casckpt.tensors.objects import is_archive, read_archive, write_archive
 from casckpt.tensors.untrusted import MISREAD
 
 
@@ -81,7 +82,10 @@ class Opened:
         for key in schema.paths if self.note.keys is None else self.note.keys:
             found[key] = BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        return Metadata(found, planner_data=planner_data)
+        made = Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
+        commit = self.checkpoint.commit
+        stamp(made, commit.run, commit.step, commit.txid)
+        return made
 
     def _tensor_metadata(self, key: str) -> TensorStorageMetadata:
         chunked = self.note.chunks.get(key)
@@ -150,9 +154,9 @@ class Opened:
                 _check_restricted(key, data)
         made: dict[Any, bytes] = {}
         for key, value in self.values([key for key in keys if key not in found]).items():
-            same = (type(value), value) if isinstance(value, bool | int | float | str | None) else key
-            if same not in made or value != value:  # noqa: PLR0124 - NaN
-                made[same] = archive([value] if boxed else value)
+            same = _bits(value) if isinstance(value, bool | int | float | str | None) else key
+            if same not in made:
+                made[same] = write_archive([value] if boxed else value)
             found[key] = made[same]
         return found
 
@@ -189,8 +193,6 @@ def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) 
     return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(dtype)), torch.Size(shape), parts)
 
 
-def archive(value: Any) -> bytes:
-    """What torch.save writes."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+def _bits(value: Any) -> tuple[type, Any]:
+    """Equal for values of one archive: 0.0 and -0.0 are not."""
+    return type(value), struct.pack("d", value) if isinstance(value, float) else value

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
+from uuid import uuid4
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -22,8 +23,10 @@ from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.tied import Tied
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
+from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
-from casckpt.frontends.dcp.hooks import hook, id_text
+from casckpt.frontends.dcp.hooks import hook
+from casckpt.frontends.dcp.ids import reference_of
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
@@ -55,9 +58,11 @@ class StorageReader(Protocol):
     """``dcp.load(state_dict, storage_reader=StorageReader(store, "sft@latest"))``.
 
     ``ref``: what names a checkpoint, or one; may be left out where each call says ``checkpoint_id=REF``. Any checkpoint
-    of the store will do, whoever saved it. ``verify``: compare every cell read with its digest. ``cast``: convert
-    dtypes, as DCP does (with a line in the log); else another dtype is a Mismatch. ``allow_pickle``: hand over values
-    that only a pickle could hold, to a planner that then runs what is in them.
+    of the store will do, whoever saved it. A path may stand in its place, of what was saved under it; see
+    `casckpt.frontends.dcp.ids`. ``run``: of a ``checkpoint_id`` that is a step alone. ``verify``: compare every cell
+    read with its digest. ``cast``: convert dtypes, as DCP does (with a line in the log); else another dtype is a
+    Mismatch. ``allow_pickle``: hand over values that only a pickle could hold, to a planner that then runs what is in
+    them.
 
     A load raises DCP's CheckpointException, on every rank: with Damaged, naming key, blob and checkpoints, Mismatch,
     StorageError. After an error during the read the contents of the state are undefined.
@@ -66,8 +71,9 @@ class StorageReader(Protocol):
     def __init__(
         self,
         store: AnyStore,
-        ref: str | Checkpoint | None = None,
+        ref: str | os.PathLike[str] | Checkpoint | None = None,
         *,
+        run: str = "default",
         verify: bool = True,
         cast: bool = True,
         allow_pickle: bool = False,
@@ -77,7 +83,9 @@ class StorageReader(Protocol):
         """See the class."""
         super().__init__()
         self._store = as_store(store)
-        self._ref = ref
+        self._run = check_run(run)
+        self._ref = ref if ref is None or isinstance(ref, Checkpoint) else reference_of(ref, None)
+        self._load_id = str(uuid4())
         self._verify, self._cast, self._allow_pickle = verify, cast, allow_pickle
         self._threads = usable_threads(threads)
         self._progress = progress or silent
@@ -87,9 +95,10 @@ class StorageReader(Protocol):
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next load is of ``checkpoint_id``, a REF; None leaves it as it is."""
+        """The next load is of ``checkpoint_id``: a reference, a step, or a path. None leaves it as it is."""
         if checkpoint_id is not None:
-            self._ref = id_text(checkpoint_id)
+            self._ref = reference_of(checkpoint_id, self._run)
+        self._load_id = str(uuid4())
         self._opened, self._missing = None, None
 
     @hook
@@ -108,7 +117,10 @@ class StorageReader(Protocol):
             self._store, checkpoint, rank=rank, verify=self._verify, allow_pickle=self._allow_pickle,
             threads=self._threads,
         )  # fmt: skip
-        return self._opened.metadata()
+        metadata = self._opened.metadata()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self._load_id
+        return metadata
 
     def _of_all(self, ref: str | Checkpoint) -> Checkpoint:
         self._missing = None
@@ -225,9 +237,12 @@ class StorageReader(Protocol):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Has it the form of a reference?"""
-        text = id_text(checkpoint_id)
-        return bool(text) and not text.startswith(("/", ".")) and "://" not in text
+        """Is it a reference, a step, or a path that names a run?"""
+        try:
+            reference_of(checkpoint_id, "default")
+        except InvalidInput:
+            return False
+        return True
 
 
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:

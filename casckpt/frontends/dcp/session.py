@@ -22,7 +22,7 @@ from casckpt.checkpoint.describe import Share, Streams, joined
 from casckpt.checkpoint.known import DamagedBlobs, Sources, known_by_reading
 from casckpt.checkpoint.leader import Leader, SaveMemory, SaveOptions, Stored
 from casckpt.checkpoint.prepare import Prepared, frozen_by, prepare
-from casckpt.checkpoint.save import store_share
+from casckpt.checkpoint.save import check_shared, store_share
 from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.manifest import TENSOR, Name
@@ -105,6 +105,13 @@ class Session:
         if earlier is not None:  # it ran in this thread, so it is over
             earlier.give_up()
         _latest.session = weakref.ref(self)
+
+    @property
+    def txid(self) -> TxId:
+        """Of the transaction; on the coordinator, once it has begun."""
+        if self._txid is None:
+            raise InvalidInput("finish was called on a writer that did not make the global plan; this is DCP's order")
+        return self._txid
 
     def give_up(self) -> None:
         """Nothing more will come of it, if it has not ended yet."""
@@ -208,6 +215,7 @@ class Session:
             return self._txid, self._known
         told, options = plan.storage_data, self.options
         if isinstance(told, Told) and told.number == self.number:
+            check_shared(self.repo, told.txid)
             return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
         commits = list_commits(self.repo)  # after the plan came, so after the coordinator has begun
         sources = Sources(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)

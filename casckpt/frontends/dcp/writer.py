@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from threading import local
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -14,27 +15,27 @@ from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from casckpt.checkpoint.ending import watch_exits
 from casckpt.checkpoint.job import save_options
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.checkpoint.store import Dedup
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
-from casckpt.frontends.dcp.hooks import hook, id_text
+from casckpt.frontends.dcp.hooks import hook
+from casckpt.frontends.dcp.ids import place_of, stamp
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.progress import Progress
-
-_PLACE = re.compile(r"(?:(?P<run>.+)@)?(?P<step>[0-9]{1,19})")
 
 
 class StorageWriter(Protocol):
     """``dcp.save(state_dict, storage_writer=StorageWriter(store, run="sft", step=100))``.
 
-    ``store``: one, a path or a URL. ``step`` may be left out where each call says ``checkpoint_id="sft@100"``, or
-    "100" for the run of the writer. The other arguments are those of `casckpt.Store.save`; ``attachments`` are the
-    coordinator's. ``allow_pickle``: store planner data that are not plain, and values of `PickleFreeSavePlanner` that
-    are not, as pickles.
+    ``store``: one, a path or a URL. ``step`` may be left out where each call says ``checkpoint_id="sft@100"``, "100"
+    for the run of the writer, or a path, see `casckpt.frontends.dcp.ids`. The other arguments are those of
+    `casckpt.Store.save`; ``attachments`` are the coordinator's. ``allow_pickle``: store planner data that are not
+    plain, and values of `PickleFreeSavePlanner` that are not, as pickles.
 
     Pickles, for asynchronous saves by a process; may serve several threads at a time. Raises InvalidInput for
     arguments of no use; a save raises DCP's CheckpointException, on every rank, and leaves nothing visible.
@@ -59,7 +60,8 @@ class StorageWriter(Protocol):
         """See the class."""
         super().__init__()
         self._store = as_store(store)
-        self._run, self._step = check_run(run), None if step is None else check_step(step)
+        self._run = check_run(run)
+        self._place = _Place(run, None if step is None else check_step(step))
         self._wish = Wish(attachments, frozen, allow_pickle)
         self._options: dict[str, Any] = {
             "metadata": metadata, "overwrite": overwrite, "ephemeral": ephemeral, "dedup": dedup, "threads": threads,
@@ -67,6 +69,7 @@ class StorageWriter(Protocol):
         }  # fmt: skip
         save_options(run=run, step=step or 0, **self._options)  # refused here rather than in a save
         self._here = _Here()
+        watch_exits()  # in this thread: one that saves in the background may come too late
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_here"}
@@ -76,19 +79,19 @@ class StorageWriter(Protocol):
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The next save goes to ``checkpoint_id``: RUN@STEP, or STEP; None leaves it as it is."""
-        if checkpoint_id is None:
-            return
-        found = _PLACE.fullmatch(id_text(checkpoint_id))
-        if found is None:
-            raise InvalidInput(f"checkpoint_id={str(checkpoint_id)!r} names no place in a store; give 'RUN@STEP'")
-        run = self._run if found["run"] is None else check_run(found["run"])
-        self._here.place = run, check_step(int(found["step"]))
+        """The next save goes to ``checkpoint_id``, in whichever thread or process it runs; None leaves it as it is.
+
+        RUN@STEP, a step, or a path. Where threads save at a time, the next save of a thread goes where it said itself.
+        """
+        if checkpoint_id is not None:
+            self._place = self._here.place = _Place(*place_of(checkpoint_id, self._run))
 
     @hook
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """A save begins, in this thread, to whose end all other calls are of it."""
-        run, step = self._here.place or (self._run, self._step)
+        place = self._next
+        place.used = True
+        run, step = place.run, place.step
         if step is None:
             raise InvalidInput("the writer was given no step; give step=, or checkpoint_id='RUN@STEP' to each save")
         rank, alone = kwargs.get("rank", this_rank()), not kwargs.get("use_collectives", True)
@@ -118,17 +121,27 @@ class StorageWriter(Protocol):
         session = self._session
         session.finish(metadata, results)
         metadata.storage_data = {"checkpoint": session.checkpoint}
-        metadata.storage_meta = self.storage_meta()
+        stamp(metadata, session.options.run, session.options.step, session.txid)
 
     def storage_meta(self) -> StorageMeta | None:
-        """For the planner: which checkpoint this is."""
-        run, step = self._here.place or (self._run, self._step)
-        return StorageMeta(checkpoint_id=f"{run}@{step}")
+        """For the planner: which checkpoint the next save makes. It has no transaction yet whose id could be told."""
+        place = self._next
+        return StorageMeta(checkpoint_id=f"{place.run}@{place.step}", save_id=str(uuid4()))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Is it RUN@STEP, or STEP?"""
-        return _PLACE.fullmatch(id_text(checkpoint_id)) is not None
+        """Is it RUN@STEP, a step, or a path that names a run?"""
+        try:
+            place_of(checkpoint_id, "default")
+        except InvalidInput:
+            return False
+        return True
+
+    @property
+    def _next(self) -> _Place:
+        """Where the next save of this thread goes: as it said itself, unless a save went there since."""
+        mine = self._here.place
+        return self._place if mine is None or mine.used else mine
 
     @property
     def _session(self) -> Session:
@@ -137,8 +150,20 @@ class StorageWriter(Protocol):
         return self._here.session
 
 
-class _Here(local):
-    """What a thread does with a writer: a save runs in one thread, and several may run at a time."""
+@dataclass
+class _Place:
+    """Where to save. ``used``: a save has gone there."""
 
-    place: tuple[str, int] | None = None
+    run: str
+    step: int | None
+    used: bool = False
+
+
+class _Here(local):
+    """What a thread does with a writer: a save runs in one thread, and several may run at a time.
+
+    ``place``: what was said in it last. A thread that DCP starts for a save may have been told nothing.
+    """
+
+    place: _Place | None = None
     session: Session | None = None
