@@ -32,6 +32,7 @@ from casckpt.frontends.megatron.stored import Request, Stored
 from casckpt.frontends.megatron.strictness import StrictHandling, check_missing, check_unexpected, parse_strict_flag
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
+from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Loading:
         Raises CheckpointingException.
         """
         self.strict = parse_strict_flag(strict)
+        check_nesting(self._template, "state")
         values = self._sorted()
         self.unexpected = {value.key for value in values if self._is_unexpected(value)}
         check_unexpected(self.strict, self.stored.where, self.unexpected)

@@ -24,7 +24,7 @@ from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.stored import NOTES_NAME, encoded_notes, is_object_key
 from casckpt.tensors.foreign import flat_range, megatron_shard
-from casckpt.tensors.state import flatten
+from casckpt.tensors.state import check_nesting, flatten
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class Saving:
 
     def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
         """Build factories and sort the values. Raises CheckpointingException."""
+        check_nesting(self.sharded_state_dict, "state")
         apply_factories(self.sharded_state_dict)
         _check_lists(self.sharded_state_dict, ())
         _, persistent = extract_nonpersistent(self.sharded_state_dict)
