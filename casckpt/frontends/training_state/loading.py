@@ -14,10 +14,11 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import new_empty
 from casckpt.errors import Mismatch
 from casckpt.format.manifest import Entry
-from casckpt.format.tree import Element
+from casckpt.format.tree import Container, Element, Node
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
+from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -124,7 +125,18 @@ class _OptimizerPlan:
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
+        self._check_kind(nodes, stored.where)
         self.template = apart(stored.template(nodes, self._place, lambda key: True))
+
+    def _check_kind(self, nodes: Mapping[Element, Node], where: str) -> None:
+        """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
+        kind = Kind.of(self._optim)
+        for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
+            for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
+                node = None if name is None else nodes.get(name)
+                if kind is not None and isinstance(node, Container) and node.children:
+                    names = [str(element) for element, _ in node.children]
+                    kind.check(names, {**group, **options}, str(name), where)
 
     def _make_homes(self, model: nn.Module) -> dict[str, _Home]:
         homes = {}
