@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import everyone, open_ranks
@@ -241,16 +242,19 @@ class Checkpointer:
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
         strict: bool = True,
+        rename: Rename = None,
     ) -> Any:
         """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
 
         ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
-        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``: see
+        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``, ``rename``: see
         `load_model_and_optim_state`. Raises as `Store.load` does.
         """
         self._settle()
         pre_download = self.config.pre_download
-        wanted = Wanted(optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict)
+        wanted = Wanted(
+            optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict, rename=rename
+        )
         options = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,

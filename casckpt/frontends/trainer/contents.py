@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch.optim import Optimizer
 
+from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.store import Store
@@ -93,13 +94,15 @@ def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, A
 class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
-    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint.
+    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
+    ``rename`` gives them.
     """
 
     optim: bool | None
     train: bool | None
     pre_download: bool
     strict: bool
+    rename: Rename = None
 
 
 class Restoring:
@@ -124,7 +127,8 @@ class Restoring:
         elif groups is None and not stored.keys_below("model"):
             state = self._load_bare(stored, model, train)
         else:
-            state = self._load_named(Loading(stored, groups, self._wanted.strict), stored, model, optims, train)
+            loading = Loading(stored, groups, self._wanted.strict, self._wanted.rename)
+            state = self._load_named(loading, stored, model, optims, train)
         return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
 
     def _check_there(self, stored: Stored) -> None:
@@ -149,18 +153,22 @@ class Restoring:
     ) -> dict[str, Any]:
         self._ranks.exchange(lambda: loading.plan(as_model(model), optims), loading.check_unused)
         loading.state.update(train)
-        loading.install(self._fill(stored, loading.state))
+        loading.install(self._fill(stored, loading.state, loading.saved_key))
         return loading.state
 
     def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
         """Weights at the top, as an import of a safetensors file has them."""
         made: list[ModelTemplate] = []
         self._ranks.exchange(lambda: made.append(ModelTemplate(as_model(model))), lambda done: done)
-        loaded = self._fill(stored, made[0].values)
+        loaded = self._fill(stored, made[0].values, lambda key: self._saved_key(f"model.{key}").removeprefix("model."))
         made[0].install(loaded.missing_keys, self._wanted.strict)
         if train:
             self._fill(stored, train)
         return train
+
+    def _saved_key(self, key: str) -> str:
+        """The key of the checkpoint for one here. The train state's are no names of a user."""
+        return key if key.startswith(f"{TRAIN}.") else renamer(self._wanted.rename)(key)
 
     def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
         made: list[dict[str, Any]] = []
@@ -168,15 +176,18 @@ class Restoring:
         template = _template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)
         self._ranks.exchange(lambda: made.append(dict(template())), lambda done: done)
         state = made[0] | train
-        self._fill(stored, state)
+        self._fill(stored, state, self._saved_key)
         loaded = {key: value for key, value in state.items() if key != TRAIN}
         self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
         return state
 
-    def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
+    def _fill(self, stored: Stored, state: dict[str, Any], rename: Rename = None) -> Checkpoint:
+        ref, strict = stored.checkpoint, self._wanted.strict
         if self._wanted.pre_download:
-            self._ranks.exchange(lambda: self._store.pre_download(stored.checkpoint, state), lambda done: done)
-        return self._store.load(state, stored.checkpoint, strict=self._wanted.strict, **self._options)
+            self._ranks.exchange(
+                lambda: self._store.pre_download(ref, state, rename=rename, strict=strict), lambda done: done
+            )
+        return self._store.load(state, ref, rename=rename, strict=strict, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:

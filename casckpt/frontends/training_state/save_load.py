@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.frontends.stores import AnyStore, as_store
@@ -65,6 +66,7 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     *,
     strict: bool = True,
+    rename: Rename = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     allow_pickle: bool = False,
@@ -79,7 +81,9 @@ def load_model_and_optim_state(
 
     ``strict``: the names of the model and of the optimizer's parameters must be those of the checkpoint, and it must
     hold an optimizer if one is given; else what only one side has is left as it is. ``missing_keys`` of the result are
-    the keys that the checkpoint lacks. ``options``: ``cast`` (of the model), ``verify``, ... as in `Store.load`.
+    the keys that the checkpoint lacks. ``rename``: from a key of the model here, ``model.<name>``, to one of the
+    checkpoint, as `Store.load` takes it; what was saved of an optimizer goes with its parameter. ``options``: ``cast``
+    (of the model), ``verify``, ... as in `Store.load`.
 
     Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged or StorageError during the
     read, after which model and optimizer are undefined; on every rank alike.
@@ -87,10 +91,10 @@ def load_model_and_optim_state(
     opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=no_dist)
     stored, groups = find(ranks, opened, ref, optimizer=optim is not None, required=strict, allow_pickle=allow_pickle)
-    loading = Loading(stored, groups, strict)
+    loading = Loading(stored, groups, strict, rename)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
     loaded = opened.load(
-        loading.state, stored.checkpoint, strict=strict, allow_pickle=allow_pickle, process_group=process_group,
-        no_dist=no_dist, **options,
+        loading.state, stored.checkpoint, strict=strict, rename=loading.saved_key, allow_pickle=allow_pickle,
+        process_group=process_group, no_dist=no_dist, **options,
     )  # fmt: skip
     return loading.install(loaded)
