@@ -56,6 +56,7 @@ def load_together(
     ranks: Ranks,
     state: Any,
     ref: str | Checkpoint,
+    *,
     resolve: Callable[[], Commit],
     options: Callable[[], LoadOptions],
 ) -> tuple[Commit, tuple[str, ...], tuple[str, ...]]:

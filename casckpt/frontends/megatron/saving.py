@@ -68,14 +68,18 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
     exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
     """
-    check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
+
+        def locate() -> Place:
+            check_strategies(sharded_strategy, common_strategy)
+            return place_of(checkpoint_dir)
+
         check_replicas = bool(options.get("check_replicas"))
         saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check_replicas)
         place, replaces = saving.agree(
             ranks,
-            lambda: place_of(checkpoint_dir),
+            locate,
             validate=validate_access_integrity,
             preprocess=preprocess_common_before_consistancy_check,
         )

@@ -19,7 +19,7 @@ from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.format.tree import Container, decode_tree, find
-from casckpt.frontends.training_state.loading import Loading
+from casckpt.frontends.training_state.loading import Loading, Unused
 from casckpt.frontends.training_state.model import ModelTemplate
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
@@ -113,14 +113,18 @@ class Restoring:
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
-        if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
-            self._ranks.fail(InvalidInput("load_optim_state=True needs an optimizer to load into; give optim"))
-        optims = () if self._wanted.optim is False else as_optimizers(optim)
+        optims: list[Optimizer] = []
+
+        def wants_optimizer() -> bool:
+            if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
+                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
+            return bool(optims)
+
         pickles = bool(self._options.get("allow_pickle"))
         stored, groups = find_stored(
-            self._ranks, self._store, ref, optimizer=bool(optims), required=False, allow_pickle=pickles
+            self._ranks, self._store, ref, optimizer=wants_optimizer, required=False, allow_pickle=pickles
         )
-        self._check_there(stored)
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
             state = self._load_module(stored, model, train)
@@ -132,7 +136,7 @@ class Restoring:
         return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
 
     def _check_there(self, stored: Stored) -> None:
-        """The same on every rank: all of them have the same manifest."""
+        """In an exchange: ranks may want other things each."""
         for what, name, wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, _has_optimizer(stored)),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
@@ -151,7 +155,12 @@ class Restoring:
     def _load_named(
         self, loading: Loading, stored: Stored, model: AnyModel, optims: Sequence[Optimizer], train: dict[str, Any]
     ) -> dict[str, Any]:
-        self._ranks.exchange(lambda: loading.plan(as_model(model), optims), loading.check_unused)
+
+        def plan() -> Unused:
+            self._check_there(stored)
+            return loading.plan(as_model(model), optims)
+
+        self._ranks.exchange(plan, loading.check_unused)
         loading.state.update(train)
         loading.install(self._fill(stored, loading.state, loading.saved_key))
         return loading.state
@@ -159,10 +168,15 @@ class Restoring:
     def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
         """Weights at the top, as an import of a safetensors file has them."""
         made: list[ModelTemplate] = []
-        self._ranks.exchange(lambda: made.append(ModelTemplate(as_model(model))), lambda done: done)
+
+        def make() -> None:
+            self._check_there(stored)
+            made.append(ModelTemplate(as_model(model)))
+
+        self._ranks.exchange(make, lambda done: done)
         loaded = self._fill(stored, made[0].values, lambda key: self._saved_key(f"model.{key}").removeprefix("model."))
         made[0].install(loaded.missing_keys, self._wanted.strict)
-        if train:
+        if _ranks_of(stored):  # a rank that wants nothing of it takes part
             self._fill(stored, train)
         return train
 
@@ -173,8 +187,12 @@ class Restoring:
     def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
         made: list[dict[str, Any]] = []
         optim = _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
-        template = _template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)
-        self._ranks.exchange(lambda: made.append(dict(template())), lambda done: done)
+
+        def make() -> None:
+            self._check_there(stored)
+            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)()))
+
+        self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
         self._fill(stored, state, self._saved_key)
         loaded = {key: value for key, value in state.items() if key != TRAIN}

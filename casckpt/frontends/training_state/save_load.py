@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
+from casckpt.checkpoint.store import Store
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.loading import Loading
 from casckpt.frontends.training_state.model import model_state
@@ -44,10 +45,15 @@ def save_model_and_optim_state(
     FSDP without use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank alike. After
     an error nothing of the save is visible.
     """
-    opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=bool(options.get("no_dist")))
-    state = make_state(ranks, lambda: state_of(model, optim))
-    return opened.save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
+    opened: list[Store] = []
+
+    def make() -> dict[str, Any]:
+        opened.append(as_store(store))
+        return state_of(model, optim)
+
+    state = make_state(ranks, make)
+    return opened[0].save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
@@ -85,15 +91,17 @@ def load_model_and_optim_state(
     checkpoint, as `Store.load` takes it; what was saved of an optimizer goes with its parameter. ``options``: ``cast``
     (of the model), ``verify``, ... as in `Store.load`.
 
-    Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged or StorageError during the
+    Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
+    changes; Damaged or StorageError during the
     read, after which model and optimizer are undefined; on every rank alike.
     """
-    opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=no_dist)
-    stored, groups = find(ranks, opened, ref, optimizer=optim is not None, required=strict, allow_pickle=allow_pickle)
+    stored, groups = find(
+        ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=strict, allow_pickle=allow_pickle
+    )
     loading = Loading(stored, groups, strict, rename)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
-    loaded = opened.load(
+    loaded = stored.store.load(
         loading.state, stored.checkpoint, strict=strict, rename=loading.saved_key, allow_pickle=allow_pickle,
         process_group=process_group, no_dist=no_dist, **options,
     )  # fmt: skip

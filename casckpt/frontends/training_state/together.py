@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from casckpt.checkpoint.asked import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.store import Store
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
+from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.stored import Stored, StoredGroups
 from casckpt.repository.commits import Commit
@@ -38,23 +40,36 @@ def make_state(ranks: Ranks, make: Callable[[], dict[str, Any]]) -> dict[str, An
 
 
 def find(
-    ranks: Ranks, store: Store, ref: str | Checkpoint, *, optimizer: bool, required: bool, allow_pickle: bool
+    ranks: Ranks,
+    store: AnyStore,
+    ref: str | Checkpoint,
+    *,
+    optimizer: Callable[[], bool],
+    required: bool,
+    allow_pickle: bool,
 ) -> tuple[Stored, StoredGroups | None]:
     """The checkpoint that ``ref`` names, and its optimizer's groups if any rank wants an ``optimizer``; rank 0 reads.
 
-    ``required``: there must be one. Raises NotFound, MissingKey, Mismatch, Damaged, StorageError on all ranks.
+    ``optimizer``: called once, where what it raises reaches all ranks. ``required``: there must be one. Raises Conflict
+    if ranks name different checkpoints, NotFound, MissingKey, Mismatch, Damaged, StorageError; on all ranks.
     """
+    opened: list[Store] = []
 
-    def look(wanted: Sequence[bool]) -> Sequence[tuple[Commit, Manifest, StoredGroups | None]]:
-        stored = Stored.read(store, ref)
-        reads = any(wanted) and (required or stored.has_optimizer)
+    def hello() -> tuple[str, bool]:
+        opened.append(as_store(store))
+        return named(ref), optimizer()
+
+    def look(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit, Manifest, StoredGroups | None]]:
+        check_same([text for text, _ in told])
+        stored = Stored.read(opened[0], ref)
+        reads = any(wanted for _, wanted in told) and (required or stored.has_optimizer)
         groups = stored.groups(allow_pickle=allow_pickle) if reads else None
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
 
-    commit, manifest, groups = ranks.exchange(lambda: optimizer, look)
+    commit, manifest, groups = ranks.exchange(hello, look)
     if ranks.rank != 0:
-        store.repository.manifests.add(commit.committed.uploader, manifest, manifest.nbytes)
-    return Stored(store, commit, manifest), groups
+        opened[0].repository.manifests.add(commit.committed.uploader, manifest, manifest.nbytes)
+    return Stored(opened[0], commit, manifest), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:
