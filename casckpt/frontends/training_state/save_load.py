@@ -36,7 +36,7 @@ def save_model_and_optim_state(
     Either may be a list: the parts of the model that this rank has, several optimizers that share out the parameters.
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
-    A buffer that ranks have in common is stored as the lowest of them has it.
+    A buffer that ranks have in common is stored as the lowest of them has it; where they differ, the log says so once.
 
     Before the first step an optimizer has no state, and none is made for it. ``options``: further ones of `Store.save`
     (``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ``no_dist``, ...).
