@@ -82,6 +82,7 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
             locate,
             validate=validate_access_integrity,
             preprocess=preprocess_common_before_consistancy_check,
+            background=bool(async_sharded_save),
         )
         run, step = place.run_and_step()
         given = {
@@ -141,21 +142,34 @@ class Saving:
     _common_seen: Any = None  # of the common part, what is compared with rank 0
 
     def agree(
-        self, ranks: Ranks, locate: Callable[[], Place], *, validate: bool, preprocess: Preprocess | None
+        self,
+        ranks: Ranks,
+        locate: Callable[[], Place],
+        *,
+        validate: bool,
+        preprocess: Preprocess | None,
+        background: bool = False,
     ) -> tuple[Place, bool]:
-        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there."""
+        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there.
+
+        ``background``: how the save is to run; ranks that differ in it would wait for each other.
+        """
         places: list[Place] = []
 
-        def look() -> list[Claim]:
+        def look() -> tuple[list[Claim], bool]:
             places.append(locate())
             places[0].run_and_step()
-            return self.look(preprocess)
+            return self.look(preprocess), background
 
-        def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
+        def decide(gathered: list[tuple[list[Claim], bool]]) -> list[_Verdict]:
+            claims = [mine for mine, _ in gathered]
+            if len({asked for _, asked in gathered}) > 1:
+                ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked) in enumerate(gathered[:8]))
+                raise CheckpointingException(f"async_sharded_save is {ways}: all ranks must make the same call")
             if validate:
-                check_claims(gathered)
+                check_claims(claims)
             replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
-            return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
+            return [_Verdict(mine, common, replaces) for mine in self.handed_in(claims)]
 
         verdict = ranks.exchange(look, decide)
         self.mine = verdict.mine
