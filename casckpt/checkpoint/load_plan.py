@@ -21,6 +21,7 @@ from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
+from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
@@ -103,7 +104,7 @@ class LoadPlan:
         return True
 
     def _add_tensor(self, leaf: LeafValue, local: LocalTensor, number: int, entry: Entry) -> None:
-        key, part_of = leaf.key, leaf.value if isinstance(leaf.value, torch.Tensor) else None
+        key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "

@@ -166,7 +166,7 @@ class Destination:
     """Where a load puts a piece: the local data of one region of a tensor.
 
     ``box``, ``lo``, ``hi``: the region. ``data``: a tensor of the box's shape, or flat if it is a part of it. Another
-    dtype than the stored one converts. ``part_of``: the tensor, perhaps a DTensor, whose data it is.
+    dtype than the stored one converts. ``part_of``: a DTensor whose local data it is.
     """
 
     def __init__(
