@@ -45,6 +45,9 @@ class Sink(Protocol):
     def view(self, lo: int, hi: int) -> memoryview | None:
         """Its elements [lo, hi), in place."""
 
+    def note_write(self) -> None:
+        """It is about to be written into: whoever counts changes is to know."""
+
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Take what it wants of ``buffer``, which holds ``region``."""
 
@@ -100,6 +103,8 @@ class Download:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
         traits = self.repo.storage.traits
         batches, most = self._batches(wants)
+        for want in wants:
+            want.sink.note_write()
         total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from casckpt._version import __version__
+from casckpt.checkpoint.asked import Home
 from casckpt.checkpoint.describe import Described, Share, Streams, mark_worn, merge
 from casckpt.checkpoint.known import Knowledge, Remembered, Sources, nothing_known
 from casckpt.checkpoint.layout import Layout, WritePlan, plan_writes
@@ -75,6 +76,7 @@ class Start:
     """What every rank is told first. ``knowledge`` is None if the layouts changed: it comes with the new plan."""
 
     txid: TxId
+    home: Home
     knowledge: Knowledge | None
     known: KnownCells | None = None  # only for a rank that is alone
 
@@ -137,16 +139,16 @@ class Leader:
     def begin(self, hellos: Sequence[Hello]) -> list[Start]:
         """`start`, and what the ranks are to know for it."""
         self._check_agreed(hellos)
-        txid = self.start()
+        txid, home = self.start(), Home.of(self.repo)
         if self.size == 1:
             self._streams = hellos[0].streams or {}
-            return [Start(txid, None, self.sources(self._streams).known() if self.reuse else nothing_known())]
+            return [Start(txid, home, None, self.sources(self._streams).known() if self.reuse else nothing_known())]
         plan = self.memory.plan
         planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
         if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
-            return [Start(txid, None)] * self.size
+            return [Start(txid, home, None)] * self.size
         self._streams = plan.streams
-        return [Start(txid, self._knowledge({hello.remembered for hello in hellos}))] * self.size
+        return [Start(txid, home, self._knowledge({hello.remembered for hello in hellos}))] * self.size
 
     def plan(self, layouts: Sequence[Layout]) -> list[Planned]:
         """Who writes what, where the layouts are new."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from socket import gethostname
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from casckpt.checkpoint.arguments import renamer, usable_patterns
+from casckpt.checkpoint.asked import Home, check_same, named
 from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.garbage import collecting_later
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.errors import MissingKey, NotFound
@@ -30,35 +32,69 @@ from casckpt.repository.repository import Repository
 from casckpt.tensors.state import LeafValue, check_replaceable, flatten, inflate, replace_leaves
 
 
+@dataclass(frozen=True)
+class _Hello:
+    """What every rank says first. ``names``: the manifests that it holds."""
+
+    ref: str
+    host: str
+    names: set[tuple[TxId, ManifestId]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank is told. ``manifest``: None if it holds it. ``ranks_here``: how many share its host."""
+
+    commit: Commit
+    manifest: Manifest | None
+    ranks_here: int
+    home: Home
+
+
 def load_together(
-    repo: Repository, ranks: Ranks, state: Any, resolve: Callable[[], Commit], options: Callable[[], LoadOptions]
+    repo: Repository,
+    ranks: Ranks,
+    state: Any,
+    ref: str | Checkpoint,
+    *,
+    resolve: Callable[[], Commit],
+    options: Callable[[], LoadOptions],
 ) -> tuple[Commit, tuple[str, ...], tuple[str, ...]]:
     """Fill the tensors of ``state`` in place and replace its other leaves; every rank of ``ranks`` calls it.
 
     Returns (commit, missing keys, unread keys). Rank 0 alone resolves, and reads the manifest for those that do not
-    hold it. What is wrong on any rank is raised on all of them, before anything changes on one.
+    hold it; all must have given the same ``ref``. What is wrong on any rank is raised on all of them, before anything
+    changes on one.
     """
     settings: list[LoadOptions] = []
 
-    def hello() -> tuple[str, set[tuple[TxId, ManifestId]]]:
+    def hello() -> _Hello:
         given = options()
         settings.append(replace(given, progress=telling(ranks, given.progress)))
-        return gethostname(), repo.manifests.names()
+        return _Hello(named(ref), gethostname(), repo.manifests.names())
 
-    def find(told: Sequence[tuple[str, set[tuple[TxId, ManifestId]]]]) -> list[tuple[Commit, Manifest | None, int]]:
-        commit = resolve()
+    def find(told: Sequence[_Hello]) -> list[_Found]:
+        check_same([one.ref for one in told])
+        commit, home = resolve(), Home.of(repo)
         manifest, name = manifests.get(repo, commit), (commit.committed.uploader, commit.id)
-        on_host = Counter(host for host, _ in told)
+        on_host = Counter(one.host for one in told)
         answers = {}  # one object for all that are told the same
-        for host, names in told:
-            answers[host, name in names] = (commit, None if name in names else manifest, on_host[host])
-        return [answers[host, name in names] for host, names in told]
+        for one in told:
+            known = name in one.names
+            answers[one.host, known] = _Found(commit, None if known else manifest, on_host[one.host], home)
+        return [answers[one.host, name in one.names] for one in told]
 
-    commit, told, ranks_here = ranks.exchange(hello, find)
+    found = ranks.exchange(hello, find)
+    commit, told = found.commit, found.manifest
     if told is not None and ranks.rank != 0:
         repo.manifests.add(commit.committed.uploader, told, told.nbytes)
-    loading = _Loading(told or manifests.get(repo, commit), replace(settings[0], ranks_here=ranks_here))
-    ranks.exchange(lambda: loading.plan(state), lambda done: done)
+    loading = _Loading(told or manifests.get(repo, commit), replace(settings[0], ranks_here=found.ranks_here))
+
+    def plan() -> None:
+        found.home.check(repo)
+        loading.plan(state)
+
+    ranks.exchange(plan, lambda done: done)
     ranks.exchange(lambda: loading.run(repo, state), lambda done: done)
     return commit, loading.missing, loading.unread
 

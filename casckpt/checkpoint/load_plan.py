@@ -21,6 +21,7 @@ from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
+from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
@@ -77,7 +78,7 @@ class LoadPlan:
             if found is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
             check_in_place(key, leaf.value)
-            self._add_tensor(key, local_tensor(key, leaf.value), *found)
+            self._add_tensor(leaf, local_tensor(key, leaf.value), *found)
         elif found is not None:
             if leaf.value is not None:
                 kind = type(leaf.value).__name__
@@ -102,7 +103,8 @@ class LoadPlan:
         self._below[key] = (node, name, below)
         return True
 
-    def _add_tensor(self, key: str, local: LocalTensor, number: int, entry: Entry) -> None:
+    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, number: int, entry: Entry) -> None:
+        key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
@@ -124,11 +126,14 @@ class LoadPlan:
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
             if piece.region.numel:
                 self._tied.add(key, piece.data, entry.dtype, table, piece.region)
-            self._want(number, table, piece, entry.dtype)
+            self._want(number, table, piece, entry.dtype, part_of)
 
-    def _want(self, number: int, table: ExtentTable, piece: Piece, stored: str) -> None:
+    def _want(
+        self, number: int, table: ExtentTable, piece: Piece, stored: str, part_of: torch.Tensor | None = None
+    ) -> None:
         if piece.region.numel:
-            self._wants.append(Want(number, Destination(piece.region, piece.data, torch_dtype(stored)), table))
+            destination = Destination(piece.region, piece.data, torch_dtype(stored), part_of)
+            self._wants.append(Want(number, destination, table))
 
     def new_tensor(self, number: int, entry: Entry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""

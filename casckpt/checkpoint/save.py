@@ -9,7 +9,7 @@ from dataclasses import replace
 from casckpt.checkpoint.describe import Share, share_of
 from casckpt.checkpoint.known import Remembered, known_from
 from casckpt.checkpoint.layout import Layout, assigned, layout_of
-from casckpt.checkpoint.leader import Done, Hello, Leader, SaveMemory, SaveOptions, Stored
+from casckpt.checkpoint.leader import Done, Hello, Leader, SaveMemory, SaveOptions, Start, Stored
 from casckpt.checkpoint.prepare import Prepared
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.checkpoint.sources import plan_work
@@ -88,7 +88,7 @@ class _Attempt:
         start = self.ranks.exchange(self._hello, self.leader.begin)
         if start.known is not None:
             known = start.known
-            return self.ranks.exchange(lambda: self._store(start.txid, known), self.leader.finish)
+            return self.ranks.exchange(lambda: self._store(start, known), self.leader.finish)
         knowledge = start.knowledge
         if knowledge is None:
             planned = self.ranks.exchange(self._own_layout, self.leader.plan)
@@ -97,7 +97,7 @@ class _Attempt:
             self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
         remembered, told = self.memory.remembered.get(self.options.run), knowledge
-        return self.ranks.exchange(lambda: self._store(start.txid, known_from(told, remembered)), self.leader.finish)
+        return self.ranks.exchange(lambda: self._store(start, known_from(told, remembered)), self.leader.finish)
 
     def _hello(self) -> Hello:
         prepared, alone = self._prepare(), self.ranks.size == 1
@@ -125,14 +125,15 @@ class _Attempt:
         """Of the store; where there is none yet, as the save is about to make it."""
         return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
-    def _store(self, txid: TxId, known: KnownCells) -> Stored:
+    def _store(self, start: Start, known: KnownCells) -> Stored:
         """This rank's part: durable when it returns."""
+        start.home.check(self.repo)
         prepared = self._prepare()
         alone = self.ranks.size == 1
         if self.ranks.rank != 0:
             check_shared(self.repo, txid)
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
-        self._share = store_share(self.repo, txid, mine, known, self.options)
+        self._share = store_share(self.repo, start.txid, mine, known, self.options)
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         return Stored(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
 

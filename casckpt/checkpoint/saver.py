@@ -39,10 +39,10 @@ class Saver:
         job = self._job(state, process_group=process_group, no_dist=no_dist, purpose="async", **arguments)
         if when_busy == "refuse":
             self._refuse_busy(process_group, no_dist=no_dist)
-        elif when_busy != "wait":
-            raise InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'")
         with self.background.lock:
             self.background.wait()
+            if when_busy not in ("wait", "refuse"):  # the other ranks are about to save
+                job.ranks.fail(InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'"))
             failed = self.background.unheard()
             prepared = failing(failed) if failed else job.snapshot(self.background.staging)
             future = self.background.submit(lambda: job.run(prepared))

@@ -186,8 +186,9 @@ class Store(Archive):
         dtypes. ``verify``: compare every cell read with its digest. Every rank of ``process_group`` makes the call,
         with its own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
 
-        Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged (naming key, blob and
-        checkpoints) or StorageError during the read, after which the contents of ``state`` are undefined.
+        Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
+        all before anything changes. Damaged (naming key, blob and checkpoints) or StorageError during the read, after
+        which the contents of ``state`` are undefined.
         """
         from casckpt.checkpoint.load import load_together
         from casckpt.checkpoint.load_plan import load_options
@@ -202,7 +203,7 @@ class Store(Archive):
             )  # fmt: skip
 
         commit, missing, unread = load_together(
-            self.repository, ranks, state, lambda: self._resolve_to_load(ref), options
+            self.repository, ranks, state, ref, resolve=lambda: self._resolve_to_load(ref), options=options
         )
         return Checkpoint(self.repository, commit, missing, unread)
 

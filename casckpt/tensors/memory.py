@@ -145,6 +145,15 @@ def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
     return as_bits(data.detach()).numpy() if as_is else None
 
 
+def note_write(data: torch.Tensor) -> None:
+    """Tell autograd of a write that passes torch by: it refuses to use the new values where it had saved the old ones.
+
+    All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor.
+    """
+    if not data.is_inference():  # those are in no graph, and do not count
+        torch.autograd.graph.increment_version(data)
+
+
 def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
     """The view of ``data`` that a box (relative to it) names."""
     for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
@@ -157,12 +166,15 @@ class Destination:
     """Where a load puts a piece: the local data of one region of a tensor.
 
     ``box``, ``lo``, ``hi``: the region. ``data``: a tensor of the box's shape, or flat if it is a part of it. Another
-    dtype than the stored one converts.
+    dtype than the stored one converts. ``part_of``: a DTensor whose local data it is.
     """
 
-    def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
+    def __init__(
+        self, region: Region, data: torch.Tensor, stored: torch.dtype, part_of: torch.Tensor | None = None
+    ) -> None:
         self.region = region
         self.itemsize = stored.itemsize
+        self._part_of = part_of
         self._data = data.detach()
         self._stored = stored
         self._bytes = tensor_bytes(self._data) if self._data.dtype == stored else None
@@ -170,6 +182,12 @@ class Destination:
     def view(self, lo: int, hi: int) -> memoryview | None:
         """The bytes of elements [lo, hi) of the local data, in place; None if they must be copied in."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
+
+    def note_write(self) -> None:
+        """See `note_write`."""
+        note_write(self._data)
+        if self._part_of is not None:
+            note_write(self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy what ``buffer``, which holds the elements of ``region``, has of this piece."""

@@ -99,6 +99,35 @@ def _check_state(state: Any) -> None:
         raise InvalidInput(f"a state is a mapping of names to values, not a {type(inner).__name__}; give {what}")
 
 
+def check_nesting(value: Any, name: str) -> None:
+    """Raise InvalidInput for containers that hold themselves or lie too deep, with the place in what ``name`` says.
+
+    For values whose walkers know of neither. Looks into mappings, lists and tuples, into each of them once.
+    """
+    if isinstance(value, _CONTAINERS):
+        _check_nesting(value, name, (), set(), {})
+
+
+_CONTAINERS = (Mapping, list, tuple)
+
+
+def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
+    if id(value) in above or len(path) >= tree.MAX_DEPTH:
+        raise _endless(f"{name}{show(path[:8])}", join(path))
+    if id(value) in seen:
+        return
+    above.add(id(value))
+    for element, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(child, _CONTAINERS):
+            _check_nesting(child, name, (*path, element), above, seen)
+    above.remove(id(value))
+    seen[id(value)] = value  # held, so that no id is given twice
+
+
+def _endless(place: str, key: str) -> InvalidInput:
+    return InvalidInput(f"{place}...: it contains itself or is nested more than {tree.MAX_DEPTH} levels deep", key=key)
+
+
 @dataclass(frozen=True)
 class _Rules:
     """What is a tensor, and what is descended."""
@@ -194,10 +223,7 @@ class _Flattener:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
             return Leaf(tree.TENSOR if is_tensor else tree.OBJECT)
         if id(value) in self.open or len(path) >= tree.MAX_DEPTH:
-            raise InvalidInput(
-                f"state{show(path[:8])}...: it contains itself or is nested more than {tree.MAX_DEPTH} levels deep",
-                key=key,
-            )
+            raise _endless(f"state{show(path[:8])}", key)
         self.open.add(id(value))
         children = []
         for element, child in _children(value, kind):

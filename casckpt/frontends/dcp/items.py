@@ -165,9 +165,12 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 
 def _comes_back(value: Any) -> bool:
     """Are all tensors in it plain ones, and all containers of tensors of types that the native API keeps?"""
-    waiting = [value]
+    waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()
+        if id(item) in seen:  # it may even contain itself
+            continue
+        seen.add(id(item))
         if isinstance(item, torch.Tensor):
             if type(item) is not torch.Tensor or item.requires_grad or item.device.type != "cpu":
                 return False

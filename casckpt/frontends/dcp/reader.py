@@ -33,6 +33,7 @@ from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import covers
+from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.shards import check_destination
@@ -200,13 +201,18 @@ class StorageReader(Protocol):
         pairs = list(zip(items, targets, strict=True))
         converted: dict[str, None] = {}
         tied = Tied()
-        download.run([want for item, target in pairs for want in self._wants(item, target.detach(), converted, tied)])
+        held = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
+        parts = [(item, target.detach(), held.get(item.dest_index.fqn)) for item, target in pairs]
+        download.run([want for part in parts for want in self._wants(*part, converted, tied)])
         if converted:
             log.warning("converted to the dtype of what is loaded into: %s", ", ".join(list(converted)[:8]))
         for item, target in pairs:
             planner.commit_tensor(item, target)
 
-    def _wants(self, item: ReadItem, target: torch.Tensor, converted: dict[str, None], tied: Tied) -> Iterator[Want]:
+    def _wants(
+        self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: Tied
+    ) -> Iterator[Want]:
+        """``held``: what the state has under its key, if that is known."""
         key = item.storage_index.fqn
         number, entry, base = self._now.tensor(item.storage_index)
         if tuple(target.shape) != tuple(item.lengths):
@@ -224,7 +230,7 @@ class StorageReader(Protocol):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:
             tied.add(key, target, entry.dtype, table, region)
-            yield Want(number, Destination(region, target, stored), table)
+            yield Want(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
 
     def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
         possible = converts(stored, target)

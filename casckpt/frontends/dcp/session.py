@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from casckpt.checkpoint.asked import Home
 from casckpt.checkpoint.describe import Share, Streams, joined
 from casckpt.checkpoint.known import DamagedBlobs, Sources, known_by_reading
 from casckpt.checkpoint.leader import Leader, SaveMemory, SaveOptions, Stored
@@ -54,6 +55,7 @@ class Told:
     txid: TxId
     commits: Sequence[Commit]
     damaged: DamagedBlobs
+    home: Home
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Session:
         asked = plan.storage_data
         if not isinstance(asked, Asked) or self._txid is None:
             return None
-        return Told(asked.number, self._txid, sources.commits, sources.damaged)
+        return Told(asked.number, self._txid, sources.commits, sources.damaged, Home.of(self.repo))
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
@@ -214,6 +216,8 @@ class Session:
         if self._known is not None and self._txid is not None:
             return self._txid, self._known
         told, options = plan.storage_data, self.options
+        if isinstance(told, Told):
+            told.home.check(self.repo)
         if isinstance(told, Told) and told.number == self.number:
             check_shared(self.repo, told.txid)
             return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)

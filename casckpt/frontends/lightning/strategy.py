@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
+from casckpt.checkpoint.asked import check_same
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import Files
@@ -76,9 +77,12 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         Every rank makes the call.
         """
         ranks = open_ranks()
-        ref = ranks.exchange(
-            lambda: str(checkpoint_path), lambda paths: everyone(self._book.named(Pointer(paths[0])), ranks.size)
-        )
+
+        def find(paths: list[str]) -> list[str]:
+            check_same(paths)
+            return list(everyone(self._book.named(Pointer(paths[0])), ranks.size))
+
+        ref = ranks.exchange(lambda: str(checkpoint_path), find)
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         rest = self._checkpointer(self._book.run).load(ref, module, self.optimizers if fitting else None)

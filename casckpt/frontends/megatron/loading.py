@@ -22,7 +22,7 @@ from casckpt.frontends.megatron.nesting import (
     merge,
     nested_values,
 )
-from casckpt.frontends.megatron.place import CheckpointDir, place_of
+from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
 from casckpt.frontends.megatron.reading import object_key, read_common
 from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies
 from casckpt.frontends.megatron.saving import check_strategies, is_empty
@@ -38,6 +38,7 @@ from casckpt.frontends.megatron.strictness import (
 )
 from casckpt.tensors.foreign import flat_range, megatron_shard, part_shape
 from casckpt.tensors.memory import narrow
+from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -74,10 +75,14 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     such checkpoint, a MissingKey for unexpected keys, a Mismatch for another global shape without
     ``allow_shape_mismatch``. Damaged and StorageError during the read, after which the tensors are undefined.
     """
-    check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
-        stored = Stored.together(ranks, lambda: place_of(checkpoint_dir), common=True)
+
+        def locate() -> Place:
+            check_strategies(sharded_strategy, common_strategy)
+            return place_of(checkpoint_dir)
+
+        stored = Stored.together(ranks, locate, common=True)
         loading = Loading(stored, sharded_state_dict)
 
         def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[tuple[set[str], Sharing | None]]:
@@ -129,6 +134,7 @@ class Loading:
         Raises CheckpointingException.
         """
         self.strict = parse_strict_flag(strict)
+        check_nesting(self._template, "state")
         values = self._sorted()
         self.unexpected = {value.key for value in values if self._is_unexpected(value)}
         check_unexpected(self.strict, self.stored.where, self.unexpected)

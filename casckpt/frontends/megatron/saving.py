@@ -25,6 +25,7 @@ from casckpt.frontends.megatron.reading import CONTENT_METADATA
 from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.stored import is_object_key
 from casckpt.tensors.foreign import flat_range, megatron_shard
+from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
 
 if TYPE_CHECKING:
@@ -68,16 +69,21 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
     exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
     """
-    check_strategies(sharded_strategy, common_strategy)
     with checkpointing_errors():
         ranks = open_ranks(process_group, no_dist=no_dist)
+
+        def locate() -> Place:
+            check_strategies(sharded_strategy, common_strategy)
+            return place_of(checkpoint_dir)
+
         check_replicas = bool(options.get("check_replicas"))
         saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check_replicas)
         place, replaces = saving.agree(
             ranks,
-            lambda: place_of(checkpoint_dir),
+            locate,
             validate=validate_access_integrity,
             preprocess=preprocess_common_before_consistancy_check,
+            background=bool(async_sharded_save),
         )
         run, step = place.run_and_step()
         given = {
@@ -141,22 +147,35 @@ class Saving:
     _common_seen: Any = None  # of the common part, what is compared with rank 0
 
     def agree(
-        self, ranks: Ranks, locate: Callable[[], Place], *, validate: bool, preprocess: Preprocess | None
+        self,
+        ranks: Ranks,
+        locate: Callable[[], Place],
+        *,
+        validate: bool,
+        preprocess: Preprocess | None,
+        background: bool = False,
     ) -> tuple[Place, bool]:
-        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there."""
+        """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there.
+
+        ``background``: how the save is to run; ranks that differ in it would wait for each other.
+        """
         places: list[Place] = []
 
-        def look() -> list[Claim]:
+        def look() -> tuple[list[Claim], bool]:
             places.append(locate())
             places[0].run_and_step()
-            return self.look(preprocess)
+            return self.look(preprocess), background
 
-        def decide(gathered: list[list[Claim]]) -> list[_Verdict]:
+        def decide(gathered: list[tuple[list[Claim], bool]]) -> list[_Verdict]:
+            claims = [mine for mine, _ in gathered]
+            if len({asked for _, asked in gathered}) > 1:
+                ways = ", ".join(f"{asked} on rank {rank}" for rank, (_, asked) in enumerate(gathered[:8]))
+                raise CheckpointingException(f"async_sharded_save is {ways}: all ranks must make the same call")
             if validate:
-                check_claims(gathered)
-            self._make_room({claim.key for claims in gathered for claim in claims})
+                check_claims(claims)
+            self._make_room({claim.key for of_rank in claims for claim in of_rank})
             replaces, common = is_only_config(places[0]), _packed(self._common_seen) if validate else None
-            return [_Verdict(mine, common, replaces) for mine in self.handed_in(gathered)]
+            return [_Verdict(mine, common, replaces) for mine in self.handed_in(claims)]
 
         verdict = ranks.exchange(look, decide)
         self.mine = verdict.mine
@@ -166,6 +185,7 @@ class Saving:
 
     def look(self, preprocess: Preprocess | None = None) -> list[Claim]:
         """Build factories and sort the values. Raises CheckpointingException."""
+        check_nesting(self.sharded_state_dict, "state")
         apply_factories(self.sharded_state_dict)
         _check_lists(self.sharded_state_dict, ())
         _, persistent = extract_nonpersistent(self.sharded_state_dict)

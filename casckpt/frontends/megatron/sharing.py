@@ -11,7 +11,7 @@ from casckpt.checkpoint.ranks import Ranks
 from casckpt.format.regions import Region, normalise
 from casckpt.frontends.megatron.integrity import Claims, TensorClaim
 from casckpt.tensors.dtensors import local_of
-from casckpt.tensors.memory import tensor_bytes
+from casckpt.tensors.memory import note_write, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[torch.Tensor | None])
 
     ranks.exchange(swap, lambda done: done)
     for (target, _), (tensor, _) in zip(targets, taken, strict=True):
+        note_write(target)
         if tensor is not target:
             target.copy_(tensor)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
 
+from casckpt.checkpoint.asked import check_same
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.checkpoint.store import Store
@@ -59,14 +60,22 @@ class Stored:
 
     @classmethod
     def together(cls, ranks: Ranks, locate: Callable[[], Place], *, common: bool = False) -> Stored:
-        """The same on all ranks, read by rank 0; each has a store of its own for what it loads."""
+        """The same on all ranks, which must name the same; read by rank 0.
+
+        Each has a store of its own for what it loads.
+        """
         places: list[Place] = []
 
-        def find(_: Sequence[None]) -> list[Facts]:
+        def hello() -> str:
+            places.append(locate())
+            return places[0].ref
+
+        def find(refs: Sequence[str]) -> list[Facts]:
+            check_same(refs)
             found = cls.read(places[0], common=common)
             return everyone((found.commit, found.manifest, found.notes, found.file), ranks.size)
 
-        facts = ranks.exchange(lambda: places.append(locate()), find)
+        facts = ranks.exchange(hello, find)
         stored = cls(places[0].store, *facts)
         if ranks.rank != 0:
             uploader = stored.commit.committed.uploader

@@ -5,21 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.prepare import Frozen
-from casckpt.checkpoint.ranks import everyone, open_ranks
+from casckpt.checkpoint.ranks import open_ranks
 from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Revoked
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
 from casckpt.frontends.trainer.janitor import Janitor
+from casckpt.frontends.trainer.newest import newest, newest_together
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -242,16 +244,19 @@ class Checkpointer:
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
         strict: bool = True,
+        rename: Rename = None,
     ) -> Any:
         """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
 
         ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
-        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``: see
+        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``, ``rename``: see
         `load_model_and_optim_state`. Raises as `Store.load` does.
         """
         self._settle()
         pre_download = self.config.pre_download
-        wanted = Wanted(optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict)
+        wanted = Wanted(
+            optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict, rename=rename
+        )
         options = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
@@ -268,26 +273,30 @@ class Checkpointer:
 
         Raises as `load` does, and InvalidInput for a train state without load_state_dict.
         """
-        if train_state is not None and not hasattr(train_state, "load_state_dict"):
-            kind = type(train_state).__name__
-            raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
-        found = self.newest_of_all_ranks()
+
+        def is_set() -> bool:
+            if train_state is not None and not hasattr(train_state, "load_state_dict"):
+                kind = type(train_state).__name__
+                raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
+            return train_state is not None
+
+        found, any_set = self._find_together(None, is_set)
         if found is None:
             return None
         wanted = None if train_state is not None else False
         state = self.load(found, model, optim, load_trainer_state=wanted)
-        if train_state is not None:
-            known = train_state
-            ranks = open_ranks(self.process_group)
-            ranks.exchange(lambda: None if state is None else known.load_state_dict(state), lambda done: done)
+
+        def set_state() -> None:
+            if train_state is not None and state is not None:
+                train_state.load_state_dict(state)
+
+        if any_set:
+            open_ranks(self.process_group).exchange(set_state, lambda done: done)
         return found
 
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        self._settle()
-        ranks = open_ranks(self.process_group)
-        newest = ranks.exchange(lambda: None, lambda _: everyone(self._newest(step), ranks.size))
-        return None if newest is None else Checkpoint(self.store.repository, newest)
+        return self._find_together(step, lambda: False)[0]
 
     # looking
 
@@ -306,7 +315,7 @@ class Checkpointer:
 
     def contains_checkpoint(self) -> bool:
         """Is there any of the run?"""
-        return self._newest() is not None
+        return newest(self.store, self.run) is not None
 
     @staticmethod
     def checkpoint_dirname(step: int) -> str:
@@ -315,13 +324,9 @@ class Checkpointer:
 
     # inside
 
-    def _newest(self, step: int | None = None) -> Commit | None:
-        try:
-            return self.store.get(f"{self.run}@{'latest' if step is None else step}").commit
-        except NotFound as error:
-            if self.store.repository.exists():  # else it is the first run of all
-                log.info("%s", error)  # a slip of the pen would start a training anew
-            return None
+    def _find_together(self, step: int | None, ask: Callable[[], bool]) -> tuple[Checkpoint | None, bool]:
+        self._settle()
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask)
 
     def _save_options(
         self,
@@ -331,13 +336,16 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None,
         attachments: Mapping[str, bytes] | None,
     ) -> dict[str, Any]:
+        """For `Store.save`, which checks them where all ranks hear of it."""
+        given: Any = {} if attachments is None else attachments
+        files = self._files | dict(given) if isinstance(given, Mapping) else given
         return {
             "run": self.run,
             "step": step,
             "ephemeral": ephemeral,
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
             "metadata": metadata,
-            "attachments": self._files | dict(attachments or {}),
+            "attachments": files,
             "frozen": self.config.frozen,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,

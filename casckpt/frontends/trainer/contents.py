@@ -13,12 +13,13 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from torch.optim import Optimizer
 
+from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, NotFound
 from casckpt.format.tree import Container, decode_tree, find
-from casckpt.frontends.training_state.loading import Loading
+from casckpt.frontends.training_state.loading import Loading, Unused
 from casckpt.frontends.training_state.model import ModelTemplate
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
@@ -93,13 +94,15 @@ def _of_module(model: TrainModule, optim: AnyOptimizer | None) -> Mapping[str, A
 class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
-    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint.
+    ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
+    ``rename`` gives them.
     """
 
     optim: bool | None
     train: bool | None
     pre_download: bool
     strict: bool
+    rename: Rename = None
 
 
 class Restoring:
@@ -110,25 +113,30 @@ class Restoring:
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
-        if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
-            self._ranks.fail(InvalidInput("load_optim_state=True needs an optimizer to load into; give optim"))
-        optims = () if self._wanted.optim is False else as_optimizers(optim)
+        optims: list[Optimizer] = []
+
+        def wants_optimizer() -> bool:
+            if self._wanted.optim and optim is None and not isinstance(model, TrainModule):
+                raise InvalidInput("load_optim_state=True needs an optimizer to load into; give optim")
+            optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
+            return bool(optims)
+
         pickles = bool(self._options.get("allow_pickle"))
         stored, groups = find_stored(
-            self._ranks, self._store, ref, optimizer=bool(optims), required=False, allow_pickle=pickles
+            self._ranks, self._store, ref, optimizer=wants_optimizer, required=False, allow_pickle=pickles
         )
-        self._check_there(stored)
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
             state = self._load_module(stored, model, train)
         elif groups is None and not stored.keys_below("model"):
             state = self._load_bare(stored, model, train)
         else:
-            state = self._load_named(Loading(stored, groups, self._wanted.strict), stored, model, optims, train)
+            loading = Loading(stored, groups, self._wanted.strict, self._wanted.rename)
+            state = self._load_named(loading, stored, model, optims, train)
         return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
 
     def _check_there(self, stored: Stored) -> None:
-        """The same on every rank: all of them have the same manifest."""
+        """In an exchange: ranks may want other things each."""
         for what, name, wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, _has_optimizer(stored)),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
@@ -147,36 +155,57 @@ class Restoring:
     def _load_named(
         self, loading: Loading, stored: Stored, model: AnyModel, optims: Sequence[Optimizer], train: dict[str, Any]
     ) -> dict[str, Any]:
-        self._ranks.exchange(lambda: loading.plan(as_model(model), optims), loading.check_unused)
+
+        def plan() -> Unused:
+            self._check_there(stored)
+            return loading.plan(as_model(model), optims)
+
+        self._ranks.exchange(plan, loading.check_unused)
         loading.state.update(train)
-        loading.install(self._fill(stored, loading.state))
+        loading.install(self._fill(stored, loading.state, loading.saved_key))
         return loading.state
 
     def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
         """Weights at the top, as an import of a safetensors file has them."""
         made: list[ModelTemplate] = []
-        self._ranks.exchange(lambda: made.append(ModelTemplate(as_model(model))), lambda done: done)
-        loaded = self._fill(stored, made[0].values)
+
+        def make() -> None:
+            self._check_there(stored)
+            made.append(ModelTemplate(as_model(model)))
+
+        self._ranks.exchange(make, lambda done: done)
+        loaded = self._fill(stored, made[0].values, lambda key: self._saved_key(f"model.{key}").removeprefix("model."))
         made[0].install(loaded.missing_keys, self._wanted.strict)
-        if train:
+        if _ranks_of(stored):  # a rank that wants nothing of it takes part
             self._fill(stored, train)
         return train
+
+    def _saved_key(self, key: str) -> str:
+        """The key of the checkpoint for one here. The train state's are no names of a user."""
+        return key if key.startswith(f"{TRAIN}.") else renamer(self._wanted.rename)(key)
 
     def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
         made: list[dict[str, Any]] = []
         optim = _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
-        template = _template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)
-        self._ranks.exchange(lambda: made.append(dict(template())), lambda done: done)
+
+        def make() -> None:
+            self._check_there(stored)
+            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)()))
+
+        self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
-        self._fill(stored, state)
+        self._fill(stored, state, self._saved_key)
         loaded = {key: value for key, value in state.items() if key != TRAIN}
         self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
         return state
 
-    def _fill(self, stored: Stored, state: dict[str, Any]) -> Checkpoint:
+    def _fill(self, stored: Stored, state: dict[str, Any], rename: Rename = None) -> Checkpoint:
+        ref, strict = stored.checkpoint, self._wanted.strict
         if self._wanted.pre_download:
-            self._ranks.exchange(lambda: self._store.pre_download(stored.checkpoint, state), lambda done: done)
-        return self._store.load(state, stored.checkpoint, strict=self._wanted.strict, **self._options)
+            self._ranks.exchange(
+                lambda: self._store.pre_download(ref, state, rename=rename, strict=strict), lambda done: done
+            )
+        return self._store.load(state, ref, rename=rename, strict=strict, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:

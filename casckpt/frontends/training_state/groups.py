@@ -6,13 +6,13 @@ Groups of several ranks are one list in a checkpoint, also where ranks have othe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from casckpt.errors import Mismatch, MissingKey
+from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.training_state.optimizer import Named
 
 _LOG = logging.getLogger("casckpt")
@@ -36,17 +36,29 @@ class Match:
     unused: tuple[str, ...]
 
 
-def match(here: Sequence[Sequence[Named]], saved: Sequence[Mapping[str, Any]]) -> Match:
-    """Match by name, whatever the number and order of groups. Raises Mismatch where tied names were saved apart."""
+def match(
+    here: Sequence[Sequence[Named]], saved: Sequence[Mapping[str, Any]], saved_name: Callable[[str], str]
+) -> Match:
+    """Match by name, whatever the number and order of groups. ``saved_name``: what a name here was when it was saved.
+
+    Raises Mismatch where tied names were saved apart, InvalidInput where two parameters here were one.
+    """
     group_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
     names: dict[int, str] = {}
+    owners: dict[str, str] = {}
     missing = []
     for one in (member for group in here for member in group):
-        hits = [name for name in one.names if name in group_of]
+        hits = [name for name in dict.fromkeys(map(saved_name, one.names)) if name in group_of]
         if len(hits) > 1:
             raise Mismatch(f"{hits} are one parameter here, but were several in the checkpoint", keys=tuple(hits))
         if hits:
             names[id(one.parameter)] = hits[0]
+            if owners.setdefault(hits[0], one.names[0]) != one.names[0]:
+                raise InvalidInput(
+                    f"rename gives the saved {hits[0]!r} for two parameters of the optimizer, {owners[hits[0]]!r} and "
+                    f"{one.names[0]!r}; load the model alone (optim=None), or map each to one of its own",
+                    key=hits[0],
+                )
         else:
             missing.append(one.names[0])
     used = set(names.values())

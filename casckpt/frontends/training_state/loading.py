@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import new_empty
 from casckpt.errors import Mismatch
 from casckpt.format.manifest import Entry
-from casckpt.format.tree import Element
+from casckpt.format.tree import Container, Element, Node
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
+from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
 from casckpt.frontends.training_state.stored import (
@@ -41,11 +43,14 @@ class Unused:
 
 
 class Loading:
-    """A load of one checkpoint, with its optimizer's groups if they are wanted."""
+    """A load of one checkpoint, with its optimizer's groups if they are wanted.
 
-    def __init__(self, stored: Stored, groups: StoredGroups | None, strict: bool) -> None:
+    ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
+    """
+
+    def __init__(self, stored: Stored, groups: StoredGroups | None, strict: bool, rename: Rename = None) -> None:
         self.state: dict[str, Any] = {}
-        self._stored, self._groups, self._strict = stored, groups, strict
+        self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
 
@@ -53,16 +58,34 @@ class Loading:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
         self._model = ModelTemplate(model)
         self.state["model"] = self._model.values
+        self._saved_key = renamer(self._rename)
         if optims and self._groups is None:
             self._absent = (GROUPS,)
         elif self._groups is not None and optims:
             groups = self._groups
-            plans = [_OptimizerPlan(self._stored, groups, model, optim, self._strict) for optim in optims]
+            plans = [
+                _OptimizerPlan(self._stored, groups, model, optim, self._saved_name, strict=self._strict)
+                for optim in optims
+            ]
             self._absent = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
             self.state["optim"] = {"state": {name: value for plan in plans for name, value in plan.template.items()}}
             self._optimizers = plans
         unused = [plan.match.unused for plan in self._optimizers]
-        return Unused(_unused_keys(self._stored, self._model), on_no_rank(unused) if unused else ())
+        return Unused(self._unused_keys(), on_no_rank(unused) if unused else ())
+
+    def saved_key(self, key: str) -> str:
+        """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
+        return self._saved_key(key) if key.startswith("model.") else key
+
+    def _saved_name(self, name: str) -> str:
+        """What a name of the model's was when it was saved."""
+        return self._saved_key(f"model.{name}").removeprefix("model.")
+
+    def _unused_keys(self) -> list[str]:
+        """Saved names of the model's that it has not."""
+        wanted = {self._saved_name(name): name for name in self._model.values}
+        extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
+        return [name for name in self._stored.keys_below("model") if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
@@ -82,11 +105,6 @@ class Loading:
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         return replace(loaded, missing_keys=(*loaded.missing_keys, *self._absent), unread_keys=unread)
-
-
-def _unused_keys(stored: Stored, weights: ModelTemplate) -> list[str]:
-    extra = tuple(f"{name}." for name in weights.values if is_extra_state(name))
-    return [name for name in stored.keys_below("model") if name not in weights.values and not name.startswith(extra)]
 
 
 def _check_unused_keys(names: Sequence[str], where: str) -> None:
@@ -109,10 +127,19 @@ class _Home:
 class _OptimizerPlan:
     """What a load does to an optimizer, known in full before anything is read."""
 
-    def __init__(self, stored: Stored, saved: StoredGroups, model: nn.Module, optim: Optimizer, strict: bool) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        saved: StoredGroups,
+        model: nn.Module,
+        optim: Optimizer,
+        saved_name: Callable[[str], str],
+        *,
+        strict: bool,
+    ) -> None:
         self._optim = optim
         here = named_groups(model, optim)
-        self.match: Match = match(here, saved)
+        self.match: Match = match(here, saved, saved_name)
         if strict:
             check(self.match, getattr(optim, "defaults", {}), saved, stored.where)
         members = [one.parameter for group in here for one in group]
@@ -124,7 +151,18 @@ class _OptimizerPlan:
         left_out = self.nothing_of | set(self.match.unused)
         nodes = stored.nodes(dict.fromkeys([*self._parameters, *self.match.unused]))
         nodes = {name: node for name, node in nodes.items() if name not in left_out}
+        self._check_kind(nodes, stored.where)
         self.template = apart(stored.template(nodes, self._place, lambda key: True))
+
+    def _check_kind(self, nodes: Mapping[Element, Node], where: str) -> None:
+        """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
+        kind = Kind.of(self._optim)
+        for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
+            for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
+                node = None if name is None else nodes.get(name)
+                if kind is not None and isinstance(node, Container) and node.children:
+                    names = [str(element) for element, _ in node.children]
+                    kind.check(names, {**group, **options}, str(name), where)
 
     def _make_homes(self, model: nn.Module) -> dict[str, _Home]:
         homes = {}

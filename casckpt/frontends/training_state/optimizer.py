@@ -16,7 +16,7 @@ from casckpt.format import tree
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.tensors.state import flatten, inflate
+from casckpt.tensors.state import check_nesting, flatten, inflate
 
 _TREE = "tree"
 
@@ -30,7 +30,10 @@ class Named:
 
 
 def named_groups(model: nn.Module, optim: Optimizer) -> list[list[Named]]:
-    """The parameters of each group. Raises InvalidInput, saying which, for one that the model does not have."""
+    """The parameters of each group.
+
+    Raises InvalidInput, saying which, for one that the model does not have, or whose state contains itself.
+    """
     names = parameter_names(model)
     groups = []
     for number, group in enumerate(optim.param_groups):
@@ -41,6 +44,9 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[Named]]:
                     "none of the model's; give the model that the optimizer was made for"
                 )
         groups.append([Named(parameter, names[id(parameter)]) for parameter in group["params"]])
+    known = {one.parameter: one.names[0] for group in groups for one in group}
+    for key, value in optim.state.items():
+        check_nesting(value, f"the optimizer's state of {known.get(key, key)!r:.200}")
     return groups
 
 

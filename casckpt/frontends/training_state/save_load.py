@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
+from casckpt.checkpoint.store import Store
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.loading import Loading
 from casckpt.frontends.training_state.model import model_state
@@ -34,7 +36,7 @@ def save_model_and_optim_state(
     Either may be a list: the parts of the model that this rank has, several optimizers that share out the parameters.
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
-    A buffer that ranks have in common is stored as the lowest of them has it.
+    A buffer that ranks have in common is stored as the lowest of them has it; where they differ, the log says so once.
 
     Before the first step an optimizer has no state, and none is made for it. ``options``: further ones of `Store.save`
     (``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ``no_dist``, ...).
@@ -43,10 +45,15 @@ def save_model_and_optim_state(
     FSDP without use_orig_params; Conflict, StorageError and RankFailed as `Store.save` does; on every rank alike. After
     an error nothing of the save is visible.
     """
-    opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=bool(options.get("no_dist")))
-    state = make_state(ranks, lambda: state_of(model, optim))
-    return opened.save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
+    opened: list[Store] = []
+
+    def make() -> dict[str, Any]:
+        opened.append(as_store(store))
+        return state_of(model, optim)
+
+    state = make_state(ranks, make)
+    return opened[0].save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
 
 
 def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
@@ -65,6 +72,7 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     *,
     strict: bool = True,
+    rename: Rename = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     allow_pickle: bool = False,
@@ -79,18 +87,22 @@ def load_model_and_optim_state(
 
     ``strict``: the names of the model and of the optimizer's parameters must be those of the checkpoint, and it must
     hold an optimizer if one is given; else what only one side has is left as it is. ``missing_keys`` of the result are
-    the keys that the checkpoint lacks. ``options``: ``cast`` (of the model), ``verify``, ... as in `Store.load`.
+    the keys that the checkpoint lacks. ``rename``: from a key of the model here, ``model.<name>``, to one of the
+    checkpoint, as `Store.load` takes it; what was saved of an optimizer goes with its parameter. ``options``: ``cast``
+    (of the model), ``verify``, ... as in `Store.load`.
 
-    Raises NotFound, MissingKey, Mismatch or InvalidInput before anything changes; Damaged or StorageError during the
+    Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
+    changes; Damaged or StorageError during the
     read, after which model and optimizer are undefined; on every rank alike.
     """
-    opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=no_dist)
-    stored, groups = find(ranks, opened, ref, optimizer=optim is not None, required=strict, allow_pickle=allow_pickle)
-    loading = Loading(stored, groups, strict)
+    stored, groups = find(
+        ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=strict, allow_pickle=allow_pickle
+    )
+    loading = Loading(stored, groups, strict, rename)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
-    loaded = opened.load(
-        loading.state, stored.checkpoint, strict=strict, allow_pickle=allow_pickle, process_group=process_group,
-        no_dist=no_dist, **options,
+    loaded = stored.store.load(
+        loading.state, stored.checkpoint, strict=strict, rename=loading.saved_key, allow_pickle=allow_pickle,
+        process_group=process_group, no_dist=no_dist, **options,
     )  # fmt: skip
     return loading.install(loaded)

@@ -16,7 +16,7 @@ from casckpt.checkpoint.ranks import open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
 from casckpt.format.manifest import Entry
 from casckpt.format.tree import Element
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
 from casckpt.frontends.training_state.stored import STATE, Stored, StoredGroups, is_step, steps_on_cpu
@@ -179,6 +179,6 @@ def _unshard(
         if rank == 0 or not rank0_only:
             found[0] = read(stored, groups)
 
-    stored, groups = find(ranks, as_store(store), ref, optimizer=optimizer, required=True, allow_pickle=allow_pickle)
+    stored, groups = find(ranks, store, ref, optimizer=lambda: optimizer, required=True, allow_pickle=allow_pickle)
     ranks.exchange(run, lambda done: done)
     return found[0]

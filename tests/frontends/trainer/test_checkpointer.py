@@ -82,7 +82,8 @@ def test_what_was_not_saved_is_none_unless_it_must_be_there() -> None:
     before = contents(model, optimizer)
     assert checkpointer.load("sft@1", model, optimizer) is None
     assert identical(contents(model, optimizer), before)
-    for wanted in ({"load_optim_state": True}, {"load_trainer_state": True}):
+    options: list[dict[str, Any]] = [{"load_optim_state": True}, {"load_trainer_state": True}]
+    for wanted in options:
         with pytest.raises(NotFound, match="sft@1 was saved without"):
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):

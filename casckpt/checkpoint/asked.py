@@ -1,0 +1,59 @@
+"""Ranks that work together name the same checkpoint, and use the same store: rank 0 alone looks things up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import Conflict
+from casckpt.repository.repository import Repository
+
+_SHOWN = 8
+
+
+def named(ref: str | Checkpoint) -> str:
+    """A reference as it was given, to be compared: what "latest" stands for is for rank 0 to say."""
+    return ref if isinstance(ref, str) else repr(ref)
+
+
+def check_same(given: Sequence[str]) -> None:
+    """Raise Conflict, with the ranks and what each of them gave, unless all gave the same. On rank 0."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(given):
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) > 1:
+        told = [f"{text[:200]} on {_ranks(ranks)}" for text, ranks in list(ranks_of.items())[:_SHOWN]]
+        more = "; ..." if len(ranks_of) > _SHOWN else ""
+        raise Conflict(
+            f"ranks name different checkpoints: {'; '.join(told)}{more}. All ranks must name the same, or let rank 0 "
+            "tell the others"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+@dataclass(frozen=True)
+class Home:
+    """The store that rank 0 uses. On another host it may have another ``url``."""
+
+    store_id: str
+    url: str
+
+    @classmethod
+    def of(cls, repo: Repository) -> Home:
+        """For the other ranks. Raises NotFound if there is none."""
+        return cls(repo.marker.store_id, repo.storage.url)
+
+    def check(self, repo: Repository) -> None:
+        """Raise Conflict if this rank uses another one, NotFound if there is none where it looks."""
+        if repo.marker.store_id != self.store_id:
+            repo.look_again()  # it may have been made anew since this rank looked
+        if repo.marker.store_id != self.store_id:
+            raise Conflict(
+                f"this rank uses the store at {repo.storage.url} ({repo.marker.store_id}), rank 0 that at {self.url} "
+                f"({self.store_id}): ranks must share one; a path on a disk of each host's own names several"
+            )

@@ -1,0 +1,45 @@
+"""The newest checkpoint of a run, which all ranks are to take up again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from casckpt.checkpoint.asked import check_same
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.checkpoint.store import Store
+from casckpt.errors import NotFound
+from casckpt.repository.commits import Commit
+
+log = logging.getLogger(__name__)
+
+
+def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
+    """The newest of a run, or that of a step; None if there is none."""
+    try:
+        return store.get(_ref(run, step)).commit
+    except NotFound as error:
+        if store.repository.exists():  # else it is the first run of all
+            log.info("%s", error)  # a slip of the pen would start a training anew
+        return None
+
+
+def newest_together(
+    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool]
+) -> tuple[Checkpoint | None, bool]:
+    """`newest` as rank 0 finds it; and did ``ask``, whose errors reach all ranks, say yes on any of them?
+
+    Raises Conflict if ranks name another run or step.
+    """
+
+    def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
+        check_same([text for text, _ in told])
+        return everyone((newest(store, run, step), any(yes for _, yes in told)), ranks.size)
+
+    commit, yes = ranks.exchange(lambda: (_ref(run, step), ask()), find)
+    return None if commit is None else Checkpoint(store.repository, commit), yes
+
+
+def _ref(run: str, step: int | None) -> str:
+    return f"{run}@{'latest' if step is None else step}"

@@ -1,0 +1,90 @@
+"""What torch's own optimizers keep for a parameter. By name: no step is ever taken, so none can be asked.
+
+An optimizer of somebody else may keep anything, and is given what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+from casckpt.errors import Mismatch
+
+_ALWAYS = {
+    "Adadelta": "step square_avg acc_delta",
+    "Adafactor": "step",
+    "Adagrad": "step sum",
+    "Adam": "step exp_avg exp_avg_sq",
+    "AdamW": "step exp_avg exp_avg_sq",
+    "Adamax": "step exp_avg exp_inf",
+    "ASGD": "step eta mu ax",
+    "LBFGS": "func_evals n_iter",
+    "Muon": "momentum_buffer",
+    "NAdam": "step mu_product exp_avg exp_avg_sq",
+    "RAdam": "step exp_avg exp_avg_sq",
+    "RMSprop": "step square_avg",
+    "Rprop": "step prev step_size",
+    "SGD": "",
+    "SparseAdam": "step exp_avg exp_avg_sq",
+}
+_AT_TIMES = {
+    "Adafactor": "row_var col_var variance",
+    "LBFGS": "al d t old_dirs old_stps ro H_diag prev_flat_grad prev_loss",
+    "SGD": "momentum_buffer",
+}
+_WITH = {  # an option that is on: what it needs
+    "Adam": {"amsgrad": "max_exp_avg_sq"},
+    "AdamW": {"amsgrad": "max_exp_avg_sq"},
+    "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of optimizer. ``name``: of the class of torch.optim whose step it takes; ``own``: it is no subclass."""
+
+    name: str
+    own: bool
+
+    @classmethod
+    def of(cls, optim: Optimizer) -> Kind | None:
+        """None for one that takes steps in its own way."""
+        step = type(optim).step
+        name = step.__qualname__.partition(".")[0]
+        if not _is_torchs(step) or name not in _ALWAYS:
+            return None
+        return cls(name, _is_torchs(type(optim)))
+
+    def needs(self, options: Mapping[str, Any]) -> set[str]:
+        """The names without which a step fails, with these options of the group."""
+        optional = _WITH.get(self.name, {})
+        return {*_ALWAYS[self.name].split(), *(name for option, name in optional.items() if options.get(option))}
+
+    def keeps(self) -> set[str]:
+        """All names that there may be."""
+        optional = _WITH.get(self.name, {})
+        return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
+
+    def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
+        """Raise Mismatch unless state of these names is what this kind keeps.
+
+        ``key``: the parameter whose state it is. What a subclass adds is its own affair.
+        """
+        lacking = sorted(self.needs(options).difference(saved))
+        unknown = sorted(set(saved) - self.keeps()) if self.own else []
+        if lacking or unknown:
+            lacks = f" It lacks {', '.join(map(repr, lacking))}." if lacking else ""
+            more = f" Only it has {', '.join(map(repr, unknown))}." if unknown else ""
+            raise Mismatch(
+                f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: that of another kind, or "
+                f"of other options?{lacks}{more} Make the same optimizer as was saved, or load the model alone "
+                "(optim=None)",
+                key=key,
+            )
+
+
+def _is_torchs(thing: Any) -> bool:
+    return f"{thing.__module__}.".startswith("torch.optim.")

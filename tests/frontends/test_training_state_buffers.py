@@ -1,0 +1,108 @@
+"""Buffers that ranks have in common: of those that differ, the save says so, once."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import casckpt
+from casckpt.checkpoint.ranks import open_ranks
+from casckpt.errors import InvalidInput
+from casckpt.frontends.trainer import Checkpointer
+from tests.support.ranks import outcome_of
+from tests.support.training import Network
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+
+class Heard(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def saves(rank: int, size: int, path: Path, wrap: str, differ: bool) -> tuple[list[list[str]], int]:
+    """Three saves, the first with buffers that are alike; what each of them logged, and the exchanges of the last."""
+    heard, found, store = Heard(), list[list[str]](), casckpt.open(path)
+    logging.getLogger("casckpt").addHandler(heard)
+    model: Any = Network(1)
+    if wrap == "fully_shard":
+        fully_shard(model)
+    if wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    checkpointer = Checkpointer(store, run="a")
+    ranks = open_ranks()
+    before = 0
+    for step in range(3):
+        before = ranks.exchanges
+        checkpointer.save(step, model)
+        found.append([text for text in heard.texts if "buffers" in text])
+        heard.texts.clear()
+        if differ:
+            for buffer in model.buffers():
+                buffer.add_(rank)
+    logging.getLogger("casckpt").removeHandler(heard)
+    casckpt.load_model_and_optim_state(store, "a@2", model)
+    if differ:
+        assert next(model.buffers()).unique().numel() == 1
+    return found, ranks.exchanges - before - 4
+
+
+@pytest.mark.parametrize("wrap", ["plain", "ddp", "fully_shard"])
+def test_it_is_said_once_which_differ(tmp_path: Path, ranks: Pool, wrap: str) -> None:
+    found = ranks.run(3, saves, tmp_path, wrap, True)
+    (alike, differing, again), _ = found[0]
+    assert (alike, again) == ([], [])
+    (text,) = differing
+    for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "counts"):
+        assert repr(name) in text
+    assert "scratch" not in text  # it is not saved
+    assert [logged for logged, _ in found[1:]] == [[[], [], []]] * 2
+
+
+def test_buffers_that_are_alike_cost_no_exchange(tmp_path: Path, ranks: Pool) -> None:
+    differ = ranks.run(2, saves, tmp_path / "differ", "plain", True)
+    alike = ranks.run(2, saves, tmp_path / "alike", "plain", False)
+    assert [logged for logged, _ in alike] == [[[], [], []]] * 2
+    assert {count for _, count in alike} == {count for _, count in differ}  # that has been told by the last save
+
+
+def stages(rank: int, size: int, path: Path) -> list[str]:
+    """Each rank has a part of the model of its own, and a buffer in common, which is alike."""
+    heard = Heard()
+    logging.getLogger("casckpt").addHandler(heard)
+    model = nn.Module()
+    model.add_module(f"stage{rank}", nn.BatchNorm1d(3 + rank))
+    model.register_buffer("shared", torch.arange(3))
+    casckpt.save_model_and_optim_state(casckpt.open(path), model, run="a", step=1)
+    logging.getLogger("casckpt").removeHandler(heard)
+    return heard.texts
+
+
+def test_buffers_that_one_rank_has_alone_differ_from_none(tmp_path: Path, ranks: Pool) -> None:
+    assert ranks.run(2, stages, tmp_path / "s") == [[], []]
+
+
+def with_a_meta_buffer(rank: int, size: int, path: Path) -> tuple[str, str]:
+    model = nn.Module()
+    model.register_buffer("odd", torch.ones(3, device="meta" if rank else "cpu"))
+    error = outcome_of(lambda: casckpt.save_model_and_optim_state(casckpt.open(path), model, run="a", step=1))
+    return type(error).__name__, str(error)
+
+
+def test_a_buffer_that_cannot_be_stored_is_named_as_ever(tmp_path: Path, ranks: Pool) -> None:
+    for kind, text in ranks.run(2, with_a_meta_buffer, tmp_path / "s"):
+        assert kind == InvalidInput.__name__
+        assert "model.odd" in text

@@ -1,0 +1,20 @@
+"""Does autograd know that a tensor was written into?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def is_noticed(tensor: torch.Tensor, load: Callable[[], Any]) -> bool:
+    """Does autograd refuse to go back through what was computed with the values from before ``load``?"""
+    weight = torch.ones_like(tensor, requires_grad=True)
+    result = (weight * tensor).sum()
+    load()
+    try:
+        result.backward()  # type: ignore[no-untyped-call]  # torch's own
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
