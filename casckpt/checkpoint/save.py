@@ -81,7 +81,7 @@ class _Attempt:
             self.leader.abort(error)
             raise
         if self._share is not None and self.ranks.size > 1:
-            self.memory.remembered[self.options.run] = Remembered(done.record.manifest, self._share, done.worn)
+            self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
         return just_committed(done.record)
 
     def _exchange_all(self) -> Done:
@@ -112,7 +112,7 @@ class _Attempt:
             self.options.dedup,
             fingerprint,
             self.memory.plan_number,
-            remembered.manifest if remembered else None,
+            remembered.txid if remembered else None,
             streams,
         )
 

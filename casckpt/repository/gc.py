@@ -8,7 +8,8 @@ safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests
 3. list commits: candidates for deletion are the objects that no live commit names
 4. then list open transactions
 5. wait until each of them is closed, revoking the dead ones
-6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3
+6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3; a manifest that is
+   left and has no record shows that records are lost: then nothing is deleted
 7. delete the rest
 
 A gc that runs out of time keeps what it has for the next one, which goes on at 5.
@@ -28,6 +29,7 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import paused as paused_state
 from casckpt.repository.commits import Commit, list_names
+from casckpt.repository.lost import check_recorded
 from casckpt.repository.marking import (
     Candidates,
     Unreadable,
@@ -120,7 +122,8 @@ def plan_gc(
     _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
-    return plan_retiring(repo, commits_without_doubt(repo), policy or Policy(), ages, run)
+    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # read where that is cheap
+    return plan_retiring(repo, commits, policy or Policy(), ages, run)
 
 
 def preview(repo: Repository, plan: GcPlan) -> GcResult:
@@ -133,6 +136,7 @@ def preview(repo: Repository, plan: GcPlan) -> GcResult:
     stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
     commits = commits_without_doubt(repo)
     found = _candidates(repo, stock, as_purged)
+    check_recorded(repo, found.sizes, commits.commits)
     opened = open_transactions(repo, commits.commits) if found.sizes else []
     tally = _Tally(found.sizes, stock)
     return tally.result(
@@ -241,7 +245,9 @@ class _Collection:
         self.tally.still = waited.still
         if waited.still:
             return False
-        spare_roots(self.repo, paused.candidates, commits_without_doubt(self.repo))
+        commits = commits_without_doubt(self.repo)
+        spare_roots(self.repo, paused.candidates, commits)
+        check_recorded(self.repo, paused.candidates.sizes, commits.commits)
         _delete(self.repo, paused.candidates.sizes, self.progress)
         self.tally.deleted |= paused.candidates.sizes
         return True
@@ -278,7 +284,7 @@ def _tidy(repo: Repository, deleted: Iterable[str]) -> None:
     had begun before they were listed, and has been waited for.
     """
     closed = list_names(repo)
-    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS))
+    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     uploaders = {name[0] for name in names if name is not None and name[0] in closed}
     uploaders |= {name.uploader for key in deleted if (name := parse_object(key)) is not None}
     for uploader in sorted(uploaders):

@@ -134,6 +134,16 @@ class Repository:
             self.look_again()
         self._marker = marker
 
+    def forget_all(self, *, keep_marker: bool) -> None:
+        """The store is not what it was: nothing counts that this process, or its host, knew of it."""
+        marker = self.marker
+        self.catalogue.reindex()
+        self.records, self.manifests = RecordCache(), ManifestCache()
+        self.seen_blobs.clear()
+        self.look_again()
+        if keep_marker:
+            self._marker = marker
+
     def look_again(self) -> None:
         """What is known of the store counts no more: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
@@ -186,7 +196,9 @@ class Repository:
             return new
 
     def _newest_settings(self) -> tuple[int, Settings]:
-        numbers = (keys.parse_settings(entry.key) for entry in self.storage.list("settings/"))
+        numbers = (
+            keys.parse_settings(entry.key) for entry in self.storage.list("settings/", known=keys.parse_settings)
+        )
         newest = max((number for number in numbers if number is not None), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)

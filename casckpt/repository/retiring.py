@@ -105,7 +105,7 @@ def min_age_of(repo: Repository, wanted: float | None) -> MinAge:
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
-    named = tags(repo)
+    named = tags(repo, anew=not repo.storage.traits.remote)
     tagged = {tag.txid for tag in named.values()}
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}

@@ -81,7 +81,8 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 def list_objects(repo: Repository) -> dict[str, int]:
     """Bytes by key of all objects, guarded or not, as they are now: one LIST. Raises `StorageError`."""
-    return {entry.key: entry.size for entry in repo.storage.list("objects/") if parse_object(entry.key) is not None}
+    listed = repo.storage.list("objects/", known=parse_object)
+    return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[Tx
 
 def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[Entry]]:
     def list_one(folder: str) -> list[Entry]:
-        return list(repo.storage.list(f"{folder}/"))
+        return list(repo.storage.list(f"{folder}/", known=parse_object))
 
     return in_parallel(min(repo.storage.traits.parallel, len(folders)), list_one, folders, name="list")
 
