@@ -38,13 +38,12 @@ def repair_manifests(
 
 
 def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bool:
-    """Marked before anything is looked for: from now on no gc and no save takes what it names from a cache."""
+    """Put back one. It is marked before places are looked for: from then on nobody takes them from a cache."""
     key = manifest_key(commit.committed.uploader, commit.id)
     mark = commit.committed.uploader, BlobHash(commit.id)
     held = _held(repo, commit)
-    blobs.mark_damaged(repo, *mark, "the manifest is gone or damaged")
-    repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of what a repair left that was killed
     for source, manifest in _holders(commit.id, sources):
+        blobs.mark_damaged(repo, *mark, "the manifest is gone or damaged")
         refs = held or _places(repo, commit, source, manifest)
         if refs is not None:
             _, places = format_manifest.packed_blobs(refs)

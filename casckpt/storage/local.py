@@ -152,8 +152,8 @@ class LocalStore:
             if folder == start:
                 files = [entry for entry in files if entry.key.startswith(prefix)]
                 folders = [key for key in folders if key.startswith(prefix)]
-            for key in folders if known else ():
-                if known(key) is not None:
+            for key in folders:
+                if known is not None and known(key) is not None:
                     raise misplaced(stat.S_IFDIR, self.path / key)
             pending += folders
             yield from files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def replaced(place: Callable[[Repository], str], make: Callable[[Path], object])
     return harm
 
 
+def emptied(name: str, root: Path, repo: Repository) -> None:
+    shutil.rmtree(root / name, ignore_errors=True)
+    (root / name).touch()
+
+
 def last_commit(repo: Repository) -> str:
     return commit_key(list_commits(repo).live()[-1].txid)
 
@@ -76,12 +82,7 @@ HARMS: dict[str, Harm] = {
     **{f"{name} is a pipe": replaced(place, os.mkfifo) for name, place in PLACES.items()},
     **{f"{name} is a file": replaced(PLACES[name], Path.touch) for name in ("commits", "tags", "tag", "objects")},
     **{f"{name} is a folder": replaced(PLACES[name], Path.mkdir) for name in ("record", "generation")},
-    **{
-        f"{name} is a file": lambda root, repo, name=name: (  # type: ignore[misc] # each its own name
-            shutil.rmtree(root / name, ignore_errors=True), (root / name).touch()
-        )
-        for name in ("transactions", "settings")
-    },
+    **{f"{name} is a file": partial(emptied, name) for name in ("transactions", "settings")},
 }  # fmt: skip
 
 
