@@ -48,6 +48,7 @@ from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "probes")
 
 Tell = Callable[[Sequence[Waiting]], None]
 
@@ -173,7 +174,7 @@ def execute(
     forgotten, purged = retire(repo, plan)
     gc = _Collection(repo, Patience(wait, revoke_after, sleep), progress, tell)
     gc.run()
-    _tidy(repo, gc.tally.deleted)
+    _tidy(repo, gc.tally)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
     return gc.tally.result(forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
 
@@ -277,19 +278,22 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
             progress(1)
 
 
-def _tidy(repo: Repository, deleted: Iterable[str]) -> None:
-    """Remove the files of closed transactions, and what crashed puts left in folders that nobody uploads to any more.
+def _tidy(repo: Repository, tally: _Tally) -> None:
+    """Remove the files of closed transactions, and what crashed puts left; of a put under way nothing is lost by it.
 
-    Those are the folders of closed transactions, and those of objects that were just deleted: whoever uploaded these
-    had begun before they were listed, and has been waited for.
+    Uploads are left alone, though: of folders of objects only those are swept that belong to closed transactions, that
+    held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
     """
     closed = list_names(repo)
     names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
-    uploaders = {name[0] for name in names if name is not None and name[0] in closed}
-    uploaders |= {name.uploader for key in deleted if (name := parse_object(key)) is not None}
-    for uploader in sorted(uploaders):
+    begun = {name[0] for name in names if name is not None}
+    uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
+    uploaders |= {*tally.stock.loose, *(begun & closed)}
+    for uploader in sorted(uploaders - (begun - closed)):
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
+    for folder in _RECORDS:
+        repo.storage.sweep(folder, below=bool(folder))
 
 
 def _check_storage(repo: Repository) -> None:

@@ -49,6 +49,7 @@ def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bo
             _, places = format_manifest.packed_blobs(refs)
             found, data = format_manifest.encode(manifest.body, places)
             if found == commit.id:
+                repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
                 repo.storage.replace(key, data)
                 blobs.mark_repaired(repo, *mark, "put back from another store")
                 return True

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from casckpt.errors import Conflict, Refused
-from casckpt.format.keys import blob_key
+from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import TxId
 from casckpt.plan.progress import Progress, silent
@@ -84,7 +84,8 @@ class _Repair:
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytes | bytearray, how: str) -> None:
-        """``data`` has the hash of ``ref``."""
+        """``data`` has the hash of ``ref``. What a repair has left here that was killed is removed."""
+        self.repo.storage.sweep(uploader_folder(ref.uploader))
         self.repo.storage.replace(blob_key(ref.uploader, ref.hash), memoryview(data))
         blobs.mark_repaired(self.repo, ref.uploader, ref.hash, how)
         self.fixed.append(ref.hash)
@@ -156,6 +157,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
     checked = list(check_blobs(repo, suspects, silent))
     for one in checked:
         if not one.why and not one.failed:
+            repo.storage.sweep(uploader_folder(one.ref.uploader))
             blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
     return [Checked(one.ref, one.why or one.failed) for one in checked if one.why or one.failed]
 

@@ -147,11 +147,11 @@ class ObjectStore(Protocol):
     def replace(self, key: str, data: memoryview | bytes) -> None:
         """Put, over whatever is there: only for `repair`, of bytes whose hash is in the key."""
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Remove what crashed puts left in ``folder``, and the folder itself if it is empty; bytes freed.
 
-        Only for folders into which nobody puts any more. That of the whole storage ("") goes only if this object made
-        it.
+        A put that is under way there begins anew, so this is for folders into which nobody puts much any more.
+        ``below``: in all folders in it, too. That of the whole storage ("") goes only if this object made it.
         """
 
 

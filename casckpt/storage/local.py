@@ -175,10 +175,11 @@ class LocalStore:
         ):
             os.unlink(name, dir_fd=above)
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
-        freed = 0
+        deeper = _scan(self._folders, folder)[1] if below else []
+        freed = sum(self.sweep(one, below=True) for one in deeper)
         with reporting("sweep", self.path / folder):
             with suppress(FileNotFoundError), self._folders.open(folder) as fd:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))

@@ -147,7 +147,7 @@ class MemoryStore:
         with _LOCK:
             self._objects[key] = kept
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Nothing is ever left over here."""
         split_folder(folder)
         self.counts.add(requests=1)

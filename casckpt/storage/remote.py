@@ -172,7 +172,7 @@ class RemoteStore:
         self.counts.add(requests=1)
         self._ask("delete", key, lambda client: client.delete(key))
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Nothing is ever left over that has a name; see `examine` for uploads in parts, which are never ours."""
         split_folder(folder)
         return 0

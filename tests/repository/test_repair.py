@@ -18,6 +18,7 @@ from casckpt.repository.repair import repair
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import verify
 from casckpt.storage.local import LocalStore
+from casckpt.storage.newfile import temporary_name
 from tests.support.checkpoints import (
     CELL,
     Arrays,
@@ -369,3 +370,18 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
     assert [one.old for one in found.superseded] == [commit.id for commit in users]
     for step in range(1, 4):
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    one = save_arrays(repo, STATE)
+    copy_into(other, repo, one)
+    key = only_blob(repo, one) if what == "blob" else manifest_key(one.txid, one.id)
+    flip(repo, key, 50)
+    verify(repo)
+    left = (tmp_path / "store" / key).with_name(temporary_name("x"))
+    left.write_bytes(bytes(1000))  # as killed before the rename
+    assert not repair(repo, sources=[other]).is_damaged
+    assert not left.exists()
+    assert not verify(repo).is_damaged

@@ -169,9 +169,9 @@ class FaultyStore:
         with self.faults("replace", key):
             self.inner.replace(key, data)
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         with self.faults("sweep", folder):
-            return self.inner.sweep(folder)
+            return self.inner.sweep(folder, below=below)
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:

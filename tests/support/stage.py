@@ -181,5 +181,5 @@ class SteppedStore:
         self._stop("replace", key)
         self._inner.replace(key, data)
 
-    def sweep(self, folder: str) -> int:
-        return self._inner.sweep(folder)
+    def sweep(self, folder: str, *, below: bool = False) -> int:
+        return self._inner.sweep(folder, below=below)
