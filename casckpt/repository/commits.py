@@ -174,7 +174,7 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
     None ever goes: where one is missing, the store was put back from a copy, or lost it, or is another in its place.
     """
     own = {repo.last_commit} if repo.last_commit else set()
-    if before or not repo.exists():
+    if before:
         return own | before.keys()
     return own | {key_of(row) for row in repo.catalogue.keys(PREFIX)}
 

@@ -36,6 +36,21 @@ class MirrorLag:
     error: str = ""
 
 
+def mirror_to_wait_for(repo: Repository) -> str | None:
+    """URL of the mirror that a gc waits for, as the settings have it.
+
+    Raises `Damaged` where they are lost: what is not safe in the mirror yet would be deleted; `StorageError`.
+    """
+    generation, settings = repo.newest_settings()
+    if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
+        raise Damaged(
+            f"gc deletes nothing: settings/ of {repo.storage.url} is lost: {noted.key} says that there was a mirror. "
+            "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
+            key="settings/",
+        )
+    return settings.mirror
+
+
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
     """Those of ``commits`` that are not known to be safe in ``mirror``, which the settings name; none, if that is None.
 

@@ -175,7 +175,7 @@ class Repository:
     @property
     def settings(self) -> Settings:
         """The highest generation of settings/, unset fields where there is none. Read anew each time."""
-        return self._newest_settings()[1]
+        return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:
         """Write the next generation, with ``fields`` over the present ones. Raises `InvalidInput`, `StorageError`."""
@@ -183,7 +183,7 @@ class Repository:
         if unknown:
             raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt init --help`")
         while True:
-            number, old = self._newest_settings()
+            number, old = self.newest_settings()
             new = Settings(**_fields_of(old) | fields | {"created_at": self.clock()})
             try:
                 records.decode(records.encode(new), Settings, "settings")
@@ -195,7 +195,8 @@ class Repository:
                 continue  # somebody else changed other fields just now: theirs are read, ours put over them
             return new
 
-    def _newest_settings(self) -> tuple[int, Settings]:
+    def newest_settings(self) -> tuple[int, Settings]:
+        """With its generation, -1 for none. Raises `Damaged`, `Refused`, `StorageError`."""
         numbers = (
             keys.parse_settings(entry.key) for entry in self.storage.list("settings/", known=keys.parse_settings)
         )

@@ -316,7 +316,8 @@ def test_empty_folders_and_leftovers_of_uploads_go(tmp_path: Path) -> None:
 def test_a_put_that_gc_sweeps_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(Way.LINK, monkeypatch)
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
-    link, swept = syscalls.link_named, []
+    link = syscalls.link_named
+    swept: list[GcResult] = []
 
     def link_late(folder: int, old: str, new: str) -> None:
         if not swept:

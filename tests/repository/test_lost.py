@@ -15,6 +15,7 @@ from casckpt.format.keys import commit_key, tag_key
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, gc, transactions
 from casckpt.repository.commits import list_commits
+from casckpt.repository.mirrored import note
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import set_tag
 from casckpt.repository.verify import verify
@@ -161,3 +162,17 @@ def test_a_save_that_ends_between_two_looks_is_no_loss(repo: Repository, faults:
 
     faults.inject(call_first("list", meanwhile(end), key="transactions/"))
     assert verify(repo).records == ()
+
+
+def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, root: Path) -> None:
+    local.change_settings(mirror="memory://mirror")
+    newest = list_commits(local).live()[-1]
+    note(local, newest, "memory://mirror")
+    commits.forget(local, newest)
+    shutil.rmtree(root / "settings")
+    before = keys(local)
+    with pytest.raises(Damaged, match=r"settings/ of .* is lost: mirrored/"):
+        run_gc(local)
+    assert keys(local) == before
+    local.change_settings(mirror="memory://mirror")
+    assert run_gc(local).purged
