@@ -17,8 +17,8 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 
 ADVICE = (
-    "Put commits/ back, from a copy of the store or by mounting it; or, where the store was copied while they ran, give "
-    "these saves up, one by one: `casckpt transactions STORE --give-up TXID`"
+    "Put commits/ back, from a copy of the store or by mounting it; or, where the store was copied while they ran, "
+    "give these saves up, one by one: `casckpt transactions STORE --give-up TXID`"
 )
 _NAMED_AT_MOST = 3
 
