@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from casckpt.checkpoint.describe import Share, Streams
@@ -20,14 +20,17 @@ log = logging.getLogger(__name__)
 _MAX_BASES = 8
 
 DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
-"""Blobs that are marked as damaged."""
+"""Blobs that are marked as damaged, and manifests that may have been put back, with other places, meanwhile."""
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """A rank's own share of the last checkpoint that it helped to save, and which of its blobs are worn."""
+    """A rank's own share of the last checkpoint that it helped to save, and which of its blobs are worn.
 
-    manifest: ManifestId
+    It goes by the transaction: a checkpoint that was purged and copied back has the same id, and other places.
+    """
+
+    txid: TxId
     share: Share
     worn: frozenset[tuple[TxId, BlobHash]]
 
@@ -53,17 +56,35 @@ class Sources:
     """
 
     def __init__(self, repo: Repository, commits: CommitList, streams: Streams, *, run: str, dedup: str) -> None:
+        self._repo, self._marks = repo, blobs.marks(repo) if commits.live() else []
+        self._marked = {(mark.uploader, mark.blob) for mark in self._marks}
         parent = commits.newest_live(run)
-        self.parent = None if parent is None else _readable(repo, parent, warn=True)
+        self.parent = None if parent is None else self._read(parent, warn=True)
         self.bases: list[Manifest] = []
         self.commits: list[Commit] = [] if parent is None or self.parent is None else [parent]
         if dedup == "store" and _lacks(self.parent, streams):
             newest = {commit.run: commit for commit in commits.live() if commit.run != run}
             recent = sorted(newest.values(), key=lambda commit: commit.txid, reverse=True)[:_MAX_BASES]
-            found = [(commit, base) for commit in recent if (base := _readable(repo, commit, warn=False)) is not None]
+            found = [(commit, base) for commit in recent if (base := self._read(commit, warn=False)) is not None]
             self.bases = [base for _, base in found]
             self.commits += [commit for commit, _ in found]
-        self.damaged = frozenset(blobs.damaged_marks(repo)) if self.parent or self.bases else frozenset()
+        damaged = ((mark.uploader, mark.blob) for mark in self._marks if mark.state != blobs.REPAIRED)
+        self.damaged = frozenset({*damaged, *(_name(commit) for commit in self.commits if self._was_moved(commit))})
+
+    def are_remembered(self, told: set[TxId | None]) -> bool:
+        """Is all there is the parent, and its transaction what every rank has ``told`` that it remembers its share of?
+
+        Not where its manifest was ever marked: it may have been put back, with other places.
+        """
+        if self.parent is None or self.bases:
+            return False
+        return told == {self.commits[0].txid} and not self._was_moved(self.commits[0])
+
+    def _was_moved(self, commit: Commit) -> bool:
+        return _name(commit) in self._marked
+
+    def _read(self, commit: Commit, *, warn: bool) -> Manifest | None:
+        return _readable(self._repo, commit, warn=warn, moved=self._was_moved(commit))
 
     def known(self) -> KnownCells:
         """For this process."""
@@ -89,7 +110,8 @@ def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCell
 
 def known_by_reading(repo: Repository, run: str, commits: Sequence[Commit], damaged: DamagedBlobs) -> KnownCells:
     """What `Sources.commits` of rank 0 hold, on a rank that reads their manifests itself."""
-    found = [(commit, read) for commit in commits if (read := _readable(repo, commit, warn=False)) is not None]
+    held = ((commit, _readable(repo, commit, warn=False, moved=_name(commit) in damaged)) for commit in commits)
+    found = [(commit, read) for commit, read in held if read is not None]
     parent = next((ManifestCells(read) for commit, read in found if commit.run == run), None)
     return KnownCells(parent, [ManifestCells(read) for commit, read in found if commit.run != run], _avoid(damaged))
 
@@ -98,10 +120,15 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
     return lambda ref: ref.worn or (ref.uploader, ref.hash) in damaged
 
 
-def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | None:
-    """A manifest, or None if it is damaged: a save goes on without it."""
+def _name(commit: Commit) -> tuple[TxId, BlobHash]:
+    """What a manifest is marked by."""
+    return commit.committed.uploader, BlobHash(commit.id)
+
+
+def _readable(repo: Repository, commit: Commit, *, warn: bool, moved: bool) -> Manifest | None:
+    """A manifest, or None if it is damaged: a save goes on without it. ``moved``: not from memory."""
     try:
-        return manifests.get(repo, commit)
+        return manifests.get(replace(repo) if moved else repo, commit)
     except CasckptError as error:
         if warn:
             log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)

@@ -67,7 +67,7 @@ class Hello:
     dedup: str
     fingerprint: str
     plan_number: int
-    remembered: str | None
+    remembered: TxId | None
     streams: Streams | None  # only of a rank that is alone
 
 
@@ -206,11 +206,11 @@ class Leader:
         """The manifests that these streams may be found in."""
         return Sources(self.repo, self._commits, streams, run=self.options.run, dedup=self.options.dedup)
 
-    def _knowledge(self, remembered: set[str | None]) -> Knowledge:
+    def _knowledge(self, remembered: set[TxId | None]) -> Knowledge:
         if not self.reuse:
             return Knowledge(None, (), frozenset())
         sources = self.sources(self._streams)
-        if sources.parent is not None and not sources.bases and remembered == {sources.parent.id}:
+        if sources.parent is not None and sources.are_remembered(remembered):
             return Knowledge(sources.parent.id, None, sources.damaged)
         return sources.knowledge()
 

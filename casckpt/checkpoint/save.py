@@ -14,9 +14,9 @@ from casckpt.checkpoint.prepare import Prepared
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.checkpoint.sources import plan_work
 from casckpt.checkpoint.upload import Placed, Upload
-from casckpt.errors import InvalidInput, Revoked
+from casckpt.errors import Revoked
 from casckpt.format.digest import Hasher, cell_digest
-from casckpt.format.keys import commit_key, transaction_key, uploader_folder
+from casckpt.format.keys import commit_key, uploader_folder
 from casckpt.format.manifest import PART, TENSOR
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
@@ -81,7 +81,7 @@ class _Attempt:
             self.leader.abort(error)
             raise
         if self._share is not None and self.ranks.size > 1:
-            self.memory.remembered[self.options.run] = Remembered(done.record.manifest, self._share, done.worn)
+            self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
         return just_committed(done.record)
 
     def _exchange_all(self) -> Done:
@@ -112,7 +112,7 @@ class _Attempt:
             self.options.dedup,
             fingerprint,
             self.memory.plan_number,
-            remembered.manifest if remembered else None,
+            remembered.txid if remembered else None,
             streams,
         )
 
@@ -127,28 +127,14 @@ class _Attempt:
 
     def _store(self, start: Start, known: KnownCells) -> Stored:
         """This rank's part: durable when it returns."""
-        start.home.check(self.repo)
+        if self.ranks.rank != 0:
+            start.home.check_shared(self.repo, start.txid)
         prepared = self._prepare()
         alone = self.ranks.size == 1
-        if self.ranks.rank != 0:
-            check_shared(self.repo, txid)
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         self._share = store_share(self.repo, start.txid, mine, known, self.options)
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         return Stored(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
-
-
-def check_shared(repo: Repository, txid: TxId) -> None:
-    """Raise InvalidInput where this rank sees nothing of a save that another has begun: nobody would find its part.
-
-    Buckets are one for all by their names; folders are not, and memory never is.
-    """
-    keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
-    if not repo.storage.traits.remote and all(repo.storage.size(key) is None for key in keys):
-        raise InvalidInput(
-            f"{repo.storage.url} is another place on this rank than on the one that began the save: it is in memory, "
-            "or on a disk that they do not share. Give all ranks a folder or a bucket that all of them reach"
-        )
 
 
 def store_share(repo: Repository, txid: TxId, prepared: Prepared, known: KnownCells, options: SaveOptions) -> Share:

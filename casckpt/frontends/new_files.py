@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,13 +25,10 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
         raise Conflict(f"{path} exists already; give another name, or --force to write over it")
     with _said_as_ours(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(_temporary(path.name))
-        try:
-            yield temporary
-            os.replace(temporary, path)
+        with _scratch(path.parent, path.name) as folder:
+            yield folder / path.name
+            os.replace(folder / path.name, path)
             sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -43,22 +41,20 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
     if os.path.lexists(path) and not path.is_dir():
         raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
     there = path.is_dir()
-    if there and not force and any(path.iterdir()):
-        raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
     with _said_as_ours(path):
+        if there:
+            _clear(path, path.name)
+        if there and not force and any(path.iterdir()):
+            raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
         if not there:
             path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = (path if there else path.parent) / _temporary(path.name)
-        temporary.mkdir()
-        try:
+        with _scratch(path if there else path.parent, path.name) as temporary:
             yield temporary
             if there:
                 _move_into(temporary, path, stale, last)
             else:
                 os.rename(temporary, path)
             sync_folder(path if there else path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
@@ -92,8 +88,52 @@ def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: S
         os.replace(source / name, target / name)
 
 
-def _temporary(name: str) -> str:
-    return f".{name[:100]}.casckpt-{secrets.token_hex(4)}"
+@contextmanager
+def _scratch(beside: Path, name: str) -> Iterator[Path]:
+    """A temporary folder in ``beside`` for what will be ``name``, locked for as long as this process works in it."""
+    _clear(beside, name)
+    with ExitStack() as held:
+        folder = _new_locked(beside, name, held)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _new_locked(beside: Path, name: str, held: ExitStack) -> Path:
+    while True:
+        folder = beside / f"{_prefix(name)}{secrets.token_hex(4)}"
+        folder.mkdir()
+        with suppress(OSError):  # no locks here; or it was taken for left, in the instant before the lock
+            held.enter_context(_locked(folder, fcntl.LOCK_SH))
+        if folder.exists():
+            return folder
+
+
+def _clear(beside: Path, name: str) -> None:
+    """Remove what processes that died have left of an export to ``name``: nobody holds the lock on their folder.
+
+    Where the file system has no locks for folders, as on NFS, it stays.
+    """
+    for path in list(beside.iterdir()):
+        if path.name.startswith(_prefix(name)):
+            with suppress(OSError), _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _prefix(name: str) -> str:
+    return f".{name[:100]}.casckpt-"
+
+
+@contextmanager
+def _locked(folder: Path, how: int) -> Iterator[None]:
+    """Hold a lock on a folder. Raises OSError where there is none to be had."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, how)
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Blobs as objects of a store, and the marks on damaged ones."""
+"""Blobs as objects of a store, and the marks on damaged ones; manifests that are put back get marks, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.format.keys import blob_key, damaged_key, parse_damaged
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
-from casckpt.repository.reading import Read, each, read_records
+from casckpt.repository.reading import Read, check_no_file, each, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Entry
 
@@ -73,9 +73,11 @@ def _worth_a_look(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRef]:
 def marks(repo: Repository) -> list[Mark]:
     """The highest mark of every blob that ever had one; what cannot be read says "damaged". Raises `StorageError`."""
     newest: dict[tuple[TxId, BlobHash], tuple[int, Entry]] = {}
-    for entry in repo.storage.list(PREFIX):
+    for entry in repo.storage.list(PREFIX, known=parse_damaged):
         name = parse_damaged(entry.key)
-        if name is not None and name[2] >= newest.get(name[:2], (-1, entry))[0]:
+        if name is None:
+            check_no_file(repo.storage.url, entry, parse_damaged)
+        elif name[2] >= newest.get(name[:2], (-1, entry))[0]:
             newest[name[:2]] = (name[2], entry)
     entries = [entry for _, entry in newest.values()]
     found = read_records(repo, PREFIX, entries, lambda _: DamageRecord)
@@ -85,6 +87,12 @@ def marks(repo: Repository) -> list[Mark]:
 def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
     """(uploader, blob) of the blobs that are marked as damaged, and not as repaired since. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
+
+
+def ever_marked(repo: Repository) -> frozenset[tuple[TxId, str]]:
+    """(uploader, hash or id) of what ever had a mark: one LIST. Raises `StorageError`."""
+    listed = repo.storage.list(PREFIX, known=parse_damaged)
+    return frozenset(name[:2] for entry in listed if (name := parse_damaged(entry.key)))
 
 
 def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
@@ -122,7 +130,7 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
 
 def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str]:
     """(number, state) of the last mark on one blob."""
-    entries = repo.storage.list(f"{PREFIX}{uploader}/{blob}/")
+    entries = repo.storage.list(f"{PREFIX}{uploader}/{blob}/", known=parse_damaged)
     names = {entry: name for entry in entries if (name := parse_damaged(entry.key))}
     if not names:
         return -1, REPAIRED

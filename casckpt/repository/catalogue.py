@@ -54,11 +54,14 @@ T = TypeVar("T")
 class ManifestSummary:
     """What a manifest names, as the packed columns it is stored with (see `casckpt.format.manifest`).
 
-    ``tensors``: number of keys. ``nbytes``: of all its entries, as held in memory.
+    ``committed_at``: time of the commit record. A copy that is made again, after the store was put back from a backup,
+    has the same uploader and id, and other places. ``tensors``: number of keys. ``nbytes``: of all its entries, as held
+    in memory.
     """
 
     uploader: TxId
     manifest: ManifestId
+    committed_at: int
     tensors: int
     nbytes: int
     hashes: bytes
@@ -142,14 +145,24 @@ class Catalogue:
 
         return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if first <= k < end})
 
+    def keys(self, prefix: str) -> list[str]:
+        """Of all records that are known under ``prefix``."""
+        end = prefix + chr(0x10FFFF)
+
+        def select(connection: sqlite3.Connection) -> list[str]:
+            sql = "SELECT key FROM records WHERE key >= ? AND key < ?"
+            return [key for (key,) in connection.execute(sql, (prefix, end))]
+
+        return self._do(select, lambda: [key for key in self._memory.records if key.startswith(prefix)])
+
     def add_records(self, records: Mapping[str, bytes]) -> None:
         """Keep the bytes of records of the store, by key."""
         rows = [(key, data, _digest(key, data)) for key, data in records.items()]
         self._insert("records", rows, lambda: self._memory.records.update(records))
 
-    def manifest(self, uploader: TxId, manifest: ManifestId) -> ManifestSummary | None:
+    def manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> ManifestSummary | None:
         """What is known of a manifest."""
-        key = _manifest_name(uploader, manifest)
+        key = _manifest_name(uploader, manifest, committed_at)
 
         def select(connection: sqlite3.Connection) -> ManifestSummary | None:
             row = connection.execute(_MANIFEST, (key,)).fetchone()
@@ -157,16 +170,25 @@ class Catalogue:
                 return None
             tensors, nbytes, hashes, sizes, uploaders, index, _ = row
             names = tuple(TxId(name) for name in uploaders.split())
-            return ManifestSummary(uploader, manifest, tensors, nbytes, hashes, sizes, names, index)
+            return ManifestSummary(uploader, manifest, committed_at, tensors, nbytes, hashes, sizes, names, index)
 
         return self._do(select, lambda: self._memory.manifests.get(key))
 
     def add_manifest(self, summary: ManifestSummary) -> None:
         """Keep what a manifest names."""
-        key, one = _manifest_name(summary.uploader, summary.manifest), summary
+        key, one = _manifest_name(summary.uploader, summary.manifest, summary.committed_at), summary
         row = (one.tensors, one.nbytes, one.hashes, one.sizes, " ".join(one.uploaders), one.index)
         rows = [(key, *row, _digest(key, *row))]
         self._insert("manifests", rows, lambda: self._memory.manifests.update({key: summary}))
+
+    def drop_manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> None:
+        """What is known of a manifest may not hold any more."""
+        key = _manifest_name(uploader, manifest, committed_at)
+
+        def drop(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM manifests WHERE key = ?", (key,))
+
+        self._do(drop, lambda: self._memory.manifests.pop(key, None))
 
     def note(self, name: str) -> bytes | None:
         """A note of this host (the paused state of a gc); None if there is none."""
@@ -246,8 +268,8 @@ class Catalogue:
                 return
 
 
-def _manifest_name(uploader: TxId, manifest: ManifestId) -> str:
-    return f"{uploader}/{manifest}"
+def _manifest_name(uploader: TxId, manifest: ManifestId, committed_at: int) -> str:
+    return f"{uploader}/{manifest}/{committed_at}"
 
 
 def _digest(*values: object) -> bytes:

@@ -58,6 +58,8 @@ def _attempt(repo: Repository, buffers: BufferPool, progress: Progress, ref: Blo
             return Checked(ref, _compare(reader, ref, buffer.view, progress))
     except NotFound:
         return Checked(ref, "it is gone")
+    except Refused as error:  # a pipe or a folder in its place
+        return Checked(ref, str(error))
     except ShortObject as error:
         return Checked(ref, f"it ends after {error.size} of {ref.size} bytes")
     except StorageError as error:

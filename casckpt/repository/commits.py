@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -13,16 +14,21 @@ from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed, FirstRecord, Forgotten, LaterRecord, Purged, Restored
 from casckpt.lazy import cached_property
-from casckpt.repository.reading import Read, read_records
+from casckpt.repository.reading import Read, key_of, read_records
+from casckpt.repository.record_cache import Shown, shown
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Entry
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
 
-Folded: TypeAlias = tuple[Mapping[str, int], "CommitList"]
-"""What a listing showed (sizes in bytes by key), and what all of its records say together."""
+Folded: TypeAlias = tuple[Mapping[str, Shown], "CommitList"]
+"""What a listing showed of each key, and what all of its records say together."""
 
+_NOT_WHAT_IT_WAS = (
+    "the store at %s is not what it was: it has no %s any more, so it was put back from a copy, or lost records. What "
+    "this host knew of it counts no more"
+)
 _STATES: dict[type, str] = {
     Committed: "committed",
     records.Revoked: "revoked",
@@ -31,6 +37,8 @@ _STATES: dict[type, str] = {
     Purged: "purged",
 }
 _AFTER = {"forgotten": ("committed", "restored"), "restored": ("forgotten",), "purged": ("forgotten",)}
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -145,25 +153,38 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
     """
-    own = repo.last_commit
-    sizes = {entry.key: entry.size for entry in repo.storage.list(PREFIX)}
     last: Folded | None = None if anew else repo.records.folded
     before, listed = last or ({}, CommitList({}, {}))
-    touched = _touched(before, sizes)
+    seen = _seen(repo, before)
+    now = {entry.key: shown(entry) for entry in repo.storage.list(PREFIX, known=parse_log)}
+    touched = _touched(before, now)
     if last and not touched:
         return listed
-    if sizes and own and own not in sizes:  # no record ever goes: somebody deleted the store, and made it again
-        repo.look_again()
-    logs = _read_logs(repo, _entries(sizes, touched), anew=anew)
+    if not seen <= now.keys():
+        log.warning(_NOT_WHAT_IT_WAS, repo.storage.url, min(seen - now.keys()))
+        repo.forget_all(keep_marker=not now)
+        return list_commits(repo, anew=anew)
+    logs = _read_logs(repo, _entries(now, touched), anew=anew)
     listed = _replaced(listed, touched, logs)
-    if all(commit_key(txid) in sizes and _is_whole(log) for txid, log in logs.items()):
-        repo.records.folded = (sizes, listed)  # else the next listing reads again what this one could not
+    if all(commit_key(txid) in now and _is_whole(log) for txid, log in logs.items()):
+        repo.records.folded = (now, listed)  # else the next listing reads again what this one could not
     return listed
+
+
+def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
+    """Keys in commits/ that this process, or its host, has seen; to be asked before a listing: others go on learning.
+
+    None ever goes: where one is missing, the store was put back from a copy, or lost it, or is another in its place.
+    """
+    own = {repo.last_commit} if repo.last_commit else set()
+    if before:
+        return own | before.keys()
+    return own | {key_of(row) for row in repo.catalogue.keys(PREFIX)}
 
 
 def list_names(repo: Repository) -> set[TxId]:
     """Ids of all transactions that ended: one LIST, no reads. Raises `StorageError`."""
-    return {name[0] for entry in repo.storage.list(PREFIX) if (name := parse_log(entry.key))}
+    return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
@@ -274,26 +295,26 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
 
     Raises `Conflict` if somebody else adds to its log at this instant, `StorageError`.
     """
-    logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX))
+    logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
 
 
-def _touched(before: Mapping[str, int], now: Mapping[str, int]) -> set[TxId]:
+def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:
     """The transactions whose records are not those that an earlier listing showed. Of ten thousand, few are."""
-    keys = {key for key, size in now.items() if before.get(key) != size} | (before.keys() - now.keys())
+    keys = {key for key, found in now.items() if before.get(key) != found} | (before.keys() - now.keys())
     return {name[0] for key in keys if (name := parse_log(key))}
 
 
-def _entries(sizes: Mapping[str, int], touched: Collection[TxId]) -> dict[Entry, tuple[TxId, int]]:
+def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[Entry, tuple[TxId, int]]:
     """All records of the transactions, by what was listed of them; the first one too where it was not listed."""
     names = {
-        Entry(key, size): name
-        for key, size in sizes.items()
+        Entry(key, *found): name
+        for key, found in listed.items()
         if key[len(PREFIX) :].partition(".")[0] in touched and (name := parse_log(key))
     }
     for txid in {name[0] for name in names.values()}:
-        if commit_key(txid) not in sizes:  # put while the listing ran, or gone
+        if commit_key(txid) not in listed:  # put while the listing ran, or gone
             names[Entry(commit_key(txid), -1)] = (txid, 0)
     return names
 

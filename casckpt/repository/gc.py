@@ -8,7 +8,8 @@ safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests
 3. list commits: candidates for deletion are the objects that no live commit names
 4. then list open transactions
 5. wait until each of them is closed, revoking the dead ones
-6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3
+6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3; a manifest that is
+   left and has no record shows that records are lost: then nothing is deleted
 7. delete the rest
 
 A gc that runs out of time keeps what it has for the next one, which goes on at 5.
@@ -28,6 +29,7 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import paused as paused_state
 from casckpt.repository.commits import Commit, list_commits, list_names
+from casckpt.repository.lost import check_recorded
 from casckpt.repository.marking import (
     Candidates,
     Unreadable,
@@ -47,6 +49,7 @@ from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "probes")
 
 Tell = Callable[[Sequence[Waiting]], None]
 
@@ -126,7 +129,8 @@ def plan_gc(
     _check_seconds("a minimum age", min_age)
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
-    return plan_retiring(repo, commits_without_doubt(repo), policy or Policy(), ages, run)
+    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # read where that is cheap
+    return plan_retiring(repo, commits, policy or Policy(), ages, run)
 
 
 def preview(repo: Repository, plan: GcPlan) -> GcResult:
@@ -139,6 +143,7 @@ def preview(repo: Repository, plan: GcPlan) -> GcResult:
     stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
     commits = commits_without_doubt(repo)
     found = _candidates(repo, stock, as_purged)
+    check_recorded(repo, found.sizes, commits.commits)
     opened = open_transactions(repo, commits.commits) if found.sizes else []
     tally = _Tally(found.sizes, stock)
     return tally.result(
@@ -180,7 +185,7 @@ def execute(
     forgotten, purged = retire(repo, plan)
     gc = _Collection(repo, Patience(wait, revoke_after, sleep), progress, tell)
     gc.run()
-    _tidy(repo, gc.tally.deleted)
+    _tidy(repo, gc.tally)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
     return gc.tally.result(repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
 
@@ -245,7 +250,9 @@ class _Collection:
         self.tally.still = waited.still
         if waited.still:
             return False
-        spare_roots(self.repo, paused.candidates, commits_without_doubt(self.repo))
+        commits = commits_without_doubt(self.repo)
+        spare_roots(self.repo, paused.candidates, commits)
+        check_recorded(self.repo, paused.candidates.sizes, commits.commits)
         _delete(self.repo, paused.candidates.sizes, self.progress)
         self.tally.deleted |= paused.candidates.sizes
         return True
@@ -275,19 +282,22 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
             progress(1)
 
 
-def _tidy(repo: Repository, deleted: Iterable[str]) -> None:
-    """Remove the files of closed transactions, and what crashed puts left in folders that nobody uploads to any more.
+def _tidy(repo: Repository, tally: _Tally) -> None:
+    """Remove the files of closed transactions, and what crashed puts left; of a put under way nothing is lost by it.
 
-    Those are the folders of closed transactions, and those of objects that were just deleted: whoever uploaded these
-    had begun before they were listed, and has been waited for.
+    Uploads are left alone, though: of folders of objects only those are swept that belong to closed transactions, that
+    held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
     """
     closed = list_names(repo)
-    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS))
-    uploaders = {name[0] for name in names if name is not None and name[0] in closed}
-    uploaders |= {name.uploader for key in deleted if (name := parse_object(key)) is not None}
-    for uploader in sorted(uploaders):
+    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
+    begun = {name[0] for name in names if name is not None}
+    uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
+    uploaders |= {*tally.stock.loose, *(begun & closed)}
+    for uploader in sorted(uploaders - (begun - closed)):
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
+    for folder in _RECORDS:
+        repo.storage.sweep(folder, below=bool(folder))
 
 
 def _check_storage(repo: Repository) -> None:

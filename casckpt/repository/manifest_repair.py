@@ -15,7 +15,7 @@ from casckpt.format import manifest as format_manifest
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import blob_key, manifest_key, uploader_folder
 from casckpt.format.manifest import BlobRef, Manifest
-from casckpt.format.names import ManifestId, TxId
+from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
@@ -38,15 +38,33 @@ def repair_manifests(
 
 
 def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bool:
+    """Put back one. It is marked before places are looked for: from then on nobody takes them from a cache."""
+    key = manifest_key(commit.committed.uploader, commit.id)
+    mark = commit.committed.uploader, BlobHash(commit.id)
+    held = _held(repo, commit)
     for source, manifest in _holders(commit.id, sources):
-        refs = _places(repo, commit, source, manifest)
+        blobs.mark_damaged(repo, *mark, "the manifest is gone or damaged")
+        refs = held or _places(repo, commit, source, manifest)
         if refs is not None:
             _, places = format_manifest.packed_blobs(refs)
             found, data = format_manifest.encode(manifest.body, places)
             if found == commit.id:
-                repo.storage.replace(manifest_key(commit.committed.uploader, commit.id), data)
+                repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
+                repo.storage.replace(key, data)
+                blobs.mark_repaired(repo, *mark, "put back from another store")
                 return True
     return False
+
+
+def _held(repo: Repository, commit: Commit) -> list[BlobRef] | None:
+    """The places as the catalogue has them, if it can be believed: nobody has put others there, and all is there."""
+    own = commit.committed.uploader
+    known = repo.catalogue.manifest(own, commit.id, commit.committed.time)
+    if known is None or (own, commit.id) in blobs.ever_marked(repo):
+        return None
+    refs = [BlobRef(blob, size, uploader) for uploader, blob, size in known.blobs()]
+    sizes = list_objects(repo)
+    return refs if all(sizes.get(blob_key(ref.uploader, ref.hash)) == ref.size for ref in refs) else None
 
 
 def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tuple[Repository, Manifest]]:
@@ -59,9 +77,6 @@ def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tupl
 def _places(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> list[BlobRef] | None:
     """Where the blobs of ``manifest`` lie in ``repo``; None if one can neither be found nor copied."""
     own = commit.committed.uploader
-    known = repo.catalogue.manifest(own, commit.id)
-    if known is not None:
-        return [BlobRef(blob, size, uploader) for uploader, blob, size in known.blobs()]
     there = _named(repo)
     sizes = list_objects(repo)
     refs = []
@@ -78,7 +93,8 @@ def _places(repo: Repository, commit: Commit, source: Repository, manifest: Mani
 def _named(repo: Repository) -> dict[str, TxId]:
     """Whose folder holds each blob that a live checkpoint names. An orphan could be deleted by a gc at any time."""
     commits = list_commits(repo).live()
-    return {ref.hash: ref.uploader for _, manifest in readable(repo, commits) for ref in manifest.blobs}
+    reader = replace(repo)  # with no manifest in memory
+    return {ref.hash: ref.uploader for _, manifest in readable(reader, commits) for ref in manifest.blobs}
 
 
 def _copy(repo: Repository, uploader: TxId, source: Repository, ref: BlobRef) -> bool:

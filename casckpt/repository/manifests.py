@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import MAX_MANIFEST_BYTES, Body, Manifest, Places
 from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.repository import blobs
 from casckpt.repository.catalogue import ManifestSummary
 from casckpt.repository.commits import Commit, list_commits, refresh
 from casckpt.repository.reading import each
@@ -74,9 +76,9 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
 
 def summary(repo: Repository, commit: Commit) -> ManifestSummary:
     """What a manifest names: from the catalogue, or from the store. Raises what `get` raises, never `Conflict`."""
-    known = repo.catalogue.manifest(commit.committed.uploader, commit.id)
+    known = repo.catalogue.manifest(*_row(commit))
     if known is None:
-        known = _summary(commit.committed.uploader, _read(repo, commit))
+        known = _summary(commit, _read(repo, commit))
         repo.catalogue.add_manifest(known)
     return known
 
@@ -89,17 +91,24 @@ def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int
 def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     """Bring the manifests that the catalogue lacks into it, several at once; the commits whose manifest can be read.
 
+    One LIST of marks: a manifest that has one is read again, for a repair may have put it back with other places.
     Raises `StorageError`.
     """
+    wanted = list(commits)
+    marked = blobs.ever_marked(repo) if wanted else frozenset()
+    reader = replace(repo)  # with no manifest in memory
 
     def is_known(commit: Commit) -> bool:
+        uploader, found, time = _row(commit)
         try:
+            if (uploader, found) in marked:
+                repo.catalogue.drop_manifest(uploader, found, time)
+                repo.catalogue.add_manifest(_summary(commit, _read(reader, commit)))
             summary(repo, commit)
         except (Damaged, Refused):
             return False
         return True
 
-    wanted = list(commits)
     return [commit for commit, known in zip(wanted, each(repo.storage, is_known, wanted), strict=True) if known]
 
 
@@ -116,15 +125,21 @@ def reindex(repo: Repository) -> int:
     return len(known)
 
 
-def _summary(uploader: TxId, manifest: Manifest) -> ManifestSummary:
-    places, blobs = manifest.places(), manifest.body.blobs
+def _row(commit: Commit) -> tuple[TxId, ManifestId, int]:
+    """What the catalogue knows a manifest by."""
+    return commit.committed.uploader, commit.id, commit.committed.time
+
+
+def _summary(commit: Commit, manifest: Manifest) -> ManifestSummary:
+    places, stored = manifest.places(), manifest.body.blobs
     return ManifestSummary(
-        uploader=uploader,
+        uploader=commit.committed.uploader,
         manifest=manifest.id,
+        committed_at=commit.committed.time,
         tensors=len(manifest.tensors),
         nbytes=sum(entry.nbytes for entry in manifest.body.entries),
-        hashes=blobs.hashes,
-        sizes=blobs.sizes,
+        hashes=stored.hashes,
+        sizes=stored.sizes,
         uploaders=tuple(TxId(name) for name in places.uploaders),
         index=places.index,
     )

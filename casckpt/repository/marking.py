@@ -35,9 +35,12 @@ class Candidates:
     ended: frozenset[TxId] = field(repr=False)
 
 
-def commits_without_doubt(repo: Repository) -> CommitList:
-    """All commits. Raises `Damaged` if the state of one is not known: it may live, and nobody knows what it names."""
-    found = list_commits(repo)
+def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList:
+    """All commits; ``anew``: from their records, whatever this host knows of them.
+
+    Raises `Damaged` if the state of one is not known: it may live, and nobody knows what it names.
+    """
+    found = list_commits(repo, anew=anew)
     if found.damaged:
         names = sorted(found.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""

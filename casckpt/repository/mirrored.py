@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import mirrored_key, parse_mirrored
 from casckpt.format.names import TxId
-from casckpt.format.records import Mirrored, encode
+from casckpt.format.records import Mirrored
 from casckpt.repository.commits import Commit
 from casckpt.repository.reading import Read, each, read_records
 from casckpt.repository.repository import Repository
@@ -36,6 +36,21 @@ class MirrorLag:
     error: str = ""
 
 
+def mirror_to_wait_for(repo: Repository) -> str | None:
+    """URL of the mirror that a gc waits for, as the settings have it.
+
+    Raises `Damaged` where they are lost: what is not safe in the mirror yet would be deleted; `StorageError`.
+    """
+    generation, settings = repo.newest_settings()
+    if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
+        raise Damaged(
+            f"gc deletes nothing: settings/ of {repo.storage.url} is lost: {noted.key} says that there was a mirror. "
+            "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
+            key="settings/",
+        )
+    return settings.mirror
+
+
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
     """Those of ``commits`` that are not known to be safe in ``mirror``, which the settings name; none, if that is None.
 
@@ -44,7 +59,9 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) 
     wanted = list(commits)
     if mirror is None or not wanted:
         return []
-    there = {txid: entry for entry in repo.storage.list(PREFIX) if (txid := parse_mirrored(entry.key))}
+    there = {
+        txid: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored) if (txid := parse_mirrored(entry.key))
+    }
     noted = [commit.txid for commit in wanted if commit.txid in there]
     found = read_records(repo, PREFIX, [there[txid] for txid in noted], lambda _: Mirrored)
     doubtful = [txid for txid in noted if not _says(found[mirrored_key(txid)], txid, mirror)]
@@ -77,12 +94,11 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
             return
         repo.storage.delete(key)  # of a mirror that the store had before
         repo.put_record(key, record)
-    repo.records.add(key, len(encode(record)), record)
 
 
 def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
     """Take back what `note` wrote down of ``commits``. Raises `StorageError`, but not where writers may not delete."""
-    noted = {parse_mirrored(entry.key): entry.key for entry in repo.storage.list(PREFIX)}
+    noted = {parse_mirrored(entry.key): entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     try:
         for key in [noted[commit.txid] for commit in commits if commit.txid in noted]:
             repo.storage.delete(key)
@@ -97,7 +113,6 @@ def _is_noted(repo: Repository, txid: TxId, mirror: str) -> bool:
         found: Mirrored = repo.get_record(key, Mirrored)
     except (NotFound, Damaged, Refused):
         return False
-    repo.records.add(key, len(encode(found)), found)
     return _says(found, txid, mirror)
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry, ObjectStore
+from casckpt.storage.base import Entry, Known, ObjectStore
 
 Read: TypeAlias = Any | CasckptError
 """A record, or why there is none."""
 
 MAX_THREADS = 16
+_BELOW = ("/0", f"/{'0' * 64}/0")
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -37,27 +39,49 @@ def read_records(
 
     Raises `StorageError`, and `NotFound` where there is no store.
 
-    What this process, or the catalogue, holds is not read again, unless its size is not the one that was listed: then
-    the store was put back from a copy, and went another way since. ``anew``: read all of them, to see whether they are
-    still whole.
+    What this process, or the catalogue, holds is not read again, unless its size or version is not the one that was
+    listed: then the store was put back from a copy, and went another way since. ``anew``: read all of them, to see
+    whether they are still whole.
     """
     repo.marker  # noqa: B018 - a property that raises NotFound where there is no store
     entries = list(entries)
-    held = {} if anew else {entry.key: repo.records.get(entry.key, entry.size) for entry in entries}
+    held = {} if anew else {entry.key: repo.records.get(entry) for entry in entries}
     rest = [entry for entry in entries if held.get(entry.key) is None]
     if not rest:
         return held
     known = {} if anew else repo.catalogue.records(prefix, min(entry.key for entry in rest))
-    hits = {entry.key: known[entry.key] for entry in rest if len(known.get(entry.key, b"")) == entry.size > 0}
+    rows = {entry.key: row_of(entry) for entry in rest}
+    hits = {entry.key: data for entry in rest if len(data := known.get(rows[entry.key], b"")) == entry.size > 0}
     misses = [entry.key for entry in rest if entry.key not in hits]
     fresh = dict(zip(misses, each(repo.storage, lambda key: _fetch(repo, key), misses), strict=True))
     found = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
     whole = {k: v for k, v in (hits | fresh).items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
-    for key, data in whole.items():
-        repo.records.add(key, len(data), found[key])
-    if new := {key: data for key, data in whole.items() if key in fresh}:
+    for entry in rest:
+        if entry.key in whole:
+            repo.records.add(replace(entry, size=len(whole[entry.key])), found[entry.key])
+    if new := {rows[key]: data for key, data in whole.items() if key in fresh}:
         repo.catalogue.add_records(new)
     return held | found
+
+
+def row_of(entry: Entry) -> str:
+    """The key of a record in the catalogue: other content has another one, where the storage tells contents apart."""
+    return f"{entry.key} {entry.version}"
+
+
+def key_of(row: str) -> str:
+    """Of the record that a row of the catalogue holds."""
+    return row.partition(" ")[0]
+
+
+def check_no_file(url: str, entry: Entry, known: Known) -> None:
+    """Raise `Refused` if ``entry``, which is no record, stands where a folder of records belongs."""
+    if any(known(entry.key + below) is not None for below in _BELOW):
+        raise Refused(
+            f"{url}/{entry.key} is an object where a folder of records belongs: put back what was there, from a copy "
+            "of the store, or move this out of the store",
+            key=entry.key,
+        )
 
 
 def _fetch(repo: Repository, key: str) -> bytes | CasckptError:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from casckpt.errors import Conflict, Refused
-from casckpt.format.keys import blob_key
+from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import BlobRef
+from casckpt.format.names import TxId
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs
 from casckpt.repository.checking import Checked, check_blobs
@@ -83,7 +84,8 @@ class _Repair:
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytes | bytearray, how: str) -> None:
-        """``data`` has the hash of ``ref``."""
+        """``data`` has the hash of ``ref``. What a repair has left here that was killed is removed."""
+        self.repo.storage.sweep(uploader_folder(ref.uploader))
         self.repo.storage.replace(blob_key(ref.uploader, ref.hash), memoryview(data))
         blobs.mark_repaired(self.repo, ref.uploader, ref.hash, how)
         self.fixed.append(ref.hash)
@@ -127,19 +129,18 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     wrong = _wrong(repo, found.refs())
     work = _Repair(repo, sources, progress)
     rest = work.copies([one.ref for one in wrong])
-    superseded: list[Superseded] = []
+    superseded: dict[TxId, Superseded] = {}
     if rest:
         users = _collect(work, found.commits, rest)
         cells = Cells((repo, *sources), {cell.digest for cells in work.live.values() for cell in cells})
         rest = work.rebuild(rest, cells)
         superseded = _supersede(repo, users, rest, cells)
-    gone = {one.old for one in superseded}
     still = [one for one in wrong if one.ref in rest]
-    hit = [commit for commit in found.commits if commit.id not in gone]
+    hit = [commit for commit in found.commits if commit.txid not in superseded]
     return RepairResult(
         blobs=tuple(work.fixed),
         manifests=tuple(mended),
-        superseded=tuple(superseded),
+        superseded=tuple(superseded.values()),
         lost=tuple(describe(repo, hit, still)),
         lost_manifests=tuple(lost_manifests),
     )
@@ -156,6 +157,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
     checked = list(check_blobs(repo, suspects, silent))
     for one in checked:
         if not one.why and not one.failed:
+            repo.storage.sweep(uploader_folder(one.ref.uploader))
             blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
     return [Checked(one.ref, one.why or one.failed) for one in checked if one.why or one.failed]
 
@@ -179,8 +181,9 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
 
 def _supersede(
     repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], cells: Cells
-) -> list[Superseded]:
-    done = []
+) -> dict[TxId, Superseded]:
+    """By transaction: several checkpoints may have one id."""
+    done = {}
     hit = {commit.txid: commit for ref in lost for commit in users[ref]}
     for txid in sorted(hit):
         commit = hit[txid]
@@ -189,5 +192,5 @@ def _supersede(
         except Conflict:
             continue  # somebody purged or forgot it just now
         if new is not None:
-            done.append(Superseded(commit.run, commit.step, commit.id, new.id))
+            done[txid] = Superseded(commit.run, commit.step, commit.id, new.id)
     return done

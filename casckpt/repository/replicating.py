@@ -295,6 +295,7 @@ class _Copy:
                 raise
             record = self._committed_by_another()
         self.transaction.close()
+        self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
         return just_committed(record)
 
     def _put_manifest(self) -> None:

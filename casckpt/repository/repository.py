@@ -135,6 +135,16 @@ class Repository:
             self.look_again()
         self._marker = marker
 
+    def forget_all(self, *, keep_marker: bool) -> None:
+        """The store is not what it was: nothing counts that this process, or its host, knew of it."""
+        marker = self.marker
+        self.catalogue.reindex()
+        self.records, self.manifests = RecordCache(), ManifestCache()
+        self.seen_blobs.clear()
+        self.look_again()
+        if keep_marker:
+            self._marker = marker
+
     def look_again(self) -> None:
         """What is known of the store counts no more: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
@@ -166,7 +176,7 @@ class Repository:
     @property
     def settings(self) -> Settings:
         """The highest generation of settings/, unset fields where there is none. Read anew each time."""
-        return self._newest_settings()[1]
+        return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:
         """Write the next generation, with ``fields`` over the present ones. Raises `InvalidInput`, `StorageError`."""
@@ -174,7 +184,7 @@ class Repository:
         if unknown:
             raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt init --help`")
         while True:
-            number, old = self._newest_settings()
+            number, old = self.newest_settings()
             new = Settings(**_fields_of(old) | fields | {"created_at": self.clock()})
             try:
                 records.decode(records.encode(new), Settings, "settings")
@@ -186,8 +196,11 @@ class Repository:
                 continue  # somebody else changed other fields just now: theirs are read, ours put over them
             return new
 
-    def _newest_settings(self) -> tuple[int, Settings]:
-        numbers = (keys.parse_settings(entry.key) for entry in self.storage.list("settings/"))
+    def newest_settings(self) -> tuple[int, Settings]:
+        """With its generation, -1 for none. Raises `Damaged`, `Refused`, `StorageError`."""
+        numbers = (
+            keys.parse_settings(entry.key) for entry in self.storage.list("settings/", known=keys.parse_settings)
+        )
         newest = max((number for number in numbers if number is not None), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)

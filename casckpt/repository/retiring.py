@@ -17,7 +17,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Settings, time_of
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
-from casckpt.repository.mirrored import unmirrored
+from casckpt.repository.mirrored import mirror_to_wait_for, unmirrored
 from casckpt.repository.reading import each
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import tags, tags_of
@@ -105,7 +105,7 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
-    named = tags(repo)
+    named = tags(repo, anew=not repo.storage.traits.remote)
     tagged = {tag.txid for tag in named.values()}
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
@@ -113,7 +113,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
-    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], repo.settings.mirror)}
+    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], mirror_to_wait_for(repo))}
     for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
         until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
         if commit.txid in unsafe:

@@ -50,12 +50,14 @@ class Sums:
 class Stock:
     """All objects. ``sizes``: bytes by key of those that nobody guards, the only ones that a gc may delete.
 
-    ``guarded``: sums of the others, by uploader. ``foreign``: keys that no casckpt made; they are left alone.
+    ``guarded``: sums of the others, by uploader. ``loose``: uploaders of folders that were listed and have no guard,
+    empty ones too. ``foreign``: keys that no casckpt made; they are left alone.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict, repr=False)
     guarded: Mapping[TxId, Sums] = field(default_factory=dict, repr=False)
     foreign: Sequence[str] = ()
+    loose: Sequence[TxId] = ()
 
     def total(self, but: Container[str] = ()) -> Sums:
         """Of all objects without those whose keys are in ``but``."""
@@ -81,7 +83,8 @@ def sums_of(objects: Iterable[tuple[str, int]]) -> Sums:
 
 def list_objects(repo: Repository) -> dict[str, int]:
     """Bytes by key of all objects, guarded or not, as they are now: one LIST. Raises `StorageError`."""
-    return {entry.key: entry.size for entry in repo.storage.list("objects/") if parse_object(entry.key) is not None}
+    listed = repo.storage.list("objects/", known=parse_object)
+    return {entry.key: entry.size for entry in listed if parse_object(entry.key) is not None}
 
 
 @dataclass(frozen=True)
@@ -104,25 +107,26 @@ def take_stock(repo: Repository, commits: CommitList, *, as_purged: Container[Tx
     todo = [folder for folder in folders if uploaders[folder] not in held]
     guards = _Guards(repo, [one for txid, one in live.items() if txid not in as_purged] if todo else ())
     sizes: dict[str, int] = {}
-    foreign = [entry.key for entry in loose]
+    foreign, unguarded = [entry.key for entry in loose], []
     for folder, entries in zip(todo, _contents(repo, todo), strict=True):
         found = {entry.key: entry.size for entry in entries}
         guard = guards.of(uploaders[folder], found)
         if guard is None:
             foreign += [key for key in found if parse_object(key) is None]
             sizes |= found
+            unguarded.append(uploaders[folder])
         else:
             held[uploaders[folder]] = _Guarded(guard, sums_of(found.items()))
     if kept | held != before:
         _keep(repo, kept | held)
     for key in foreign:
         sizes.pop(key, None)
-    return Stock(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)))
+    return Stock(sizes, {name: one.sums for name, one in held.items()}, tuple(sorted(foreign)), unguarded)
 
 
 def _contents(repo: Repository, folders: Sequence[str]) -> Iterator[list[Entry]]:
     def list_one(folder: str) -> list[Entry]:
-        return list(repo.storage.list(f"{folder}/"))
+        return list(repo.storage.list(f"{folder}/", known=parse_object))
 
     return in_parallel(min(repo.storage.traits.parallel, len(folders)), list_one, folders, name="list")
 

@@ -8,6 +8,7 @@ of a run stays it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from casckpt.errors import Conflict
@@ -65,7 +66,7 @@ def _begin_behind(repo: Repository, commit: Commit) -> Transaction:
 
 def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Committed | None:
     """Upload the new blobs and the manifest; the record to commit."""
-    manifest = manifests.get(repo, commit)
+    manifest = manifests.get(replace(repo), commit)  # with none in memory: it may have been put back meanwhile
     names = {(ref.uploader, ref.hash): ref for ref in lost}
     refs = list(manifest.blobs)
     wanted = {i: names[r.uploader, r.hash] for i, r in enumerate(refs) if (r.uploader, r.hash) in names}

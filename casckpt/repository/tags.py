@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,7 @@ from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
 from casckpt.repository.commits import Commit, refresh, restore
-from casckpt.repository.reading import Read, read_records
+from casckpt.repository.reading import Read, check_no_file, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Entry
 
@@ -43,26 +43,28 @@ class TagList:
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
-def list_tags(repo: Repository) -> TagList:
-    """A snapshot made by one LIST, for listings: a damaged record spoils its own tag alone. Raises `StorageError`."""
-    return _read(repo, PREFIX, repo.storage.list(PREFIX))
+def list_tags(repo: Repository, *, anew: bool = False) -> TagList:
+    """A snapshot made by one LIST, for listings: a damaged record spoils its own tag alone. Raises `StorageError`.
+
+    ``anew``: read every record, also those that the catalogue has.
+    """
+    return _read(repo, PREFIX, anew=anew)
 
 
-def tags(repo: Repository) -> dict[str, Tag]:
-    """All tags by name, sorted.
+def tags(repo: Repository, *, anew: bool = False) -> dict[str, Tag]:
+    """All tags by name, sorted. ``anew``: as in `list_tags`.
 
     Raises `Damaged` or `Refused` if one cannot be read, for it protects a checkpoint from gc and policies, and nobody
     knows which; `StorageError`.
     """
-    found = list_tags(repo)
+    found = list_tags(repo, anew=anew)
     found.raise_damage()
     return dict(found.tags)
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
     """One tag, None if there is none. Raises `InvalidInput` for a bad name, `Damaged`, `Refused`, `StorageError`."""
-    folder = f"{PREFIX}{check_tag(name)}/"
-    found = _read(repo, folder, repo.storage.list(folder))
+    found = _read(repo, f"{PREFIX}{check_tag(name)}/")
     found.raise_damage()
     return found.tags.get(name)
 
@@ -116,9 +118,14 @@ def no_tag(repo: Repository, name: str) -> NotFound:
     return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
 
 
-def _read(repo: Repository, prefix: str, entries: Iterable[Entry]) -> TagList:
-    newest = _newest_entries(entries)
-    found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord)
+def _read(repo: Repository, prefix: str, *, anew: bool = False) -> TagList:
+    return _read_newest(repo, prefix, _newest_entries(repo, prefix), anew=anew)
+
+
+def _read_newest(
+    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, Entry]], *, anew: bool = False
+) -> TagList:
+    found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
     for name in sorted(newest):
@@ -131,11 +138,14 @@ def _read(repo: Repository, prefix: str, entries: Iterable[Entry]) -> TagList:
     return TagList(tags, damaged)
 
 
-def _newest_entries(entries: Iterable[Entry]) -> dict[str, tuple[int, Entry]]:
+def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, Entry]]:
+    """The highest generation of each tag, by name."""
     newest: dict[str, tuple[int, Entry]] = {}
-    for entry in entries:
+    for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
-        if key is not None and key[1] >= newest.get(key[0], (-1, entry))[0]:
+        if key is None:
+            check_no_file(repo.storage.url, entry, parse_tag)
+        elif key[1] >= newest.get(key[0], (-1, entry))[0]:
             newest[key[0]] = (key[1], entry)
     return newest
 
@@ -143,9 +153,9 @@ def _newest_entries(entries: Iterable[Entry]) -> dict[str, tuple[int, Entry]]:
 def _newest(repo: Repository, name: str) -> tuple[int, TagList]:
     """(number of the highest generation of a tag, -1 for none; what it says)."""
     folder = f"{PREFIX}{name}/"
-    entries = list(repo.storage.list(folder))
-    number = _newest_entries(entries).get(name, (-1, None))[0]
-    return number, _read(repo, folder, entries)
+    newest = _newest_entries(repo, folder)
+    number = newest.get(name, (-1, None))[0]
+    return number, _read_newest(repo, folder, newest)
 
 
 def _write(repo: Repository, name: str, number: int, txid: TxId | None, manifest: ManifestId | None) -> Tag:

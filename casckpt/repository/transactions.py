@@ -190,7 +190,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
 
 
 def _last_sign(repo: Repository, txid: TxId) -> int:
-    names = (parse_log(entry.key) for entry in repo.storage.list(transaction_key(txid)))
+    names = (parse_log(entry.key) for entry in repo.storage.list(transaction_key(txid), known=parse_log))
     return max((name[1] for name in names if name is not None and name[0] == txid), default=0)
 
 
@@ -200,7 +200,7 @@ def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTra
     One that ended after ``closed`` was listed may be among them: who waits lists commits/ again. Raises `StorageError`.
     """
     signs: dict[TxId, int] = {}
-    for entry in repo.storage.list(PREFIX):
+    for entry in repo.storage.list(PREFIX, known=parse_log):
         name = parse_log(entry.key)
         if name is not None and name[0] not in closed:
             signs[name[0]] = max(signs.get(name[0], 0), name[1])
@@ -249,7 +249,7 @@ def remove_closed(repo: Repository, closed: Container[TxId]) -> int:
 
     Raises `StorageError`.
     """
-    names = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX))
+    names = ((entry.key, parse_log(entry.key)) for entry in repo.storage.list(PREFIX, known=parse_log))
     done = [key for key, name in names if name is not None and name[0] in closed]
     for key in done:
         repo.storage.delete(key)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError, Unsupported
-from casckpt.format.keys import blob_key
+from casckpt.format.keys import blob_key, commit_key
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
 from casckpt.repository.checking import Checked, check_blobs
 from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.lost import ADVICE, lost_records
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.stock import list_objects
@@ -53,8 +54,9 @@ class DamagedManifest:
 class VerifyResult:
     """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed.
 
-    ``records``: keys of commit and tag records that cannot be read, and why. ``failed``: blobs that the storage did not
-    let be read, and why; whether they are damaged is not known. ``repaired``: blobs that had been marked and are right.
+    ``records``: keys of commit and tag records that cannot be read, or are missing, and why. ``failed``: blobs that the
+    storage did not let be read, and why; whether they are damaged is not known. ``repaired``: blobs that had been
+    marked and are right.
     """
 
     checked_blobs: int = 0
@@ -128,6 +130,9 @@ def verify(
     chosen = listed.live() if refs is None else resolve_many(repo, refs, listed)
     records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
+    if refs is None:
+        why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
+        records += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
     found = survey(repo, chosen, with_extents=mode == "full")
     wanted = _sampled(repo, found.refs(), sample)
     expect(sum(ref.size for ref in wanted) if mode == "full" else 0)

@@ -6,20 +6,27 @@ Keys are slash-separated paths that `casckpt.format.keys` made or checked; a sto
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias, runtime_checkable
 
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
+Known: TypeAlias = Callable[[str], object]
+"""Something else than None for the keys of objects, as the parsers of `casckpt.format.keys` give."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object of a listing: its key and its size in bytes."""
+    """One object of a listing: its key and its size in bytes.
+
+    ``version``: what the storage says of the content, so that other content under the same key has another one: an
+    ETag, or the time of the last change of a file; "" where it says nothing.
+    """
 
     key: str
     size: int
+    version: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +126,13 @@ class ObjectStore(Protocol):
     def size(self, key: str) -> int | None:
         """Size in bytes, None if there is no such object."""
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
         """All objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
 
         Objects put or deleted while the listing runs may or may not be in it; all others are. What a crashed put
-        left behind is never in it.
+        left behind is never in it. What is there and is no object (a pipe, a symlink, a folder under a key that is
+        ``known`` to be an object's, a file where a folder belongs) is `casckpt.errors.Refused`, by its name: passed
+        by, it would look as if the object had never been.
         """
 
     def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
@@ -138,11 +147,11 @@ class ObjectStore(Protocol):
     def replace(self, key: str, data: memoryview | bytes) -> None:
         """Put, over whatever is there: only for `repair`, of bytes whose hash is in the key."""
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Remove what crashed puts left in ``folder``, and the folder itself if it is empty; bytes freed.
 
-        Only for folders into which nobody puts any more. That of the whole storage ("") goes only if this object made
-        it.
+        A put that is under way there begins anew, so this is for folders into which nobody puts much any more.
+        ``below``: in all folders in it, too. That of the whole storage ("") goes only if this object made it.
         """
 
 

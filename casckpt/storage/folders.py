@@ -17,6 +17,7 @@ from casckpt.storage.names import split_folder
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems where names are durable by themselves
 _REMEMBERED = 4096  # folders
+_PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
 
 
 class Folders:
@@ -99,10 +100,6 @@ class Folders:
     def _open_part(self, above: int, name: str, path: str, create: bool) -> int:
         try:
             return _open_inside(above, name, self.root / path)
-        except NotADirectoryError as error:
-            if create:
-                raise
-            raise FileNotFoundError(errno.ENOENT, "a file cannot hold others") from error
         except FileNotFoundError:
             if not create:
                 raise
@@ -143,12 +140,18 @@ def _unless_needed() -> Iterator[None]:
 def _open_inside(above: int, name: str, path: Path) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
-    except NotADirectoryError:  # what Linux says of a symlink too
-        refuse_symlink(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path)
-        raise
+    except NotADirectoryError as error:  # what Linux says of a symlink too
+        raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
 
 
-def refuse_symlink(mode: int, path: Path) -> None:
-    """`Refused` for a symlink: skipping one could hide a commit from gc, following one could leave the store."""
+def misplaced(mode: int, path: Path) -> Refused:
+    """The error for what is no file, or a file where a folder belongs.
+
+    Passing it by could hide a commit from gc; following a symlink could leave the store.
+    """
     if stat.S_ISLNK(mode):
-        raise Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
+        return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
+    if stat.S_ISREG(mode):
+        return Refused(f"{path} is a file where a folder of the store belongs: {_PUT_BACK}")
+    what = "a folder" if stat.S_ISDIR(mode) else "neither a file nor a folder"
+    return Refused(f"{path} is {what}, where a file of the store belongs: {_PUT_BACK}")

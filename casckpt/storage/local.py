@@ -16,11 +16,11 @@ from pathlib import Path
 
 from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.lazy import cached_property
-from casckpt.storage.base import AlreadyExists, Entry, Finding, Traits
+from casckpt.storage.base import AlreadyExists, Entry, Finding, Known, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
-from casckpt.storage.folders import Folders, refuse_symlink
+from casckpt.storage.folders import Folders, misplaced
 from casckpt.storage.localreader import LocalReader
 from casckpt.storage.mounts import stale_listings
 from casckpt.storage.names import split_folder, split_key
@@ -137,10 +137,11 @@ class LocalStore:
                     found = os.stat(name, dir_fd=above, follow_symlinks=False)
             except FileNotFoundError:
                 return None
-        refuse_symlink(found.st_mode, path)
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        if not stat.S_ISREG(found.st_mode):
+            raise misplaced(found.st_mode, path)
+        return found.st_size
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
         """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing comes to it."""
         self.counts.add(requests=1)
         start = prefix.rpartition("/")[0]
@@ -151,6 +152,9 @@ class LocalStore:
             if folder == start:
                 files = [entry for entry in files if entry.key.startswith(prefix)]
                 folders = [key for key in folders if key.startswith(prefix)]
+            for key in folders:
+                if known is not None and known(key) is not None:
+                    raise misplaced(stat.S_IFDIR, self.path / key)
             pending += folders
             yield from files
 
@@ -171,10 +175,11 @@ class LocalStore:
         ):
             os.unlink(name, dir_fd=above)
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
-        freed = 0
+        deeper = _scan(self._folders, folder)[1] if below else []
+        freed = sum(self.sweep(one, below=True) for one in deeper)
         with reporting("sweep", self.path / folder):
             with suppress(FileNotFoundError), self._folders.open(folder) as fd:
                 freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
@@ -232,14 +237,14 @@ def _scan(folders: Folders, folder: str) -> tuple[list[Entry], list[str]]:
 
 
 def _entry(item: os.DirEntry[str], key: str, root: Path) -> Entry | None:
-    """An object of a listing; None for what is no regular file, or was deleted meanwhile."""
+    """An object of a listing; None for what was deleted meanwhile."""
     try:
         status = item.stat(follow_symlinks=False)
     except FileNotFoundError:
         return None
-    if stat.S_ISLNK(status.st_mode):
-        refuse_symlink(status.st_mode, root / key)
-    return Entry(key, status.st_size) if stat.S_ISREG(status.st_mode) else None
+    if not stat.S_ISREG(status.st_mode):
+        raise misplaced(status.st_mode, root / key)
+    return Entry(key, status.st_size, f"{status.st_ino} {status.st_ctime_ns}")
 
 
 def _exists(folder: int, name: str) -> bool:
@@ -255,11 +260,14 @@ def _open_file(folder: int, name: str, path: Path) -> int:
         fd = os.open(name, _READ, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            refuse_symlink(stat.S_IFLNK, path)
+            raise misplaced(stat.S_IFLNK, path) from error
+        if error.errno == errno.ENXIO:
+            raise misplaced(stat.S_IFSOCK, path) from error
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise FileNotFoundError(errno.ENOENT, "no regular file")
+        raise misplaced(mode, path)
     return fd
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from casckpt.errors import NotFound, Refused, Unsupported
-from casckpt.storage.base import AlreadyExists, Entry, ShortObject, Traits
+from casckpt.storage.base import AlreadyExists, Entry, Known, ShortObject, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.names import split_folder, split_key
@@ -125,11 +125,15 @@ class MemoryStore:
         data = self._objects.get(key)
         return None if data is None else len(data)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
         """See `casckpt.storage.base.ObjectStore`."""
         self.counts.add(requests=1)
         with _LOCK:
-            found = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
+            found = [
+                Entry(key, len(data), f"{hash(data):x}")
+                for key, data in self._objects.items()
+                if key.startswith(prefix)
+            ]
         return iter(found)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
@@ -155,7 +159,7 @@ class MemoryStore:
         with _LOCK:
             self._objects[key] = kept
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Nothing is ever left over here."""
         split_folder(folder)
         self.counts.add(requests=1)

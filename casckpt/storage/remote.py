@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from casckpt.errors import CasckptError
-from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject, Traits
+from casckpt.storage.base import AlreadyExists, Entry, Finding, Known, ShortObject, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess
@@ -138,8 +138,8 @@ class RemoteStore:
         self.counts.add(requests=1)
         return self._ask("look at", key, lambda client: client.size(key))
 
-    def list(self, prefix: str) -> Iterator[Entry]:
-        """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted."""
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
+        """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted. All that has a key is an object."""
         after: str | None = None
 
         def page(client: Client) -> tuple[list[Entry], str | None]:
@@ -172,7 +172,7 @@ class RemoteStore:
         self.counts.add(requests=1)
         self._ask("delete", key, lambda client: client.delete(key))
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         """Nothing is ever left over that has a name; see `examine` for uploads in parts, which are never ours."""
         split_folder(folder)
         return 0

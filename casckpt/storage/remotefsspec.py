@@ -112,8 +112,10 @@ class FsspecClient:
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
             found = self._linked(path) if self.read_only else self._fs.find(path, detail=True)
-        if not isinstance(found, dict):  # adlfs: an object has the name of the folder
+        if not found:
             return [], None
+        if not isinstance(found, dict):  # adlfs: an object has the name of the folder, and hides what is in it
+            raise Refused(f"{path} is an object where a folder of the store belongs: move it out of the store")
         entries = [self._entry(path, about) for path, about in found.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
 
@@ -162,7 +164,7 @@ class FsspecClient:
         size = about.get("size")
         if size is None:  # a listing of links
             size = self.size(key)
-        return None if size is None else Entry(key, int(size))
+        return None if size is None else Entry(key, int(size), _version(about))
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remotebase.Client`."""
@@ -224,6 +226,12 @@ def _with_timeouts(scheme: str, options: Mapping[str, Any]) -> Mapping[str, Any]
     if scheme not in _READ_ONLY:
         return {"requests_timeout": timeout, **options}
     return {**options, "client_kwargs": {"timeout": timeout, **options.get("client_kwargs", {})}}
+
+
+def _version(about: Mapping[str, Any]) -> str:
+    """Of an object in a listing; see `casckpt.storage.base.Entry`."""
+    told = (about.get(name) for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "last_modified"))
+    return " ".join(str(one) for one in told if one is not None)
 
 
 def _is_absence(error: Exception) -> bool:

@@ -172,10 +172,13 @@ class S3Client:
         token = {} if after is None else {"ContinuationToken": after}
         found = self._call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
         skip = len(self.prefix)
-        entries = [Entry(one["Key"][skip:], one["Size"]) for one in found.get("Contents", ())]
+        entries = [Entry(one["Key"][skip:], one["Size"], one.get("ETag", "")) for one in found.get("Contents", ())]
         files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
         folders = [one["Prefix"][skip:].removesuffix("/") for one in found.get("CommonPrefixes", ())]
-        return files, folders, found.get("NextContinuationToken") if found.get("IsTruncated") else None
+        more = found.get("NextContinuationToken") if found.get("IsTruncated") else None
+        if found.get("IsTruncated") and not more:  # the rest would look as if it had never been
+            raise StorageError(f"the server ends the listing of {prefix!r} early, and does not say how to go on")
+        return files, folders, more
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remotebase.Client`. In a bucket with versions these too, where that is allowed."""

@@ -127,11 +127,10 @@ def test_results_are_short_when_they_are_printed(saved: casckpt.Store) -> None:
 def test_a_notebook_shows_tables_and_runs_no_markup(saved: casckpt.Store) -> None:
     saved.save({"<b>w": torch.ones(3)}, run="r", step=2, metadata={"<script>": "<i>"})
     shown = {
-        name: value._repr_html_()
-        for name, value in {
-            "store": saved, "checkpoint": saved.get("r@2"), "diff": saved.diff("default@1", "r@2"),
-        }.items()
-    }  # fmt: skip
+        "store": saved._repr_html_(),
+        "checkpoint": saved.get("r@2")._repr_html_(),
+        "diff": saved.diff("default@1", "r@2")._repr_html_(),
+    }
     assert all(text.startswith("<div><b>") and text.count("<table>") == 1 for text in shown.values())
     assert "<td>r</td><td>2</td>" in shown["store"]
     assert "<td>&lt;script&gt;</td><td>&lt;i&gt;</td>" in shown["checkpoint"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ import casckpt
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.store import Store
 from casckpt.format.keys import parse_object
-from casckpt.repository import manifests
+from casckpt.repository import blobs, manifests
+from casckpt.repository.repository import Repository, microseconds
+from casckpt.storage.local import LocalStore
+from tests.support.copies import copy
+from tests.support.far import FarStore
+from tests.support.repositories import repository
 from tests.support.saves import CELL, small_folder
 from tests.support.together import (
     emptied,
@@ -170,6 +176,32 @@ def test_a_parent_of_another_job_is_used_in_place_of_what_is_remembered(ranks: P
     assert written[1][0] == 0
     for step, name in enumerate(("first", "second", "first", "second")):
         assert torch.equal(store.read(f"a@{step}")["w"], numbers(name, 60, 100))
+
+
+def beside_a_copy_that_came_back(rank: int, size: int, path: Path) -> Any:
+    """The newest is purged, and copied back from a mirror: it has its id again, and lies elsewhere."""
+    store = Store(Repository(FarStore(LocalStore(path)), path.parent / "cache"))
+    mirror = repository(path.parent / "mirror", LocalStore(path.parent / "mirror/store"), clock=microseconds)
+    state = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
+    newest = store.save(state, run="a", step=0)
+    if rank == 0:
+        copy(store.repository, mirror)
+        store.forget(newest)
+        store.gc(min_age=0)
+        copy(mirror, store.repository, "a@0")
+    dist.barrier()
+    with patch.object(blobs, "_SAMPLE", 0):  # of blobs that this process has seen none is looked at again
+        saved = store.save(state, run="a", step=1)
+    return newest.id, store.get("a@0").id, saved.stats.bytes_written
+
+
+def test_a_parent_that_was_purged_and_came_back_is_another_one(ranks: Pool, path: Path) -> None:
+    (old, came_back, written), _ = ranks.run(2, beside_a_copy_that_came_back, path)
+    assert old == came_back
+    assert written == 0, "what came back is reused"
+    store = casckpt.open(path)
+    assert not store.verify().is_damaged
+    assert torch.equal(store.read("a@1")["w"], numbers("w", 60, 100))
 
 
 def counting(rank: int, size: int, path: Path) -> list[int]:

@@ -387,6 +387,19 @@ def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, 
     assert transaction.abort("test")
 
 
+def test_saves_whose_records_are_lost_are_named_and_given_up(saved: Path, as_json: AsJson, run: Run) -> None:
+    (saved / "commits").rename(saved / "away")
+    lost = sorted(path.name for path in (saved / "away").iterdir())
+    assert "records are missing" in run("gc", saved, "--keep-last", 1, status=4).output
+    found = as_json("verify", saved, status=4)["records"]
+    assert [row["key"] for row in found] == [f"commits/{txid}" for txid in lost]
+    for txid in lost:
+        assert as_json("transactions", saved, "--give-up", txid) == {"given_up": txid}
+    as_json("transactions", saved, "--give-up", lost[0], status=5)
+    assert as_json("verify", saved)["records"] == []
+    assert as_json("gc", saved)["deleted_manifests"] == 4
+
+
 # care
 
 

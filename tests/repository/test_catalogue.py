@@ -39,6 +39,7 @@ def summary(text: str = "m", blobs: int = 3) -> ManifestSummary:
     return ManifestSummary(
         uploader=UPLOADER,
         manifest=manifest_id(text),
+        committed_at=7,
         tensors=4,
         nbytes=1 << 40,
         hashes=b"".join(bytes.fromhex(blob_hash(f"{text}{i}")) for i in range(blobs)),
@@ -57,15 +58,15 @@ def fill(catalogue: Catalogue) -> None:
 def check_filled(catalogue: Catalogue) -> None:
     assert catalogue.records("commits/") == {"commits/a": b"one", "commits/b": b"two"}
     assert catalogue.records("tags/x/") == {"tags/x/0": b"three"}
-    assert catalogue.manifest(UPLOADER, manifest_id("m")) == summary()
-    assert catalogue.manifest(OTHER, manifest_id("m")) is None
+    assert catalogue.manifest(UPLOADER, manifest_id("m"), 7) == summary()
+    assert catalogue.manifest(OTHER, manifest_id("m"), 7) is None
     assert catalogue.note("gc") == b"\0paused"
     assert catalogue.note("other") is None
 
 
 def check_empty(catalogue: Catalogue) -> None:
     assert catalogue.records("") == {}
-    assert catalogue.manifest(UPLOADER, manifest_id("m")) is None
+    assert catalogue.manifest(UPLOADER, manifest_id("m"), 7) is None
     assert catalogue.note("gc") is None
 
 
@@ -265,8 +266,8 @@ def test_a_manifest_that_the_disk_mixed_up_is_not_known(path: Path, change: str)
     fill(Catalogue(path))
     sql(path, f"UPDATE manifests SET {change}")
     found = Catalogue(path)
-    assert found.manifest(UPLOADER, manifest_id("m")) is None
-    assert found.manifest(TxId(UPLOADER.replace("2024", "2025")), manifest_id("m")) is None
+    assert found.manifest(UPLOADER, manifest_id("m"), 7) is None
+    assert found.manifest(TxId(UPLOADER.replace("2024", "2025")), manifest_id("m"), 7) is None
 
 
 def test_a_note_that_the_disk_mixed_up_is_not_known(path: Path) -> None:

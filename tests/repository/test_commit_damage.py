@@ -123,8 +123,8 @@ def test_a_record_that_the_listing_missed_is_read(tmp_path: Path) -> None:
     class Late(MemoryStore):
         """The listing began before the first record was put, and ended after the second."""
 
-        def list(self, prefix: str):  # type: ignore[no-untyped-def]  # as its base
-            return (entry for entry in super().list(prefix) if entry.key.endswith(".1"))
+        def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base
+            return (entry for entry in super().list(prefix, **known) if entry.key.endswith(".1"))
 
     storage = MemoryStore(uuid4().hex)
     first = commit_bare(repository(tmp_path, storage))

@@ -10,7 +10,7 @@ import pytest
 
 from casckpt.repository.doctor import examine
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry, Finding, Traits
+from casckpt.storage.base import Entry, Finding, Known, Traits
 from casckpt.storage.memory import MemoryReader, MemoryStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import Ticks, repository
@@ -55,8 +55,8 @@ class Misaligned(Own):
 
 
 class Lagging(Own):
-    def list(self, prefix: str) -> Iterator[Entry]:
-        return iter([*super().list(prefix)][1:])
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
+        return iter([*super().list(prefix, known=known)][1:])
 
 
 class Undead(Own):

@@ -18,7 +18,9 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.gc import GcResult, execute, plan_gc
 from casckpt.repository.repository import Repository
 from casckpt.repository.retiring import min_age_of
+from casckpt.storage import syscalls
 from casckpt.storage.local import LocalStore
+from casckpt.storage.newfile import Way, temporary_name
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import (
     LAST,
@@ -29,7 +31,8 @@ from tests.support.gcs import (
     steps,
     ticking,
 )
-from tests.support.repositories import memory, put_blob, repository, save
+from tests.support.local import only
+from tests.support.repositories import Ticks, memory, put_blob, repository, save
 
 # what goes and what stays
 
@@ -285,3 +288,49 @@ def test_the_json_is_plain(remote: Repository) -> None:
     assert [one["reason"] for one in found["waiting"]] == ["young", "transaction"]
     assert "T" in found["waiting"][0]["until"]
     assert found["waiting"][1]["since"].endswith("+00:00")
+
+
+# what killed processes left
+
+
+@pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "mirrored", "probes", ""])
+def test_what_killed_puts_left_beside_records_goes(tmp_path: Path, folder: str) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    save(repo, texts=["a"])
+    where = tmp_path / "store" / folder
+    where.mkdir(parents=True, exist_ok=True)
+    (where / temporary_name("x")).touch()
+    run_gc(repo)
+    assert list((tmp_path / "store").rglob(".*")) == []
+
+
+def test_empty_folders_and_leftovers_of_uploads_go(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    kept = save(repo, texts=["a"])
+    saving = begin_elsewhere(repo)
+    objects = tmp_path / "store/objects"
+    empty, left = repo.new_txid("run", 5), repo.new_txid("run", 6)
+    for txid in (empty, left, saving):
+        (objects / txid).mkdir()
+    for txid in (left, saving):
+        (objects / txid / temporary_name("x")).write_bytes(bytes(100))
+    run_gc(repo, wait=0.0)
+    assert {path.name for path in objects.iterdir()} == {kept.txid, saving}
+    assert len(list((objects / saving).iterdir())) == 1, "somebody may be putting there"
+
+
+def test_a_put_that_gc_sweeps_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(Way.LINK, monkeypatch)
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    link = syscalls.link_named
+    swept: list[GcResult] = []
+
+    def link_late(folder: int, old: str, new: str) -> None:
+        if not swept:
+            swept.append(run_gc(Repository(LocalStore(tmp_path / "store"), tmp_path / "other", clock=Ticks())))
+        link(folder, old, new)
+
+    monkeypatch.setattr(syscalls, "link_named", link_late)
+    commit = save(repo, texts=["a"])
+    assert swept
+    assert list_commits(repo).live() == [commit]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import StorageError
+from casckpt.checkpoint.known import Sources
+from casckpt.errors import Damaged, StorageError
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import manifest_key
 from casckpt.repository import blobs, commits, manifests, tags
@@ -17,6 +18,7 @@ from casckpt.repository.repair import repair
 from casckpt.repository.repository import Repository
 from casckpt.repository.verify import verify
 from casckpt.storage.local import LocalStore
+from casckpt.storage.newfile import temporary_name
 from tests.support.checkpoints import (
     CELL,
     Arrays,
@@ -27,9 +29,10 @@ from tests.support.checkpoints import (
     read_arrays,
     save_arrays,
 )
+from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_before
-from tests.support.gcs import collect
-from tests.support.repositories import repository
+from tests.support.gcs import collect, run_gc
+from tests.support.repositories import meanwhile, memory, repository
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
 
@@ -256,6 +259,58 @@ def test_blobs_that_only_the_lost_manifest_named(
     assert read_arrays(fresh, one) == content(STATE)
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_other_hosts_learn_where_a_manifest_that_was_put_back_has_its_blobs(
+    tmp_path: Path, other: Repository, kind: str
+) -> None:
+    """They knew its old places, and would delete what lies in the new ones, or reuse what lies in the old ones."""
+    storage = LocalStore(tmp_path / "store") if kind == "folder" else FarStore(memory())
+    repo = repository(tmp_path / "host", storage)
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    commits.forget(repo, base)
+    collect(repo)
+    copy_into(other, repo, one)
+    saving = repository(tmp_path / "host", storage, seed=3)
+    manifests.get(saving, one)
+    manifests.learn(repo, [one])
+    repo.storage.delete(manifest_key(one.txid, one.id))
+    fresh = repository(tmp_path / "elsewhere", storage, seed=5)
+    assert repair(fresh, sources=[other]).manifests == (one.id,)
+    sources = Sources(saving, list_commits(saving), {}, run=one.run, dedup="run")
+    assert sources.parent is not None
+    assert {ref.uploader for ref in sources.parent.blobs} == {one.txid}
+    assert not sources.are_remembered({one.txid})
+    looking = repository(tmp_path / "host", storage, seed=4)
+    assert collect(looking).deleted_blobs == 1
+    assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
+    assert {uploader for uploader, _, _ in manifests.blobs_of(looking, one)} == {one.txid}
+
+
+def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing(tmp_path: Path, other: Repository) -> None:
+    """It knows from its catalogue what the manifest named, and sees blobs that it will name."""
+    storage = FarStore(memory())
+    repo = repository(tmp_path / "host", storage)
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    copy_into(other, repo, one)
+    manifests.learn(repo, [one])
+    flip(repo, manifest_key(one.txid, one.id), 50)
+    commits.forget(repo, base)
+    run_gc(repo, min_age=0.0)
+    looking = repository(tmp_path / "host", storage, seed=4)
+
+    def collect_meanwhile() -> None:
+        with pytest.raises(Damaged, match="gc deletes nothing"):
+            collect(looking, wait=0.0)
+
+    storage.inject(call_first("replace", meanwhile(collect_meanwhile), key="objects/*.manifest"))
+    fresh = repository(tmp_path / "elsewhere", storage, seed=5)
+    assert repair(fresh, sources=[other]).manifests == (one.id,)
+    assert storage.count("replace") == 2  # the flip, too
+    assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
+
+
 def test_manifest_and_blobs_together(tmp_path: Path, repo: Repository, other: Repository) -> None:
     one = save_arrays(repo, STATE)
     copy_into(other, repo, one)
@@ -315,3 +370,18 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
     assert [one.old for one in found.superseded] == [commit.id for commit in users]
     for step in range(1, 4):
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    one = save_arrays(repo, STATE)
+    copy_into(other, repo, one)
+    key = only_blob(repo, one) if what == "blob" else manifest_key(one.txid, one.id)
+    flip(repo, key, 50)
+    verify(repo)
+    left = (tmp_path / "store" / key).with_name(temporary_name("x"))
+    left.write_bytes(bytes(1000))  # as killed before the rename
+    assert not repair(repo, sources=[other]).is_damaged
+    assert not left.exists()
+    assert not verify(repo).is_damaged

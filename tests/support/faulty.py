@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from casckpt.errors import StorageError
-from casckpt.storage.base import Entry, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import Entry, Known, ObjectStore, Reader, ShortObject, Traits
 
 METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep")
 
@@ -153,9 +153,9 @@ class FaultyStore:
         with self.faults("size", key):
             return self.inner.size(key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
         with self.faults("list", prefix):
-            yield from self.inner.list(prefix)
+            yield from self.inner.list(prefix, known=known)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
         with self.faults("list", folder):
@@ -169,9 +169,9 @@ class FaultyStore:
         with self.faults("replace", key):
             self.inner.replace(key, data)
 
-    def sweep(self, folder: str) -> int:
+    def sweep(self, folder: str, *, below: bool = False) -> int:
         with self.faults("sweep", folder):
-            return self.inner.sweep(folder)
+            return self.inner.sweep(folder, below=below)
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from casckpt.storage.base import Entry, ObjectStore, Reader, Traits
+from casckpt.storage.base import Entry, Known, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
 PATIENCE = 60.0  # seconds until a stage that does not move is taken for broken
@@ -161,13 +161,13 @@ class SteppedStore:
         self._stop("size", key)
         return self._inner.size(key)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
         self._stop("list", prefix)
-        first = sorted(self._inner.list(prefix), key=lambda entry: entry.key)
+        first = sorted(self._inner.list(prefix, known=known), key=lambda entry: entry.key)
         pivot = first[len(first) // 2].key if first else ""
         yield from (entry for entry in first if entry.key <= pivot)
         self._stop("list more of", prefix)
-        yield from (entry for entry in self._inner.list(prefix) if entry.key > pivot)
+        yield from (entry for entry in self._inner.list(prefix, known=known) if entry.key > pivot)
 
     def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
         self._stop("list", folder)
@@ -181,5 +181,5 @@ class SteppedStore:
         self._stop("replace", key)
         self._inner.replace(key, data)
 
-    def sweep(self, folder: str) -> int:
-        return self._inner.sweep(folder)
+    def sweep(self, folder: str, *, below: bool = False) -> int:
+        return self._inner.sweep(folder, below=below)

@@ -22,13 +22,13 @@ _ALIVE = {True: "alive", False: "dead", None: "on another host, or not known"}
 @store_command("transactions")
 @click.option("--revoke", metavar="TXID", help="Give up on this save: nothing of it will be visible.")
 @click.option(
-    "--give-up", metavar="TXID", help="End a transaction whose record cannot be read: its checkpoint is lost."
+    "--give-up", metavar="TXID", help="End a transaction whose record is lost or cannot be read: so is its checkpoint."
 )
 def command(session: Session, revoke: str | None, give_up: str | None) -> None:
     """List the saves in progress.
 
     A gc waits for them. Revoking is safe: at worst a save that was alive fails, and is made again. Giving up is for a
-    record that is damaged beyond help, and that keeps gc from working.
+    record that is lost, or damaged beyond help, and that keeps gc from working.
     """
     if give_up is not None and revoke is not None:
         raise click.UsageError("--revoke is for a save in progress, --give-up for a damaged one: give one of them")
@@ -82,14 +82,18 @@ def _alive(process: Process) -> bool | None:
 
 def _give_up(repo: Repository, name: str) -> str:
     from casckpt.repository.commits import list_commits, purge_unreadable
+    from casckpt.repository.lost import lost_records
+    from casckpt.repository.stock import list_objects
+    from casckpt.repository.transactions import revoke
 
     txid = _txid(name, "--give-up")
     listed = list_commits(repo, anew=True)
     if txid in listed.commits:
         raise Conflict(f"the records of {txid} can be read; `casckpt forget` takes its checkpoint out of sight")
-    if txid not in listed.damaged:
+    if txid in listed.damaged:
+        purge_unreadable(repo, txid)
+    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up by hand"):
         raise NotFound(f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` names them")
-    purge_unreadable(repo, txid)
     return txid
 
 

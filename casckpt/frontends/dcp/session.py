@@ -23,7 +23,7 @@ from casckpt.checkpoint.describe import Share, Streams, joined
 from casckpt.checkpoint.known import DamagedBlobs, Sources, known_by_reading
 from casckpt.checkpoint.leader import Leader, SaveMemory, SaveOptions, Stored
 from casckpt.checkpoint.prepare import Prepared, frozen_by, prepare
-from casckpt.checkpoint.save import check_shared, store_share
+from casckpt.checkpoint.save import store_share
 from casckpt.checkpoint.sources import Source
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.manifest import TENSOR, Name
@@ -216,11 +216,11 @@ class Session:
         if self._known is not None and self._txid is not None:
             return self._txid, self._known
         told, options = plan.storage_data, self.options
+        if isinstance(told, Told) and told.number == self.number:
+            told.home.check_shared(self.repo, told.txid)
+            return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
         if isinstance(told, Told):
             told.home.check(self.repo)
-        if isinstance(told, Told) and told.number == self.number:
-            check_shared(self.repo, told.txid)
-            return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
         commits = list_commits(self.repo)  # after the plan came, so after the coordinator has begun
         sources = Sources(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)
         return self.repo.new_txid(options.run, options.step), sources.known()

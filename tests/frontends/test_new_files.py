@@ -1,0 +1,67 @@
+"""New files and folders for a user: what a killed export leaves is removed by the next one to the same place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Conflict
+from casckpt.frontends.new_files import new_file, new_folder
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from casckpt.frontends.new_files import new_file, new_folder
+
+kind, path = sys.argv[1], Path(sys.argv[2])
+made = new_file(path, force=True) if kind == "file" else new_folder(path, force=True, stale=lambda name: False, last=())
+with made as temporary:
+    (temporary if kind == "file" else temporary / "a").write_bytes(bytes(1000))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def export(kind: str, path: Path) -> None:
+    if kind == "file":
+        with new_file(path, force=True) as temporary:
+            temporary.write_bytes(b"new")
+    else:
+        with new_folder(path, force=True, stale=lambda name: False, last=()) as temporary:
+            (temporary / "a").write_bytes(b"new")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
+def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    if kind == "folder that is there":
+        out.mkdir()
+    killed = subprocess.run([sys.executable, "-c", KILLED, kind, out], check=False)
+    assert killed.returncode < 0
+    assert len(list(tmp_path.rglob(".out.casckpt-*"))) == 1
+    export(kind, out)
+    assert list(tmp_path.rglob(".*")) == []
+    assert (out if kind == "file" else out / "a").read_bytes() == b"new"
+
+
+def test_a_folder_with_nothing_but_leftovers_is_empty(tmp_path: Path) -> None:
+    (tmp_path / ".out.casckpt-1234").mkdir(parents=True)
+    out = tmp_path / "out"
+    (out / ".out.casckpt-1234").mkdir(parents=True)
+    with new_folder(out, force=False, stale=lambda name: False, last=()) as temporary:
+        (temporary / "a").touch()
+    assert [path.name for path in out.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    with new_file(out, force=True) as temporary:
+        temporary.write_bytes(b"of the first")
+        export(kind, tmp_path / "out") if kind == "file" else export(kind, tmp_path / "other")
+        assert temporary.read_bytes() == b"of the first"
+    assert out.read_bytes() == b"of the first"
+    with pytest.raises(Conflict), new_file(out, force=False):
+        pass
