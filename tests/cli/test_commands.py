@@ -432,3 +432,16 @@ def test_the_demo_shows_itself(tmp_path: Path, as_json: AsJson, run: Run) -> Non
     assert "every bit is the same" in text
     folder = next(line.split()[3] for line in text.splitlines() if line.startswith("$ casckpt list"))
     assert not Path(folder).exists()
+
+
+def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    store = casckpt.open(tmp_path / "s")
+    store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
+    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])
+    said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
+    assert "left out, for a file of torch.save holds no attachments: .metadata, note" in said
+    refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
+    assert "--no-attachments" in refused.splitlines()[-1]
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
+    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])
