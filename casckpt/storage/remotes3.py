@@ -74,8 +74,8 @@ class S3Client:
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
-        try:
-            self.run(self._fs.set_session())  # what is wrong with the options shows here
+        try:  # what is wrong with the options shows here; nothing is asked yet, but it may take a while to begin
+            Loop(self._fs.loop, Patience()).run(self._fs.set_session())
             self.direct = self._direct(given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
