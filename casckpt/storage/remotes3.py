@@ -75,14 +75,14 @@ class S3Client:
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
         self.run = Loop(self._fs.loop, self.patience).run
         try:  # what is wrong with the options shows here; nothing is asked yet, but it may take a while to begin
-            Loop(self._fs.loop, Patience()).run(self._fs.set_session())
-            self.direct = self._direct(given, options.get("client_kwargs") or {})
+            client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
+            self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
-    def _direct(self, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
+    def _direct(self, endpoint: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
         """For ranged reads past the client, where that reaches the same server in the same way."""
-        if not can_reach(self.run(self._fs.set_session()).meta.endpoint_url, config):
+        if not can_reach(endpoint, config):
             return None
         # the client's own rule, in which the environment has a say; nobody promised that it stays
         rule = getattr(EndpointCreator(None), "_get_verify_value", None)
