@@ -38,10 +38,10 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
     A folder ``path`` that is there must be empty, else Conflict. ``force``: files are put into it, over those of the
     same name, the ones named ``last`` in that order at the end; files at its top whose name is ``stale`` are removed.
     """
-    if os.path.lexists(path) and not path.is_dir():
-        raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
-    there = path.is_dir()
     with _said_as_ours(path):
+        there = os.path.lexists(path)
+        if there and not path.is_dir():
+            raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
         if there:
             _clear(path, path.name)
         if there and not force and any(path.iterdir()):

@@ -23,6 +23,7 @@ from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import ATTACHMENT, TENSOR, Entry, Manifest
 from casckpt.format.regions import Region, full_box, whole
+from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors_files import Named, encode_header, encode_index, file_type
 from casckpt.frontends.safetensors_import import METADATA_KEY
@@ -79,6 +80,7 @@ def export_safetensors(
     *,
     max_shard_size: int | str = "5GB",
     keys: Sequence[str] | None = None,
+    attachments: bool = True,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
@@ -86,31 +88,32 @@ def export_safetensors(
 
     ``out``, a path or a URL (to which a temporary one is copied): with the suffix ".safetensors" that one file; else a
     folder, for which ``model.safetensors``, or several files of at most ``max_shard_size`` bytes and their index, and
-    all attachments are made. ``keys``: fnmatch patterns. ``force``: write over what is there. ``progress`` is called
-    with numbers of bytes.
+    all attachments are made (``attachments``: unless False). ``keys``: fnmatch patterns. ``force``: write over what is
+    there. ``progress`` is called with numbers of bytes.
 
     Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` is there, InvalidInput naming a key
-    that safetensors cannot hold, Damaged, StorageError. After an error nothing stands under the final names.
+    that safetensors cannot hold or an attachment that can be no file, Damaged, StorageError. After an error nothing
+    stands under the final names.
     """
     opened = as_store(store)
     job = _Job(opened, opened.get(ref), keys, progress)
     with place_for(out, force=force, last=(INDEX,)) as target:
-        found = _exported_to(target, job, max_shard_size, force=force)
+        found = _exported_to(target, job, max_shard_size, attached=attachments, force=force)
     if not is_url(out):
         return found
     names = (Path(path).relative_to(target).as_posix() for path in found.files)
     return replace(found, files=tuple(f"{out}/{name}" if name != "." else str(out) for name in names))
 
 
-def _exported_to(target: Path, job: _Job, max_shard_size: int | str, *, force: bool) -> Exported:
-    if target.suffix == SUFFIX and not target.is_dir():
+def _exported_to(target: Path, job: _Job, max_shard_size: int | str, *, attached: bool, force: bool) -> Exported:
+    if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises what the system refuses
         with new_file(target, force=force) as path:
             job.write_tensors(path, job.streams)
         return job.exported((target,), ())
     most = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
     shards = plan_shards(job.streams, most)
     names = _file_names(len(shards))
-    attachments = job.attachments([*names, INDEX])
+    attachments = job.attachments([*names, INDEX]) if attached else {}
     with new_folder(target, force=force, stale=_is_ours, last=(*names, INDEX)) as folder:
         for name, stream in attachments.items():
             job.write_attachment(folder / name, name, stream)
@@ -191,11 +194,7 @@ class _Job:
         for number, entry in enumerate(body.entries):
             if entry.kind == ATTACHMENT:
                 found[entry.key] = Stream(number, entry)
-        for name in found:
-            if name.lower() in taken:
-                raise InvalidInput(
-                    f"attachment {name!r} has the name of a file with tensors; export to a file, as OUT.safetensors"
-                )
+        check_file_names(found, frozenset(taken).__contains__)
         return found
 
     def write_attachment(self, path: Path, name: str, found: Stream | bytes) -> None:

@@ -11,6 +11,8 @@ from casckpt.plan.sizes import parse_size
 from casckpt.repository.repository import Repository
 from casckpt.storage import open_storage
 
+CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
+
 
 def open_repository(
     url: str | os.PathLike[str],
@@ -22,12 +24,16 @@ def open_repository(
 ) -> Repository:
     """What `casckpt.open` opens; the arguments are its own. Makes and reads nothing.
 
+    Without a ``cache_dir`` that of the environment counts (`CACHE_VARIABLE`): whoever sets up a host or a job says
+    where its caches lie, for programs as for the command line.
+
     Raises `InvalidInput` or `Unsupported` for a URL that cannot be used.
     """
     storage = open_storage(url, storage_options, single_writer=single_writer)
+    folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(
         storage,
-        None if cache_dir is None else Path(cache_dir).expanduser().absolute(),
+        None if folder is None else Path(folder).expanduser().absolute(),
         single_writer=single_writer,
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
     )

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import builtins
 import logging
+import math
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, StorageError
 from casckpt.storage.base import AlreadyExists, Entry, Finding, Known, ShortObject, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.names import split_folder, split_key
+from casckpt.storage.patience import Call
 from casckpt.storage.remotebase import Client, Ranged
 from casckpt.storage.retries import Backoff
 
@@ -55,6 +58,7 @@ class RemoteStore:
         self._single_writer = single_writer
         self._backoff = backoff
         self._clients = PerProcess(connect)
+        self._given_up = -math.inf  # when a call was that waited for a silent server; nothing has come since
 
     def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
         return _reopen, (self._connect, self._single_writer, self._backoff)
@@ -178,8 +182,12 @@ class RemoteStore:
         return 0
 
     def examine(self) -> Iterator[Finding]:
-        """What the settings of the bucket say."""
-        return self._clients.get().examine()
+        """What the settings of the bucket say. Nothing is asked twice."""
+        client = self._clients.get()
+        try:
+            yield from client.examine()
+        except client.failures as error:
+            raise StorageError(f"cannot look at the settings of {self.url}: {client.explain(error).why}") from error
 
     def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
         client = self._clients.get()
@@ -188,20 +196,28 @@ class RemoteStore:
     def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
         """``call``, again and again while that may help. Raises what the last failure means."""
         client, pauses, attempts = self._clients.get(), self._backoff.pauses(), 0
+        whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
         while True:
             attempts += 1
             try:
-                return call()
-            except (CasckptError, AlreadyExists, ShortObject):
-                raise  # some of these are OSErrors
+                with whole.running():
+                    found = call()
+                self._given_up = -math.inf
+                return found
+            except (CasckptError, AlreadyExists, ShortObject):  # some of these are OSErrors
+                self._given_up = -math.inf
+                raise
             except client.failures as error:
                 failure = client.explain(error)
                 pause = next(pauses, None) if failure.again else None
-                if pause is None:
-                    tried = f" {attempts} times" if attempts > 1 else ""
-                    message = f"cannot {verb} {self.url}/{key}{tried and ', tried' + tried}: {failure.why}"
-                    raise failure.kind(message, key=key) from error
+                if late := whole.left <= (pause or 0):
+                    self._given_up = time.monotonic()
+                if pause is None or late:
+                    tried = f", tried {attempts} times" if attempts > 1 else ""
+                    why = f"{failure.why}; {whole.why}" if late and whole.why not in failure.why else failure.why
+                    raise failure.kind(f"cannot {verb} {self.url}/{key}{tried}: {why}", key=key) from error
                 log.info("%s %s/%s failed, again in %.1f s: %s", verb, self.url, key, pause, failure.why)
+            whole.spend(pause)
             self._backoff.sleep(pause)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from casckpt.errors import CasckptError, StorageError
 from casckpt.storage.base import Entry, Finding
+from casckpt.storage.patience import Patience
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,14 @@ class Ranged(Protocol):
 class Client(Protocol):
     """Objects of one bucket, by their keys. Nothing is tried twice here.
 
-    Calls raise `casckpt.errors.NotFound`, `AlreadyExists` or `ShortObject` where these say all; whatever else they
-    raise is one of ``failures``, and `explain` says what it means.
+    Each request ends when ``patience`` does, whatever the server does (`casckpt.storage.patience.asking`). Calls raise
+    `casckpt.errors.NotFound`, `AlreadyExists` or `ShortObject` where these say all; whatever else they raise is one of
+    ``failures``, and `explain` says what it means.
     """
+
+    @property
+    def patience(self) -> Patience:
+        """How long the server is waited for."""
 
     @property
     def exclusive(self) -> bool | None:

@@ -12,6 +12,8 @@ from fsspec.core import url_to_fs
 
 from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsupported
 from casckpt.storage.files import check_size, checked
+from casckpt.storage.patience import Patience
+from casckpt.storage.remotecalls import calls_of, with_timeouts
 
 
 class RemoteFiles:
@@ -19,10 +21,12 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        scheme, patience = self.url.partition("://")[0].lower(), Patience()
         try:
-            self._fs, root = url_to_fs(self.url)
+            self._fs, root = url_to_fs(self.url, **with_timeouts(scheme, {}, patience))
         except (ImportError, ValueError) as error:
             raise Unsupported(f"{self.url} cannot be opened: {error}") from error
+        self._ask = calls_of(self._fs, scheme, patience)
         self._root = root.rstrip("/")
 
     @contextmanager
@@ -39,28 +43,29 @@ class RemoteFiles:
     def is_file(self) -> bool:
         """Does the URL itself name a file?"""
         with self._reporting("file"):
-            return bool(self._fs.isfile(self._root))
+            return bool(self._ask("isfile", self._root))
 
     def names(self) -> Sequence[str]:
         """See `casckpt.storage.files.Files`."""
         with self._reporting("folder"):
-            return sorted(path.removeprefix(self._root).lstrip("/") for path in self._fs.find(self._root))
+            return sorted(path.removeprefix(self._root).lstrip("/") for path in self._ask.find(self._root))
 
     def size(self, name: str) -> int:
         """See `casckpt.storage.files.Files`."""
         with self._reporting(name):
-            return int(self._fs.size(self._path(name)))
+            return self._size(self._path(name))
 
     def read(self, name: str) -> bytes:
         """See `casckpt.storage.files.Files`."""
-        check_size(name, self.size(name))
+        size = self.size(name)
+        check_size(name, size)
         with self._reporting(name):
-            return bytes(self._fs.cat_file(self._path(name)))
+            return bytes(self._ask.read(self._path(name), size))
 
     def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
         """See `casckpt.storage.files.Files`."""
         with self._reporting(name):
-            return io.BytesIO(self._fs.cat_file(self._path(name), start=offset, end=offset + nbytes))
+            return io.BytesIO(self._ask.part(self._path(name), offset, offset + nbytes))
 
     def below(self, folder: str) -> RemoteFiles:
         """See `casckpt.storage.files.Files`."""
@@ -71,7 +76,7 @@ class RemoteFiles:
         target = folder / checked(self._root.rpartition("/")[2])
         if self.is_file():
             with self._reporting(target.name):
-                self._fs.get_file(self._root, str(target))
+                self._ask.fetch(self._root, target, self._size(self._root))
             return target
         names = self.names()
         if not names:
@@ -80,13 +85,13 @@ class RemoteFiles:
             path = target / checked(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with self._reporting(name):
-                self._fs.get_file(self._path(name), str(path))
+                self._ask.fetch(self._path(name), path, self._size(self._path(name)))
         return target
 
     def check_free(self, *, force: bool) -> None:
         """Raise Conflict if something is there, unless ``force``: then files of the same name are replaced."""
         with self._reporting("folder"):
-            taken = self._fs.exists(self._root) and bool(self._fs.find(self._root))
+            taken = self._ask("exists", self._root) and bool(self._ask.find(self._root))
         if taken and not force:
             raise Conflict(f"{self.url} is there already; give another URL, or --force to write over it")
 
@@ -101,8 +106,11 @@ class RemoteFiles:
 
     def _put_file(self, source: Path, target: str) -> None:
         with self._reporting(target):
-            self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            self._fs.put_file(str(source), target)
+            self._ask("makedirs", target.rpartition("/")[0], exist_ok=True)
+            self._ask("put_file", str(source), target, nbytes=source.stat().st_size)
+
+    def _size(self, path: str) -> int:
+        return int(self._ask("size", path))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{checked(name)}"

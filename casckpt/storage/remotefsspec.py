@@ -12,7 +12,9 @@ from fsspec.core import url_to_fs
 from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
 from casckpt.storage.failures import in_one_line
+from casckpt.storage.patience import Patience
 from casckpt.storage.remotebase import Failure
+from casckpt.storage.remotecalls import WEB, calls_of, with_timeouts
 
 _LONGEST = 300  # characters of what an error says: some hold whole answers
 _TRANSIENT: Final = frozenset({408, 409, 425, 429})
@@ -21,9 +23,7 @@ _DENIED = "check the credentials in storage_options, and what they allow"
 # Those whose pipe_file(mode="create") is one request that the server refuses, and whose clients try again themselves.
 # fsspec's own looks first and writes then, so that two can win; with these a probe decides.
 _ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/?")  # all that stands in a store
-_READ_ONLY: Final = frozenset({"http", "https"})
-_ON_AIOHTTP: Final = _READ_ONLY | {"gs", "gcs"}  # and no more patient than that; Azure's has timeouts of its own
+_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # all that stands in a store
 
 
 class FsspecClient:
@@ -31,13 +31,15 @@ class FsspecClient:
 
     failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], patience: Patience = Patience()) -> None:  # noqa: B008 - frozen
+        self.patience = patience
         self._scheme = url.partition("://")[0]
-        self._fs, root = url_to_fs(url, **_with_timeouts(self._scheme, options))
+        self._fs, root = url_to_fs(url, **with_timeouts(self._scheme, options, patience))
+        self._ask = calls_of(self._fs, self._scheme, patience)
         self._root = root.rstrip("/")
         self._listing = threading.Lock()
         self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
-        self.read_only = self._scheme in _READ_ONLY
+        self.read_only = self._scheme in WEB
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
@@ -69,9 +71,9 @@ class FsspecClient:
             raise Unsupported(f"{self._scheme}:// storages can only be read; save to another store")
         path = self._path(key)
         if self._scheme not in _ATOMIC:  # those have no folders
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)
         try:
-            self._fs.pipe_file(path, bytes(data), mode=mode)
+            self._ask("pipe_file", path, bytes(data), mode=mode, nbytes=data.nbytes)
         except FileExistsError as error:
             raise AlreadyExists(key) from error
 
@@ -82,8 +84,7 @@ class FsspecClient:
             raise NotFound(f"object {key} is not in {self._root}: it was deleted, or never written", key=key)
         if size > limit:
             raise Refused(f"object {key} in {self._root} has {size} bytes where at most {limit} are allowed")
-        data: bytes = self._fs.cat_file(self._path(key))
-        return data
+        return self._ask.read(self._path(key), size)
 
     def open(self, key: str) -> FsspecObject:
         """See `casckpt.storage.remotebase.Client`."""
@@ -93,17 +94,20 @@ class FsspecClient:
         """See `casckpt.storage.remotebase.Client`."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.info(self._path(key))
+            found = self._ask("info", self._path(key))
         except (FileNotFoundError, NotADirectoryError) as error:
             if isinstance(why := error.__cause__, Exception) and not _is_absence(why):
                 raise why from None  # of a web server fsspec says so whatever went wrong
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+        if found["type"] != "file":
+            return None
+        if found["size"] is None:
+            raise Unsupported(f"the server does not say how long {self._path(key)} is: it cannot be used")
+        return int(found["size"])
 
     def read(self, key: str, offset: int, end: int) -> bytes:
         """Bytes of an object. Raises FileNotFoundError."""
-        data: bytes = self._fs.cat_file(self._path(key), start=offset, end=end)
-        return data
+        return self._ask.part(self._path(key), offset, end)
 
     def page(self, prefix: str, after: str | None) -> tuple[list[Entry], str | None]:
         """See `casckpt.storage.remotebase.Client`: all at once."""
@@ -111,11 +115,7 @@ class FsspecClient:
         with self._listing:  # the cache is of the whole file system
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
-            found = self._linked(path) if self.read_only else self._fs.find(path, detail=True)
-        if not found:
-            return [], None
-        if not isinstance(found, dict):  # adlfs: an object has the name of the folder, and hides what is in it
-            raise Refused(f"{path} is an object where a folder of the store belongs: move it out of the store")
+            found = self._ask.find(path)
         entries = [self._entry(path, about) for path, about in found.items()]
         return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
 
@@ -129,7 +129,7 @@ class FsspecClient:
         with self._listing:
             self._fs.invalidate_cache()
             try:
-                found = self._fs.ls(self._path(folder), detail=True)
+                found = self._ask("ls", self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return [], [], None
         below = {one["name"].rstrip("/"): one for one in found if one["name"].startswith(f"{self._path(folder)}/")}
@@ -137,29 +137,9 @@ class FsspecClient:
         names = [name.removeprefix(f"{self._root}/") for name, one in below.items() if one["type"] == "directory"]
         return [entry for entry in files if entry is not None], names, None
 
-    def _linked(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        """What the pages of a web server link to, from the page of ``folder`` down."""
-        found: dict[str, Mapping[str, Any]] = {}
-        pending = [f"{folder}/"]
-        while pending:
-            page = pending.pop()
-            try:
-                links = self._fs.ls(page, detail=True)
-            except FileNotFoundError:
-                continue
-            for link in links:
-                name: str = link["name"]
-                if not name.startswith(page) or not _NAME.fullmatch(name[len(page) :]):
-                    continue  # up, or to another view of the page
-                if name.endswith("/"):
-                    pending.append(name)
-                else:
-                    found[name] = link
-        return found
-
     def _entry(self, path: str, about: Mapping[str, Any]) -> Entry | None:
         key = path.removeprefix(self._root).removeprefix("/")
-        if about.get("type") == "directory" or not key or key.endswith("/"):
+        if about.get("type") == "directory" or not _KEY.fullmatch(key):
             return None
         size = about.get("size")
         if size is None:  # a listing of links
@@ -171,7 +151,7 @@ class FsspecClient:
         if self.read_only:
             raise Unsupported(f"{self._scheme}:// storages can only be read; nothing can be deleted there")
         try:
-            self._fs.rm_file(self._path(key))
+            self._ask("rm_file", self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return
 
@@ -207,25 +187,11 @@ class FsspecObject:
             data = memoryview(self._client.read(self._key, offset, end))
         except FileNotFoundError as error:
             raise NotFound(f"object {self._key} was deleted, or never written", key=self._key) from error
-        if len(data) == self.size() > end - offset:  # the server does not know ranges
-            data = data[offset:end]
         if len(data) != end - offset:
             raise ShortObject(self._key, offset + len(data))
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
-
-
-def _with_timeouts(scheme: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of aiohttp's own, 5 minutes for each attempt, a silent server would take half an hour and more."""
-    if scheme not in _ON_AIOHTTP:
-        return options
-    from aiohttp import ClientTimeout
-
-    timeout = ClientTimeout(total=300, sock_connect=10, sock_read=60)
-    if scheme not in _READ_ONLY:
-        return {"requests_timeout": timeout, **options}
-    return {**options, "client_kwargs": {"timeout": timeout, **options.get("client_kwargs", {})}}
 
 
 def _version(about: Mapping[str, Any]) -> str:

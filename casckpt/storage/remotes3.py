@@ -7,13 +7,13 @@ old client does not know (such as the condition that makes a put create only).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPMessage
-from typing import Any, TypeVar
+from typing import Any
 
 from botocore.endpoint import EndpointCreator
 from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
@@ -21,14 +21,17 @@ from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Entry, Finding, ShortObject
+from casckpt.storage.patience import Patience, moved
 from casckpt.storage.remotebase import Failure
+from casckpt.storage.remotebodies import read_whole
+from casckpt.storage.remoteloop import Loop
 from casckpt.storage.remotes3body import Body
 from casckpt.storage.remotes3direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remotes3errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remotes3facts import examine
+from casckpt.storage.remotes3session import Session
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 _CHUNK = 1 << 20
 PAGE = 1000  # as many as a server gives
 # The client would try again by itself, and a put that it repeats is refused because of the first one. So it is told
@@ -36,9 +39,10 @@ PAGE = 1000  # as many as a server gives
 _CONFIG: Mapping[str, Any] = {
     "max_pool_connections": 64,
     "connect_timeout": 10,
-    "read_timeout": 60,
     "retries": {"total_max_attempts": 1},
+    "http_session_cls": Session,
 }
+_LATER = 5.0  # seconds
 _MARK = "casckpt-put"
 _TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
 
@@ -53,26 +57,32 @@ class S3Client:
     read_only = False
     failures = FAILURES
 
-    def __init__(self, bucket: str, prefix: str, options: Mapping[str, Any]) -> None:
-        config = {**_CONFIG, **options.get("config_kwargs", {})}
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        options: Mapping[str, Any],
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+    ) -> None:
+        given = options.get("config_kwargs", {})
+        self.patience = replace(patience, request=float(given.get("read_timeout", patience.request)))
+        # the client's own timeout comes after ours, which knows what to say
+        config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
         secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
         self.bucket, self.prefix = bucket, prefix
-        self._patience = float(config["read_timeout"])
-        self._answer = self._patience + float(config["connect_timeout"])
         # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
         ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
         self._fs = S3FileSystem(**{**options, **secrets, **ours})
-        self._loop: asyncio.AbstractEventLoop = self._fs.loop
-        self._thread = asyncio.run_coroutine_threadsafe(_thread(), self._loop).result()
-        try:
-            self.run(self._fs.set_session())  # what is wrong with the options shows here
-            self.direct = self._direct(config, options.get("client_kwargs") or {})
+        self.run = Loop(self._fs.loop, self.patience).run
+        try:  # what is wrong with the options shows here; nothing is asked yet, but it may take a while to begin
+            client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
+            self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
         except BotoCoreError as error:
             raise ValueError(explain(error).why) from error
 
-    def _direct(self, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
+    def _direct(self, endpoint: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
         """For ranged reads past the client, where that reaches the same server in the same way."""
-        if not can_reach(self.run(self._fs.set_session()).meta.endpoint_url, config):
+        if not can_reach(endpoint, config):
             return None
         # the client's own rule, in which the environment has a say; nobody promised that it stays
         rule = getattr(EndpointCreator(None), "_get_verify_value", None)
@@ -81,7 +91,9 @@ class S3Client:
         verify = client.get("verify")
         if verify is None:
             verify = self._fs.session.get_config_variable("ca_bundle")
-        return DirectReads(float(config["connect_timeout"]), self._patience, rule(verify))
+        return DirectReads(
+            float(config.get("connect_timeout", _CONFIG["connect_timeout"])), self.patience, rule(verify)
+        )
 
     def explain(self, error: Exception) -> Failure:
         """See `casckpt.storage.remotebase.Client`."""
@@ -101,22 +113,7 @@ class S3Client:
         self._put(key, data, mark)
 
     def _put(self, key: str, data: memoryview, mark: str, **condition: str) -> None:
-        arguments = {"Key": self.prefix + key, "Metadata": {_MARK: mark}, **condition}
-        try:
-            self.run(self._upload(data, arguments))
-        except TimeoutError as error:
-            raise TimeoutError(f"the server took nothing for {self._patience:.0f} s") from error
-
-    async def _upload(self, data: memoryview, arguments: Mapping[str, Any]) -> None:
-        """The client's own timeout begins when all was sent: a server that does not want to read would hold us up."""
-        clock = asyncio.get_running_loop().time
-
-        def progress() -> None:
-            with suppress(RuntimeError):  # it is over
-                limit.reschedule(clock() + self._patience)
-
-        async with asyncio.timeout(self._patience) as limit:
-            await self.send("put_object", Body=Body(data, progress), **arguments)
+        self.call("put_object", Key=self.prefix + key, Metadata={_MARK: mark}, Body=Body(data), **condition)
 
     def mark(self, key: str) -> str | None:
         """See `casckpt.storage.remotebase.Client`."""
@@ -129,15 +126,13 @@ class S3Client:
             return self.run(self._get(key, limit))
 
     async def _get(self, key: str, limit: int) -> bytes:
-        answer = await self.ask("get_object", Key=self.prefix + key)
+        answer = await self.send("get_object", Key=self.prefix + key)
         body = answer["Body"]
         async with body:  # before aiobotocore 3 that gave another, which reads in another way
-            if answer["ContentLength"] > limit:
-                size = answer["ContentLength"]
+            size = answer.get("ContentLength", 0)
+            if size > limit:
                 raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
-            data = bytearray(answer["ContentLength"])
-            await _fill(body, [memoryview(data)])
-        return bytes(data)
+            return await read_whole(body, limit, f"object {key} in {self._place}")
 
     def open(self, key: str) -> S3Object:
         """See `casckpt.storage.remotebase.Client`."""
@@ -146,16 +141,16 @@ class S3Client:
     def size(self, key: str) -> int | None:
         """See `casckpt.storage.remotebase.Client`."""
         found = self._head(key)
-        return None if found is None else int(found["ContentLength"])
+        return None if found is None else _length(found)
 
     def _head(self, key: str) -> Mapping[str, Any] | None:
         try:
-            found: Mapping[str, Any] = self._call("head_object", Key=self.prefix + key)
+            found: Mapping[str, Any] = self.call("head_object", Key=self.prefix + key)
         except ClientError as error:
             if status_of(error) == 404:
                 return None
             if status_of(error) in (400, 403):
-                self._call("list_objects_v2", MaxKeys=1)  # its refusal says why; that of a HEAD has no text
+                self.call("list_objects_v2", MaxKeys=1)  # its refusal says why; that of a HEAD has no text
             raise
         return found
 
@@ -170,7 +165,7 @@ class S3Client:
 
     def _page(self, prefix: str, after: str | None, **options: str) -> tuple[list[Entry], list[str], str | None]:
         token = {} if after is None else {"ContinuationToken": after}
-        found = self._call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
+        found = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
         skip = len(self.prefix)
         entries = [Entry(one["Key"][skip:], one["Size"], one.get("ETag", "")) for one in found.get("Contents", ())]
         files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
@@ -183,7 +178,7 @@ class S3Client:
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remotebase.Client`. In a bucket with versions these too, where that is allowed."""
         try:
-            answer = self._call("delete_object", Key=self.prefix + key)
+            answer = self.call("delete_object", Key=self.prefix + key)
         except ClientError as error:
             if status_of(error) != 404:
                 raise
@@ -194,17 +189,17 @@ class S3Client:
     def _delete_versions(self, key: str) -> None:
         """All that a delete only hid. Where it may not be seen or deleted it stays: `examine` says so."""
         try:
-            found = self._call("list_object_versions", Prefix=self.prefix + key)
+            found = self.call("list_object_versions", Prefix=self.prefix + key)
             for one in [*found.get("Versions", ()), *found.get("DeleteMarkers", ())]:  # markers last, or it shows again
                 if one["Key"] == self.prefix + key:
-                    self._call("delete_object", Key=one["Key"], VersionId=one["VersionId"])
+                    self.call("delete_object", Key=one["Key"], VersionId=one["VersionId"])
         except ClientError as error:
             if status_of(error) not in (400, 403, 405, 501):
                 raise
 
     def examine(self) -> Iterator[Finding]:
         """See `casckpt.storage.remotebase.Client`."""
-        return examine(self._call, self.prefix)
+        return examine(self.call, self.prefix)
 
     # requests
 
@@ -223,19 +218,9 @@ class S3Client:
     def _place(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
-    def _call(self, operation: str, **arguments: Any) -> Any:
-        return self.run(self.ask(operation, **arguments))
-
-    async def ask(self, operation: str, **arguments: Any) -> Any:
-        """`send`, to its answer: aiohttp waits for ever behind a ``100 Continue`` that it did not ask for."""
-        return await self._in_time(self.send(operation, **arguments))
-
-    async def _in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        try:
-            async with asyncio.timeout(self._answer):
-                return await call
-        except TimeoutError as error:
-            raise TimeoutError(f"the server did not answer for {self._answer:.0f} s") from error
+    def call(self, operation: str, **arguments: Any) -> Any:
+        """The answer to one request."""
+        return self.run(self.send(operation, **arguments))
 
     async def send(self, operation: str, **arguments: Any) -> Any:
         """One request, with what the options say about all requests. No parameter is dropped in silence."""
@@ -245,7 +230,7 @@ class S3Client:
     async def sign_read(self, **arguments: Any) -> Signed:
         """What `send` would send as ``get_object``. It may have to ask for credentials before."""
         client = await self._fs.set_session()
-        return await self._in_time(sign(client, **self._arguments(client, "get_object", arguments)))
+        return await sign(client, **self._arguments(client, "get_object", arguments))
 
     def _arguments(self, client: Any, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
@@ -264,18 +249,6 @@ class S3Client:
             log.info("ranges of %s are read through the S3 client: past it they cannot be", self._place)
             self.direct = None
 
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run in fsspec's loop, which has a thread of its own; stop it if this thread is interrupted."""
-        if threading.get_ident() == self._thread:
-            call.close()
-            raise Unsupported("casckpt was called in the thread of fsspec's event loop, which would wait for itself")
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
 
 class S3Object:
     """`casckpt.storage.remotebase.Ranged`: bytes go from the connection's buffer straight into place."""
@@ -290,8 +263,8 @@ class S3Object:
         """See `casckpt.storage.remotebase.Ranged`."""
         if self._size is None:
             with self._client.absence(self._key):
-                answer = self._client.run(self._client.ask("head_object", Key=self._client.prefix + self._key))
-            self._is_the_same(answer.get("ETag"), answer["ContentLength"])
+                answer = self._client.call("head_object", Key=self._client.prefix + self._key)
+            self._is_the_same(answer.get("ETag"), _length(answer))
         return self._size or 0
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -330,7 +303,7 @@ class S3Object:
         return direct.read(self._client.run(self._client.sign_read(**self._request(offset, end))), buffers, check)
 
     async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
-        answer = await self._client.ask("get_object", **self._request(offset, end))
+        answer = await self._client.send("get_object", **self._request(offset, end))
         body = answer["Body"]
         async with body:  # as in `S3Client._get`
             size = size_from(answer.get("ContentRange"))
@@ -338,7 +311,7 @@ class S3Object:
                 raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
             if size is not None:
                 _is_from(offset, answer["ContentRange"])
-            self._is_the_same(answer.get("ETag"), answer["ContentLength"] if size is None else size)
+            self._is_the_same(answer.get("ETag"), _length(answer) if size is None else size)
             if self.size() < end:
                 raise ShortObject(self._key, self.size())
             await _fill(body, buffers)
@@ -359,8 +332,12 @@ def _is_from(offset: int, content_range: str) -> None:
         raise Unsupported(f"the server answers {content_range!r} to a read from byte {offset}: it cannot be used")
 
 
-async def _thread() -> int:
-    return threading.get_ident()
+def _length(answer: Mapping[str, Any]) -> int:
+    """The size of an object, as the server tells it."""
+    found = answer.get("ContentLength")
+    if found is None:
+        raise Unsupported("this server does not say how long an object is: it cannot be used")
+    return int(found)
 
 
 async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:
@@ -373,6 +350,7 @@ async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:
         if not chunk:
             raise ResponseStreamingError(error=f"the answer ended {left} bytes early")
         left -= len(chunk)
+        moved(len(chunk))
         while chunk:
             part = min(len(chunk), len(place))
             place[:part] = chunk[:part]

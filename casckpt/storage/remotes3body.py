@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+
+from casckpt.storage.patience import moved
 
 _PIECE = 256 << 10  # bytes: what the socket does not take at once is copied, and no more than that
 
@@ -11,12 +13,11 @@ class Body:
     """Looks like a file to botocore, which reads it for checksums and signatures, and begins again where it redirects.
 
     aiohttp sends what is iterated. (A real file it would read in small pieces, and ``bytes`` it would copy whole.)
-    The memory must not change until the put has its answer. ``progress``: called whenever a piece is wanted.
+    The memory must not change until the put has its answer. Each piece that is taken is progress of the request.
     """
 
-    def __init__(self, data: memoryview, progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._progress = progress
         self._at = 0
 
     def __len__(self) -> int:
@@ -33,14 +34,14 @@ class Body:
 
     def read(self, size: int | None = None) -> memoryview:
         """At most so many bytes, by default all that are left; they are the caller's memory."""
-        self._progress()
         end = len(self) if size is None or size < 0 else self._at + size
         piece = self._data[self._at : end]
         self._at += len(piece)
+        moved(len(piece))
         return piece
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         """All of it, whatever was read: aiohttp may repeat a request that found its connection closed."""
         for start in range(0, len(self), _PIECE):
-            self._progress()
-            yield self._data[start : start + _PIECE]
+            yield (piece := self._data[start : start + _PIECE])
+            moved(len(piece))

@@ -6,6 +6,7 @@ here; the thread that wants the bytes sends it over a connection of our own, and
 
 from __future__ import annotations
 
+import io
 import select
 import socket
 import ssl
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -25,6 +27,7 @@ from botocore.httpsession import get_cert_path
 from botocore.utils import get_environ_proxies
 
 from casckpt.lazy import cached_property
+from casckpt.storage.patience import Patience, Request, asking
 
 _HOOK = "before-send.s3.GetObject"
 _REST = 10.0  # seconds: servers, and what lies before them, forget connections that rest for longer
@@ -73,11 +76,11 @@ def can_reach(url: str, config: Mapping[str, Any]) -> bool:
 class DirectReads:
     """Connections to a server. A thread that reads has one for itself; afterwards it waits for the next.
 
-    ``connect``, ``patience``: seconds to wait for a connection, and for the next bytes. ``verify``: whether the server
-    must prove who it is, or by which file of certificates. ``works``: something was read.
+    ``connect``: seconds to wait for a connection. ``verify``: whether the server must prove who it is, or by which file
+    of certificates. ``works``: something was read.
     """
 
-    def __init__(self, connect: float, patience: float, verify: bool | str) -> None:
+    def __init__(self, connect: float, patience: Patience, verify: bool | str) -> None:
         self.works = False
         self._connect, self._patience, self._verify = connect, patience, verify
         self._waiting: deque[tuple[float, str, HTTPConnection]] = deque()
@@ -88,8 +91,14 @@ class DirectReads:
 
         Raises the errors of `casckpt.storage.remotes3errors.FAILURES` for what may go better the next time.
         """
+        with asking(self._patience) as one:
+            return self._read(request, one, buffers, check)
+
+    def _read(
+        self, request: Signed, one: Request, buffers: Sequence[memoryview], check: Callable[[HTTPMessage], None]
+    ) -> bool:
         try:
-            with self._ask(request) as answer:
+            with self._ask(request, one) as answer:
                 if answer.status in _BUSY:
                     raise _busy(answer)
                 if answer.status != 206:
@@ -102,17 +111,17 @@ class DirectReads:
                 return False
             raise error.args[0] from None
         except TimeoutError as error:
-            raise TimeoutError(f"the server sent nothing for {self._patience:.0f} s") from error
+            raise TimeoutError(one.why) from error
         except HTTPException as error:
             raise ResponseStreamingError(error=f"{type(error).__name__}: {error}") from error
         self.works = True
         return True
 
     @contextmanager
-    def _ask(self, request: Signed) -> Iterator[HTTPResponse]:
+    def _ask(self, request: Signed, one: Request) -> Iterator[HTTPResponse]:
         """The answer. A connection is kept if all of the answer was read."""
         where = urlsplit(request.url)
-        connection, answer = self._send(request, where)
+        connection, answer = self._send(request, one, where)
         done = False
         try:
             yield answer
@@ -124,12 +133,12 @@ class DirectReads:
             else:
                 connection.close()
 
-    def _send(self, request: Signed, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
+    def _send(self, request: Signed, one: Request, where: SplitResult) -> tuple[HTTPConnection, HTTPResponse]:
         while (used := self._rested(where.netloc)) is not None:
             with suppress(ConnectionError, HTTPException, ssl.SSLError):  # the server has ended it meanwhile
-                return used, _exchange(used, request, where)
+                return used, _exchange(used, request, one, where)
         fresh = self._open(where)
-        return fresh, _exchange(fresh, request, where)
+        return fresh, _exchange(fresh, request, one, where)
 
     def _rested(self, place: str) -> HTTPConnection | None:
         """The connection that rested for the shortest time, if it may still be used."""
@@ -151,7 +160,6 @@ class DirectReads:
         except OSError as error:
             connection.close()
             raise _Unreached(error) from error
-        connection.sock.settimeout(self._patience)
         return connection
 
     @cached_property
@@ -170,9 +178,53 @@ def _is_silent(connection: socket.socket) -> bool:
     return not (look.poll(0) or (isinstance(connection, ssl.SSLSocket) and connection.pending()))
 
 
-def _exchange(connection: HTTPConnection, request: Signed, where: SplitResult) -> HTTPResponse:
+class _Answer(HTTPResponse):
+    """An answer that is waited for as long as the request may take; only bytes of its body are progress."""
+
+    def __init__(self, one: Request, connection: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(connection, *args, **options)
+        self._arriving = _Arriving(self.fp.detach(), connection, one)
+        self.fp = io.BufferedReader(self._arriving)
+
+    def begin(self) -> None:
+        super().begin()
+        self._arriving.is_body = True
+
+
+class _Arriving(io.RawIOBase):
+    """What a connection receives, read by one request."""
+
+    def __init__(self, raw: io.RawIOBase, connection: socket.socket, one: Request) -> None:
+        self._raw, self._connection, self._one = raw, connection, one
+        self.is_body = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        _wait_for(self._connection, self._one)
+        received: int | None = self._raw.readinto(buffer)
+        if received and self.is_body:
+            self._one.moved(received)
+        return received
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _wait_for(connection: socket.socket, one: Request) -> None:
+    """Let the next call of the connection take what is left; TimeoutError if nothing is, though bytes may come."""
+    if (left := one.left) <= 0:
+        raise TimeoutError(one.why)
+    connection.settimeout(left)
+
+
+def _exchange(connection: HTTPConnection, request: Signed, one: Request, where: SplitResult) -> HTTPResponse:
     target = where.path + (f"?{where.query}" if where.query else "")
+    connection.response_class = partial(_Answer, one)  # type: ignore[assignment]  # all that is wanted of it is a call
     try:
+        _wait_for(connection.sock, one)
         connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in request.headers)
         for name, value in request.headers.items():
             connection.putheader(name, value)

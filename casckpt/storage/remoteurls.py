@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from casckpt.errors import InvalidInput, Unsupported
+from casckpt.errors import CasckptError, InvalidInput, StorageError, Unsupported
+from casckpt.storage.patience import Patience
 from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remotebase import Client
 
@@ -38,21 +39,26 @@ class Place:
         """A client for this process. Raises `Unsupported` if its package is not installed or refuses the options."""
         try:
             return self._client()
+        except CasckptError:
+            raise  # some of these are ValueErrors or OSErrors
         except ImportError as error:
             raise Unsupported(_missing(self.scheme)) from error
+        except OSError as error:
+            raise StorageError(f"{self.url} cannot be opened: {error}; check the network and try again") from error
         except (TypeError, ValueError, KeyError) as error:
             names = ", ".join(sorted(self.options)) or "none"
             raise InvalidInput(f"{self.url} cannot be opened with the storage_options {names}: {error}") from None
 
     def _client(self) -> Client:
+        patience, options = Patience.of(self.options)
         if self.scheme != "s3":
             from casckpt.storage.remotefsspec import FsspecClient
 
-            return FsspecClient(self.url, self.options)
+            return FsspecClient(self.url, options, patience)
         from casckpt.storage.remotes3 import S3Client
 
         bucket, _, prefix = self.rest.partition("/")
-        return S3Client(bucket, prefix and f"{prefix}/", self.options)
+        return S3Client(bucket, prefix and f"{prefix}/", options, patience)
 
 
 def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_writer: bool = False) -> RemoteStore:

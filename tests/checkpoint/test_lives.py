@@ -225,3 +225,17 @@ def test_a_folder_for_the_cache_is_in_the_home_and_stays(tmp_path: Path, monkeyp
         assert len(one.checkpoints()) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "elsewhere", "home", "store"]
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a program as for the command line; what it says itself counts more, and an empty one says nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"a": 1}, step=0)
+    store.checkpoints()
+    assert list((tmp_path / "there").rglob("catalogue.sqlite"))
+    assert store.repository.cache_dir == tmp_path / "there"
+    assert casckpt.open(tmp_path / "store", cache_dir=tmp_path / "mine").repository.cache_dir == tmp_path / "mine"
+    monkeypatch.setenv("CASCKPT_CACHE_DIR", "")
+    assert casckpt.open(tmp_path / "store").repository.cache_dir is None

@@ -555,3 +555,16 @@ def _empty(path: Path) -> Path:
 def test_a_slip_in_the_name_of_a_command(run: Run) -> None:
     assert "there is no command 'lst'; did you mean list?" in run("lst", status=2).stderr
     assert "did you mean" not in run("frobnicate", status=2).stderr
+
+
+def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: AsJson, run: Run) -> None:
+    store = casckpt.open(tmp_path / "s")
+    store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
+    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])
+    said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
+    assert "left out, for a file of torch.save holds no attachments: .metadata, note" in said
+    refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
+    assert "--no-attachments" in refused.splitlines()[-1]
+    found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
+    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])

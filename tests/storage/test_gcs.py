@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -17,10 +16,6 @@ from tests.support.clouds import Cloud
 
 if find_spec("gcsfs") is None:
     pytest.skip("gcsfs is not installed", allow_module_level=True)
-
-# Looked at when gcsfs is imported, so before any test: it would ask an interface that the imitation lacks, what kind of
-# bucket this is, for minutes.
-os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 
 
 @pytest.fixture(scope="module")

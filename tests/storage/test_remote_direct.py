@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import ClientError, ResponseStreamingError
 
 from casckpt.errors import StorageError, Unsupported
+from casckpt.storage.patience import Patience
 from casckpt.storage.remote import RemoteStore
 from casckpt.storage.remotes3 import S3Client, S3Object
 from casckpt.storage.remotes3direct import DirectReads, Signed
@@ -164,11 +165,10 @@ def test_credentials_that_never_come(moto_server: Server, monkeypatch: pytest.Mo
     async def waits(*_: object, **__: object) -> None:
         await asyncio.sleep(30)
 
-    storage = store_of(moto_server)
+    storage = store_of(moto_server, request_timeout=1)
     storage.put("a", b"0123456789")
-    client_of(storage)._answer = 0.1
     monkeypatch.setattr("casckpt.storage.remotes3.sign", waits)
-    with pytest.raises(StorageError, match="did not answer"):
+    with pytest.raises(StorageError, match="request_timeout"):
         read(storage, "a", 2, 3)
 
 
@@ -272,7 +272,7 @@ def scripted(answers: Sequence[bytes | None]) -> Iterator[tuple[Signed, list[int
 
 @pytest.fixture
 def direct() -> Iterator[DirectReads]:
-    reads = DirectReads(5, 0.2, verify=True)
+    reads = DirectReads(5, Patience(request=0.2), verify=True)
     yield reads
     while reads._waiting:
         reads._waiting.pop()[2].close()
@@ -373,7 +373,7 @@ def test_a_server_that_is_gone(direct: DirectReads) -> None:
         assert ask(direct, request) == TEN
     with pytest.raises(ConnectionRefusedError):
         ask(direct, request)
-    never = DirectReads(5, 5, verify=True)
+    never = DirectReads(5, Patience(), verify=True)
     assert ask(never, request) == b""  # the client may know another way
 
 

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -302,7 +301,7 @@ def test_counts(storage: RemoteStore) -> None:
 
 def test_a_call_in_the_loop_of_the_client_is_an_error_and_no_hang(storage: RemoteStore) -> None:
     storage.size("a")
-    loop = storage._clients.get()._loop  # type: ignore[attr-defined]  # of S3
+    loop = storage._clients.get()._fs.loop  # type: ignore[attr-defined]  # of S3
 
     async def call() -> None:
         storage.size("a")
@@ -318,50 +317,7 @@ def test_a_server_that_takes_nothing_is_an_error_and_no_hang(nbytes: int, naps: 
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         place = Place("s3", "bucket/store", {**options, "config_kwargs": {"read_timeout": 0.2}})
         storage = RemoteStore(place, backoff=Backoff(attempts=2, sleep=naps))
-        with pytest.raises(StorageError, match=r"s3://bucket/store/a, tried 2 times: .*the server took nothing"):
+        with pytest.raises(StorageError, match=r"s3://bucket/store/a, tried 2 times: .*the server was silent"):
             storage.put("a", memoryview(bytearray(nbytes)))
-        with pytest.raises(StorageError, match=r"tried 2 times: .*[Tt]imeout"):
+        with pytest.raises(StorageError, match=r"tried 2 times: .*request_timeout"):
             storage.size("a")
-
-
-@pytest.fixture(params=[b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Le"])
-def stalled(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a server begins to answer whatever it is asked, and is silent then."""
-
-    def answer(connection: socket.socket) -> None:
-        with suppress(OSError):  # the client has gone
-            while connection.recv(1 << 16):
-                connection.sendall(request.param)
-
-    def accept() -> None:
-        with suppress(OSError):  # closed
-            while True:
-                connections.append(server.accept()[0])
-                threading.Thread(target=answer, args=(connections[-1],), daemon=True).start()
-
-    connections: list[socket.socket] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        for connection in connections:
-            connection.close()
-        server.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.timeout(60)
-def test_a_server_that_stalls_in_its_answer_is_an_error_and_no_hang(stalled: str, naps: Naps) -> None:
-    config = {"read_timeout": 0.2, "connect_timeout": 0.2}
-    options = {"key": "k", "secret": "s", "endpoint_url": stalled, "config_kwargs": config}
-    storage = RemoteStore(Place("s3", "bucket/store", options), backoff=Backoff(attempts=2, sleep=naps))
-    reader = storage.open("a")
-    for act in (
-        lambda: storage.put("a", b"1"),
-        lambda: storage.get("a", limit=9),
-        lambda: storage.size("a"),
-        lambda: reader.read_into(0, [memoryview(bytearray(9))]),
-        lambda: reader.size,
-        lambda: list(storage.list("")),
-        lambda: storage.delete("a"),
-    ):
-        with pytest.raises(StorageError, match=r"tried 2 times: .*try again"):
-            act()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientTimeout
 
 import casckpt
 from casckpt.errors import NotFound, StorageError, Unsupported
@@ -169,14 +167,3 @@ def test_a_web_server_that_is_not_well_does_not_lack_its_objects() -> None:
                 with pytest.raises(StorageError, match="503"):
                     storage.size("casckpt.json")
         server.shutdown()
-
-
-def test_a_silent_web_server_is_given_up_on() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = Place("http", f"127.0.0.1:{silent.getsockname()[1]}/store", {})
-        assert place()._fs.client_kwargs["timeout"].sock_read == 60  # type: ignore[attr-defined]  # of fsspec
-        options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=0.1)}}
-        storage = RemoteStore(replace(place, options=options), backoff=Backoff(attempts=2, sleep=lambda seconds: None))
-        for act in (lambda: storage.size("a"), lambda: list(storage.list(""))):
-            with pytest.raises(StorageError, match=r"tried 2 times: .*Timeout"):
-                act()

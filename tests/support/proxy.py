@@ -78,6 +78,8 @@ class Proxy:
         self._share = 0.0
         self._refused: tuple[str, frozenset[str], int] | None = None
         self._actions: dict[int, Callable[[], None]] = {}
+        self._muted: tuple[str, int] | None = None
+        self._heard = threading.Event()
         self._lock = threading.Lock()
         self._scheme = "http" if certificate is None else "https"
         self._server = _Server(self, upstream, certificate)
@@ -93,6 +95,7 @@ class Proxy:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.calm()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -117,9 +120,17 @@ class Proxy:
         with self._lock:
             self._actions[len(self.seen) + number] = action
 
-    def calm(self) -> None:
-        """From now on nothing happens to requests."""
+    def mute(self, path: str = "*", after: int = 0) -> None:
+        """From the next but so many on, no request of this path is passed on or answered, until it is calm again."""
         with self._lock:
+            self._muted = (path, len(self.seen) + after)
+
+    def calm(self) -> None:
+        """From now on nothing happens to requests. Those that wait since it was mute are passed on."""
+        self._heard.set()
+        with self._lock:
+            self._heard = threading.Event()
+            self._muted = None
             self._planned.clear()
             self._actions.clear()
             self._refused = None
@@ -142,6 +153,10 @@ class Proxy:
         with self._lock:
             action = self._actions.pop(len(self.seen), None)
             self.seen.append(request)
+            path, first = self._muted or ("*", len(self.seen))
+            heard = self._heard if len(self.seen) > first and _fits(request, "*", path) else None
+        if heard is not None:
+            heard.wait()
         if action is not None:
             action()
         with self._lock:

@@ -26,6 +26,14 @@ from casckpt.errors import InvalidInput
 )  # fmt: skip
 @click.option("--max-shard-size", type=SIZE, help="Of safetensors files in a folder.  [default: 5GB]")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
+@click.option(
+    "--no-attachments",
+    "attachments",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Leave out what travelled along.",
+)
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
 def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: bool, **options: Any) -> None:
@@ -34,8 +42,8 @@ def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: 
     As safetensors: to one file if OUT ends in .safetensors, else to a folder, which gets model.safetensors, or several
     files with an index, and what travelled along. What is no tensor is left out, and named. --keys is for this format.
 
-    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that torch.load loads. Both hold
-    all of the checkpoint. OUT may be a URL.
+    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that torch.load loads, without what
+    travelled along. Else both hold all of the checkpoint. OUT may be a URL.
     """
     checkpoint = session.store.get(ref)
     with progress("exporting", checkpoint.stats.bytes_total) as done:
@@ -64,7 +72,7 @@ def _safetensors(
 
 def _whole(
     session: Session, checkpoint: Checkpoint, out: str, format: str, *, keys: tuple[str, ...],
-    max_shard_size: int | None, **options: Any,
+    max_shard_size: int | None, attachments: bool, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
     from casckpt.frontends.dcp.folder import METADATA
@@ -73,19 +81,30 @@ def _whole(
         raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
     if max_shard_size is not None:
         raise InvalidInput(f"--max-shard-size is for safetensors: --format {format} knows no such limit")
-    (casckpt_to_dcp if format == "dcp" else casckpt_to_torch_save)(session.store, checkpoint, out, **options)
-    attachments = session.store.attachments(checkpoint) if format == "dcp" else {}
+    if format == "dcp":
+        casckpt_to_dcp(session.store, checkpoint, out, attachments=attachments, **options)
+    else:
+        casckpt_to_torch_save(session.store, checkpoint, out, **options)
+    there = list(session.store.attachments(checkpoint))
+    written, left_out = (there, []) if format == "dcp" and attachments else ([], there)
     place = Path(out).expanduser()
-    names = [METADATA, *sorted(path.name for path in place.glob("*.distcp")), *attachments]
+    names = [METADATA, *sorted(path.name for path in place.glob("*.distcp")), *written]
     files = [place / name for name in names] if place.is_dir() else [out]
     tensors = checkpoint.tensors
     return {
         "files": [str(path) for path in files],
         "tensors": len(tensors),
         "bytes": sum(info.bytes for info in tensors.values()),
-        "attachments": list(attachments),
-        "left_out": [],
+        "attachments": written,
+        "left_out": left_out,
     }
+
+
+_LEFT_OUT = {
+    "safetensors": "for they are no tensors",
+    "dcp": "as --no-attachments says",
+    "torch": "for a file of torch.save holds no attachments",
+}
 
 
 def _text(result: dict[str, Any]) -> None:
@@ -93,4 +112,4 @@ def _text(result: dict[str, Any]) -> None:
     for path in shortened(result["files"]):
         say(f"  {printable(path)}")
     if result["left_out"]:
-        say(f"left out, for they are no tensors: {printable(', '.join(shortened(result['left_out'], 8)))}")
+        say(f"left out, {_LEFT_OUT[result['format']]}: {printable(', '.join(shortened(result['left_out'], 8)))}")

@@ -26,6 +26,7 @@ from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Box, Region, Shape
+from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.new_files import new_folder, place_for, torch_saves
@@ -61,18 +62,19 @@ def casckpt_to_dcp(
     ref: str | Checkpoint,
     path: str | os.PathLike[str],
     *,
+    attachments: bool = True,
     force: bool = False,
     allow_pickle: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Write a checkpoint, whoever saved it, as a folder for `torch.distributed.checkpoint.load` with its own reader.
 
-    Attachments become files beside. Every byte that is read is verified. Memory holds 128 MiB of tensors at a time.
-    ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``: write into a folder that is not
-    empty. ``allow_pickle``: export values that only a pickle could hold.
+    Attachments become files beside (``attachments``: unless False). Every byte that is read is verified. Memory holds
+    128 MiB of tensors at a time. ``path``: of a folder, or a URL, to which a temporary folder is copied. ``force``:
+    write into a folder that is not empty. ``allow_pickle``: export values that only a pickle could hold.
 
-    Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
-    under the final name.
+    Raises NotFound, Conflict if ``path`` is there, InvalidInput also for an attachment that can be no file, Damaged,
+    StorageError. After an error nothing stands under the final name.
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
@@ -82,16 +84,18 @@ def casckpt_to_dcp(
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     download = Download(opened_store.repository, opened.manifest, True, usable_threads(None), progress or silent)
-    attachments = opened_store.attachments(checkpoint)
+    attached = opened_store.attachments(checkpoint)
+    if attachments:
+        check_file_names(attached, _is_ours)
     with (
         place_for(path, force=force, last=(METADATA,)) as place,
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
-        for name in attachments:
+        for name in attached if attachments else ():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             _write_synced(target, opened_store.read_attachment(checkpoint, name))
-        config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attachments else b""
+        config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attached else b""
         metadata = _Writer(folder, opened, download, boxed=is_megatron(config)).write()
         _write_synced(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
