@@ -82,7 +82,7 @@ class Calls:
         found = self("find", folder, detail=True)
         if found and not isinstance(
             found, dict
-        ):  # adlfs: an object has the name of the folder, and hides what is in it
+        ):  # adlfs: an object of that name hides what is below it
             raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
         return found or {}
 

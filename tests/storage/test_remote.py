@@ -119,13 +119,13 @@ def test_a_listing_that_ends_early_is_an_error(moto_server: Server, monkeypatch:
     bucket = moto_server.new_bucket()
     for number in range(9):
         moto_server.client.put_object(Bucket=bucket, Key=f"store/commits/{number}", Body=b"")
-    call = remotes3.S3Client._call
+    call = remotes3.S3Client.call
 
     def without_token(self: remotes3.S3Client, operation: str, **arguments: Any) -> Any:
         answer = call(self, operation, **arguments)
         return {name: value for name, value in answer.items() if name != "NextContinuationToken"}
 
-    monkeypatch.setattr(remotes3.S3Client, "_call", without_token)
+    monkeypatch.setattr(remotes3.S3Client, "call", without_token)
     storage = open_storage(f"s3://{bucket}/store", moto_server.options)
     with pytest.raises(StorageError, match=r"ends the listing of 'commits/' early"):
         list(storage.list("commits/"))
