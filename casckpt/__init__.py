@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.place import at as at
     from casckpt.checkpoint.store import Store as Store
     from casckpt.checkpoint.store import open as open
+    from casckpt.cli.progress import progress_bar as progress_bar
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
@@ -61,6 +62,7 @@ _HOME = {
     "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.checkpoint.store",
+    "progress_bar": "casckpt.cli.progress",
     "save_model_and_optim_state": "casckpt.frontends.training_state",
     "unflatten_optimizer_state": "casckpt.frontends.training_state",
     "unshard_model_state": "casckpt.frontends.training_state",
@@ -79,6 +81,7 @@ __all__ = [
     "flatten_optimizer_state",
     "load_model_and_optim_state",
     "open",
+    "progress_bar",
     "save_model_and_optim_state",
     "unflatten_optimizer_state",
     "unshard_model_state",

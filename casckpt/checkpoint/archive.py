@@ -12,7 +12,7 @@ from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.durations import Duration, seconds_of
 from casckpt.plan.notebook import html_table
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.retention import Policy
 from casckpt.plan.sizes import format_size
 from casckpt.repository import commits as commit_log
@@ -174,7 +174,7 @@ class Archive:
         wait: Duration = WAIT,
         revoke_after: Duration | None = None,
         dry_run: bool = False,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
         tell: Tell | None = None,
     ) -> GcResult:
         """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
@@ -188,7 +188,8 @@ class Archive:
         for ephemeral ones). ``wait``: for saves in progress, in all; then the rest is left to the next gc.
         ``revoke_after``: without a sign of life, until a save is given up on (default: the store's, else 1 h).
 
-        ``progress`` is called with numbers of deleted objects, ``tell`` with what is waited for.
+        ``progress`` is called with the number of objects deleted so far, and of all that are to be, ``tell`` with what
+        is waited for.
 
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
@@ -198,7 +199,7 @@ class Archive:
             return preview(self.repository, plan)
         return execute(
             self.repository, plan, wait=seconds_of(wait, "wait"), revoke_after=_optional(revoke_after, "revoke-after"),
-            progress=progress or silent, tell=tell or (lambda waiting: None),
+            progress=Progress(progress), tell=tell or (lambda waiting: None),
         )  # fmt: skip
 
     # checking and copying
@@ -208,30 +209,28 @@ class Archive:
         *refs: str | Checkpoint,
         mode: Mode = "full",
         sample: float = 1.0,
-        progress: Progress | None = None,
-        expect: Progress | None = None,
+        progress: Shown | None = None,
     ) -> VerifyResult:
         """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
 
         ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
-        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes just read, ``expect``
-        before, once, with all that are to be read. What is damaged stands in the result. Raises NotFound, InvalidInput,
+        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes read so far,
+        and all that are to be read. What is damaged stands in the result. Raises NotFound, InvalidInput,
         StorageError.
         """
         chosen = [ref.commit if isinstance(ref, Checkpoint) else ref for ref in refs] or None
         return verify(
-            self.repository, refs=chosen, mode=mode, sample=sample, progress=progress or silent,
-            expect=expect or silent,
+            self.repository, refs=chosen, mode=mode, sample=sample, progress=Progress(progress),
         )  # fmt: skip
 
-    def repair(self, *sources: Archive | str | os.PathLike[str], progress: Progress | None = None) -> RepairResult:
+    def repair(self, *sources: Archive | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
 
         They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
         the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
         """
         others = [repository_of(one, self.repository.cache_dir) for one in sources]
-        return repair(self.repository, sources=others, progress=progress or silent)
+        return repair(self.repository, sources=others, progress=Progress(progress))
 
     def copy_to(
         self,
@@ -242,7 +241,7 @@ class Archive:
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
         dry_run: bool = False,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> CopyResult:
         """Copy what ``refs`` name (ranges of steps too), or all that is visible, into another store.
 
@@ -263,7 +262,7 @@ class Archive:
             return copying.preview(self.repository, other, plan)
         result = copying.execute(
             self.repository, other, plan, with_tags=tags, jobs=jobs, part=part,
-            progress=progress or silent,
+            progress=Progress(progress),
         )  # fmt: skip
         result.raise_failure()
         return result

@@ -106,6 +106,7 @@ class Download:
         for want in wants:
             want.sink.note_write()
         total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
+        self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())

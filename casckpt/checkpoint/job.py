@@ -17,7 +17,7 @@ from casckpt.checkpoint.save import save
 from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format.keys import check_run, check_step
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.repository.repository import Repository
 from casckpt.tensors.staging import Staging
 
@@ -85,7 +85,7 @@ def save_options(
     metadata: Mapping[str, Any] | None,
     dedup: str,
     threads: int | None,
-    progress: Progress | None,
+    progress: Shown | None,
     **rest: bool,
 ) -> SaveOptions:
     """The arguments of a save, checked. Raises InvalidInput."""
@@ -101,5 +101,5 @@ def save_options(
         dedup=dedup,
         threads=usable_threads(threads),
         torch_version=str(torch.__version__),
-        progress=progress or silent,
+        progress=Progress(progress),
     )

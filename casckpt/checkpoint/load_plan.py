@@ -18,7 +18,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Entry, ObjectEntry
 from casckpt.format.regions import whole
 from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown, silent
 from casckpt.plan.reads import covers
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtensors import is_dtensor
@@ -45,9 +45,9 @@ class LoadOptions:
     progress: Progress = silent
 
 
-def load_options(*, threads: int | None = None, progress: Progress | None = None, **rest: Any) -> LoadOptions:
+def load_options(*, threads: int | None = None, progress: Shown | None = None, **rest: Any) -> LoadOptions:
     """The arguments of a load, checked. Raises InvalidInput."""
-    return LoadOptions(threads=usable_threads(threads), progress=progress or silent, **rest)
+    return LoadOptions(threads=usable_threads(threads), progress=Progress(progress), **rest)
 
 
 class LoadPlan:

@@ -86,12 +86,7 @@ def everyone(value: Down, size: int) -> list[Down]:
 
 def telling(ranks: Ranks, progress: Progress) -> Progress:
     """``progress``, which is also taken as a sign of life."""
-
-    def both(nbytes: int) -> None:
-        ranks.alive()
-        progress(nbytes)
-
-    return progress if ranks.size == 1 else both
+    return progress if ranks.size == 1 else progress.telling(ranks.alive)
 
 
 class Solo:

@@ -144,6 +144,7 @@ def store_share(repo: Repository, txid: TxId, prepared: Prepared, known: KnownCe
     """
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
+    options.progress.expect(sum(cell.nbytes for cells in work for cell in cells))
     upload = Upload(repo, txid, prepared.sources, known, options.threads, options.progress)
     places = upload.place(work)
     while missing := _missing(repo, txid, known, places):

@@ -16,7 +16,7 @@ from casckpt.checkpoint.archive import Archive, repository_of
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.errors import InvalidInput
 from casckpt.format.manifest import ATTACHMENT
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.repository import manifests
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
 from casckpt.repository.commits import Commit
@@ -95,7 +95,7 @@ class Store(Archive):
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> Checkpoint:
         """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
 
@@ -138,7 +138,7 @@ class Store(Archive):
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
         when_busy: WhenBusy = "wait",
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once ``state`` has been copied; it may change from then on.
@@ -176,7 +176,7 @@ class Store(Archive):
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> Checkpoint:
         """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
 
@@ -216,7 +216,7 @@ class Store(Archive):
         verify: bool = True,
         allow_pickle: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> Any:
         """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys."""
         from casckpt.checkpoint.arguments import usable_device
@@ -236,7 +236,7 @@ class Store(Archive):
         rename: Rename = None,
         strict: bool = True,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> int:
         """Fetch what a checkpoint needs into the cache of this host, where loads find it; the bytes that were fetched.
 
@@ -256,7 +256,7 @@ class Store(Archive):
 
             options = load_options(strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads)
             refs = wanted_blobs(self.repository, manifest, state, options)
-        return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=progress or silent)
+        return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""

@@ -4,85 +4,84 @@ from __future__ import annotations
 
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from casckpt.cli.text import say, size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn, TaskID
+    from rich.progress import Progress, ProgressColumn
 
 EACH: Final = 30.0  # seconds between two lines
 _NARROW: Final = 60  # columns of a terminal
 
 
-class Bar:
-    """How far something is: called with the units just done. ``total``: units in all, None if not known yet."""
+class Lines:
+    """For logs: nothing at all for what is done within half a minute. Called as `Shown` says."""
 
-    def __init__(self, total: int | None) -> None:
-        self.total = total
-
-    def __call__(self, done: int) -> None:
-        """So many units more are done."""
-
-    def expect(self, total: int) -> None:
-        """So many units there are in all."""
-        self.total = total
-
-
-class Lines(Bar):
-    """For logs: nothing at all for what is done within half a minute."""
-
-    def __init__(self, what: str, total: int | None, *, of_bytes: bool) -> None:
-        super().__init__(total)
+    def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what, self._of_bytes = what, of_bytes
-        self._done, self._began = 0, time.monotonic()
+        self._began = time.monotonic()
         self._next = self._began + EACH
-        self._lock = threading.Lock()  # several threads tell what they have done
 
-    def __call__(self, done: int) -> None:
-        """So many units more are done."""
-        with self._lock:
-            self._done += done
-            now = time.monotonic()
-            if now >= self._next:
-                self._next = now + EACH
-                say(f"casckpt: {self._what}: {self._text(now)}", err=True)
+    def __call__(self, done: int, total: int | None) -> None:
+        """So much is done by now."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + EACH
+            say(f"casckpt: {self._what}: {self._text(done, total, now)}", err=True)
 
-    def _text(self, now: float) -> str:
+    def _text(self, done: int, total: int | None, now: float) -> str:
         amount = size if self._of_bytes else str
-        of_all = f" of {amount(self.total)} ({self._done / self.total:.0%})" if self.total else ""
-        rate = f", {size(int(self._done / (now - self._began)))}/s" if self._of_bytes else ""
-        return f"{amount(self._done)}{of_all}{rate}"
+        of_all = f" of {amount(total)} ({done / total:.0%})" if total else ""
+        rate = f", {size(int(done / (now - self._began)))}/s" if self._of_bytes else ""
+        return f"{amount(done)}{of_all}{rate}"
 
 
-class _Shown(Bar):
-    def __init__(self, total: int | None, bars: Progress, task: TaskID) -> None:
-        super().__init__(total)
-        self._bars, self._task = bars, task
+class progress_bar:  # noqa: N801 - it is called as a function
+    """Shows how far something is, on stderr: ``store.save(..., progress=casckpt.progress_bar("saving"))``.
 
-    def __call__(self, done: int) -> None:
-        self._bars.advance(self._task, done)
+    A bar on a terminal, which goes when all is done, or at the end of a ``with``; a line each half minute where there
+    is none. ``what``: is done. ``of_bytes``: False where things are counted. One for each call.
+    """
 
-    def expect(self, total: int) -> None:
-        super().expect(total)
-        self._bars.update(self._task, total=total)
+    def __init__(self, what: str = "working", *, of_bytes: bool = True) -> None:
+        self._what, self._of_bytes = what, of_bytes
+        self._bars: Progress | None = None
+        self._lines = None if sys.stderr is not None and sys.stderr.isatty() else Lines(what, of_bytes=of_bytes)
+
+    def __call__(self, done: int, total: int | None) -> None:
+        """So much is done by now, of so much."""
+        if self._lines is not None:
+            self._lines(done, total)
+            return
+        if self._bars is None:
+            self._bars = _bars(self._of_bytes)
+            self._task = self._bars.add_task(self._what, total=total)
+            self._bars.start()
+        self._bars.update(self._task, completed=done, total=total)
+        if total is not None and done >= total:
+            self.close()
+
+    def __enter__(self) -> progress_bar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
 
 
-@contextmanager
-def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator[Bar]:
-    """Show how far it is, on stderr. ``total``: units in all, None if that is not known yet."""
-    if not sys.stderr.isatty():
-        yield Lines(what, total, of_bytes=of_bytes)
-        return
+def _bars(of_bytes: bool) -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(*_columns(of_bytes), console=Console(stderr=True), transient=True, expand=True) as bars:
-        yield _Shown(total, bars, bars.add_task(what, total=total))
+    return Progress(*_columns(of_bytes), console=Console(stderr=True), transient=True, expand=True)
 
 
 def _columns(of_bytes: bool) -> list[ProgressColumn]:

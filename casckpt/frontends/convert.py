@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.storage.failures import reporting
 from casckpt.storage.files import is_url, local_path, open_files
+
+log = logging.getLogger(__name__)
 
 __all__ = [
     "Exported",
@@ -132,6 +135,7 @@ _IMPORTS: dict[str, Callable[..., Checkpoint]] = {
 
 def import_any(store: AnyStore, found: Found, *, allow_pickle: bool = False, **options: Any) -> Checkpoint:
     """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress."""
+    log.info("%s is read as %s", found.path, found.kind)
     with _reading(found.path):
         if found.kind == "safetensors":
             return import_safetensors(store, found.path, **options)

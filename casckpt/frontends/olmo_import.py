@@ -21,7 +21,7 @@ from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.safetensors_files import read_header
 from casckpt.frontends.safetensors_import import Maps
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Shown
 from casckpt.storage.files import LocalFiles, open_files
 from casckpt.tensors.objects import refused_name
 from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
@@ -55,7 +55,7 @@ def import_olmo(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder of ``metadata.json`` and its files.
 
@@ -64,7 +64,7 @@ def import_olmo(
 
     Raises NotFound, Refused or InvalidInput for a folder of no use, and what `Store.save` raises.
     """
-    files, maps = LocalFiles(path), _AllMaps(progress or silent)
+    files, maps = LocalFiles(path), _AllMaps(progress)
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
         found = {name: _tensors(part, maps) for name, part in parts.items()}
@@ -81,22 +81,23 @@ def import_olmo(
 class _AllMaps:
     """The mapped files of all ranks."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, shown: Shown | None) -> None:
+        self._shown = shown
         self._maps: list[Maps] = []
 
     def tensors(self, path: Path) -> dict[str, torch.Tensor]:
         """The tensors of one file, mapped."""
-        found = Maps(silent)
+        found = Maps(None)
         found.add_all([path])
         self._maps.append(found)
         return found.state
 
-    def done(self, nbytes: int) -> None:
-        """Called with the bytes just saved, by any thread."""
-        self._progress(nbytes)
+    def done(self, done: int, total: int | None) -> None:
+        """The progress of the save: see `Shown`."""
+        if self._shown is not None:
+            self._shown(done, total)
         for one in self._maps:
-            one.done(nbytes)
+            one.done(done, total)
 
 
 def _tensors(files: LocalFiles, maps: _AllMaps) -> dict[str, list[Shard]]:
@@ -203,7 +204,7 @@ def import_olmo_trainer(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and what lies beside it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from casckpt.plan.progress import Progress
+from casckpt.plan.progress import Shown
 
 RESIDENT_BYTES: Final = 256 << 20
 """So much of mapped files is resident at most, more or less."""
@@ -18,15 +18,15 @@ class Resident:
     whoever needs one again has it from the page cache.
     """
 
-    def __init__(self, progress: Progress, let_go: Callable[[], None]) -> None:
-        self._progress = progress
+    def __init__(self, shown: Shown | None, let_go: Callable[[], None]) -> None:
+        self._shown = shown
         self._let_go = let_go
-        self._since = 0
+        self._let_go_at = RESIDENT_BYTES
 
-    def done(self, nbytes: int) -> None:
-        """Called with the bytes just saved, by any thread."""
-        self._progress(nbytes)
-        self._since += nbytes
-        if self._since >= RESIDENT_BYTES:
-            self._since = 0
+    def done(self, done: int, total: int | None) -> None:
+        """The progress of the save: see `Shown`."""
+        if self._shown is not None:
+            self._shown(done, total)
+        if done >= self._let_go_at:
+            self._let_go_at = done + RESIDENT_BYTES
             self._let_go()

@@ -28,7 +28,7 @@ from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors_files import Named, encode_header, encode_index, file_type
 from casckpt.frontends.safetensors_import import METADATA_KEY
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
@@ -82,7 +82,7 @@ def export_safetensors(
     keys: Sequence[str] | None = None,
     attachments: bool = True,
     force: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Exported:
     """Write the tensors of a checkpoint as safetensors, under their flat keys; every byte that is read is verified.
 
@@ -171,12 +171,13 @@ class _Job:
     """One export."""
 
     def __init__(
-        self, store: Store, checkpoint: Checkpoint, keys: Sequence[str] | None, progress: Progress | None
+        self, store: Store, checkpoint: Checkpoint, keys: Sequence[str] | None, progress: Shown | None
     ) -> None:
         self.checkpoint = checkpoint
         self.manifest = manifests.get(store.repository, checkpoint.commit)
-        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), progress or silent)
         self.streams, self.left_out = _chosen(self.manifest, keys)
+        counted = Progress(progress).of(sum(one.entry.nbytes for one in self.streams))
+        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), counted)
         self.metadata = _file_metadata(checkpoint)
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         for one in self.streams:

@@ -28,7 +28,7 @@ from casckpt.frontends.safetensors_parts import (
     put_together,
 )
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Shown
 from casckpt.tensors.dtypes import torch_dtype
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
@@ -75,7 +75,7 @@ def import_safetensors(
     step: int,
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys, and return.
 
@@ -87,7 +87,7 @@ def import_safetensors(
     sources = find_sources(path)
     if sources.skipped:
         log.warning("left out: %s", ", ".join(sources.skipped))
-    maps = Maps(progress or silent)
+    maps = Maps(progress)
     said = maps.add_all(sources.weights)
     state = maps.state | put_together(sources.folder, maps.parts)
     if maps.parts and not sources.keys:
@@ -177,11 +177,11 @@ class Maps:
     ``done``: to be called with the bytes just saved; see `Resident`.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, shown: Shown | None) -> None:
         self.state: dict[str, Any] = {}
         self.parts: dict[str, list[Part]] = {}
         self._maps: list[mmap.mmap] = []
-        self.done = Resident(progress, partial(_let_go, self._maps)).done
+        self.done = Resident(shown, partial(_let_go, self._maps)).done
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
         """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""

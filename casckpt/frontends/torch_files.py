@@ -33,7 +33,7 @@ from casckpt.format.tree import TENSOR, Leaf
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.repository import manifests
 from casckpt.storage.files import local_path
 from casckpt.tensors.dtypes import torch_dtype
@@ -55,7 +55,7 @@ def torch_save_to_casckpt(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Save what a file of torch.save holds, a mapping of names to tensors and plain data. The file stays mapped.
 
@@ -66,7 +66,7 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    resident = Resident(progress or silent, _letting_go(given))
+    resident = Resident(progress, _letting_go(given))
     return as_store(store).save(
         state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=resident.done, no_dist=True,
@@ -134,7 +134,7 @@ def casckpt_to_torch_save(
     *,
     force: bool = False,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Write a checkpoint, nested as it was saved, as one file for `torch.load`. Memory holds 64 MiB at a time.
 
@@ -147,7 +147,7 @@ def casckpt_to_torch_save(
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
-    job = _Export(opened, checkpoint, allow_pickle, progress or silent)
+    job = _Export(opened, checkpoint, allow_pickle, Progress(progress).of(checkpoint.stats.bytes_total))
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
         job.write(target)
     return checkpoint

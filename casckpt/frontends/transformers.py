@@ -39,7 +39,6 @@ from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
 from casckpt.frontends.training_state.stored import Stored
-from casckpt.plan.progress import silent
 from casckpt.tensors.dtypes import torch_dtype
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class _Folder:
         _refuse_foreign(self._folder)
         state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
         for name, path in _weights(self._folder):
-            maps = Maps(silent)
+            maps = Maps(None)
             said = maps.add_all([path])
             state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
             home = state["model"] if _MODEL.fullmatch(name) else state[HOME]["tensors"].setdefault(name, {})

@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from threading import Lock
+from typing import Final, TypeAlias
 
-Progress: TypeAlias = Callable[[int], None]
-"""Called with what was done since the last call, in bytes or objects; by any thread."""
+Shown: TypeAlias = Callable[[int, int | None], object]
+"""Called with what is done so far, and with all there is to do, None where that is not known yet: bytes or objects.
+
+By any thread, by one at a time.
+"""
 
 
-def silent(done: int) -> None:
-    """For nobody."""
+class Progress:
+    """Counts what is done, and tells ``shown``. ``also``: called each time something was done, told or not."""
+
+    def __init__(self, shown: Shown | None = None, also: Callable[[], None] | None = None) -> None:
+        self._shown, self._also = shown, also
+        self._done, self._total, self._is_whole = 0, 0, False
+        self._lock = Lock()
+
+    def __call__(self, done: int) -> None:
+        """So much more is done."""
+        if self._also is not None:
+            self._also()
+        if self._shown is not None:
+            with self._lock:
+                self._done += done
+                self._shown(self._done, self._total or None)
+
+    def expect(self, more: int) -> None:
+        """So much more is to be done than was said before."""
+        if self._shown is not None and not self._is_whole:
+            with self._lock:
+                self._total += more
+                self._shown(self._done, self._total or None)
+
+    def of(self, total: int | None) -> Progress:
+        """Itself, of so much in all, None where that is not known: what parts of it expect is not added any more."""
+        self._is_whole = False
+        self.expect(total or 0)
+        self._is_whole = True
+        return self
+
+    def telling(self, also: Callable[[], None]) -> Progress:
+        """One that shows the same from the beginning; and ``also`` is called each time."""
+        return Progress(self._shown, also)
+
+
+silent: Final = Progress()
+"""For nobody."""

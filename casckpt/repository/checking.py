@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,7 +12,6 @@ from casckpt.format.blob import DATA_OFFSET, decode_header
 from casckpt.format.digest import Hasher
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef
-from casckpt.plan.progress import Progress
 from casckpt.repository.parallel import in_parallel
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -32,7 +31,7 @@ class Checked:
     failed: str = ""
 
 
-def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Progress) -> Iterator[Checked]:
+def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
     """Read each of ``refs`` whole, and compare. ``progress``: called with the bytes just read. In order."""
     traits = repo.storage.traits
     threads = min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
@@ -43,7 +42,7 @@ def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Progress) -
         buffers.close()
 
 
-def _check(repo: Repository, buffers: BufferPool, progress: Progress, ref: BlobRef) -> Checked:
+def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
     found = Checked(ref)
     for _ in range(_ATTEMPTS):
         found = _attempt(repo, buffers, progress, ref)
@@ -52,7 +51,7 @@ def _check(repo: Repository, buffers: BufferPool, progress: Progress, ref: BlobR
     return found
 
 
-def _attempt(repo: Repository, buffers: BufferPool, progress: Progress, ref: BlobRef) -> Checked:
+def _attempt(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
     try:
         with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
             return Checked(ref, _compare(reader, ref, buffer.view, progress))
@@ -66,7 +65,7 @@ def _attempt(repo: Repository, buffers: BufferPool, progress: Progress, ref: Blo
         return Checked(ref, failed=str(error))
 
 
-def _compare(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Progress) -> str:
+def _compare(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None]) -> str:
     if reader.size != ref.size:
         return f"it has {reader.size} bytes instead of {ref.size}"
     hasher, header = Hasher(), b""

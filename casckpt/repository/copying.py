@@ -189,6 +189,7 @@ def execute(
     Raises `StorageError`: what is copied by then stays, and the next copy goes on from there. What cannot be copied
     stands in the result.
     """
+    progress.expect(plan.total)
     work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)

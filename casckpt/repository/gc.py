@@ -17,6 +17,7 @@ A gc that runs out of time keeps what it has for the next one, which goes on at 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.repository.usage import needed_only_by
 from casckpt.repository.waiting import Patience, Sleep, wait_until_closed
+
+log = logging.getLogger(__name__)
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
@@ -234,6 +237,8 @@ class _Collection:
         self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
         commits = commits_without_doubt(self.repo)
         found = candidates(self.repo, self.tally.stock, commits)
+        live, spare = len(commits.live()), len(found.sizes)
+        log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
         waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
         if found.sizes:
             paused = Paused(found, waits)
@@ -276,6 +281,7 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
     Whatever the order, and wherever it ends, nothing that lives is hurt, and a later gc finds the rest.
     """
     keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
+    progress.expect(len(keys))
     blobs = sum(key.endswith(BLOB) for key in keys)
     for part in (keys[:blobs], keys[blobs:]):
         for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):

@@ -19,6 +19,7 @@ def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, t
     purged meanwhile; `InvalidInput` if the cache may not hold so much, `StorageError`.
     """
     try:
+        progress.expect(sum(ref.size for ref in refs))
         return repo.blob_cache.fill(repo.storage, refs, threads, progress)
     except Spoilt as error:
         if not refresh(repo, commit).live:

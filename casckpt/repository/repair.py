@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from casckpt.repository.salvage import Cells, Copies, LiveCell, live_cells, read
 from casckpt.repository.stock import list_objects
 from casckpt.repository.superseding import supersede
 from casckpt.repository.verify import DamagedBlob, DamagedManifest, describe, survey
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     if mended:
         found = survey(repo, listed.live())
     wrong = _wrong(repo, found.refs())
+    log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
     work = _Repair(repo, sources, progress)
     rest = work.copies([one.ref for one in wrong])
     superseded: dict[TxId, Superseded] = {}

@@ -8,6 +8,7 @@ copy that was killed is gone on with, as long as no gc has given up on its trans
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ from casckpt.repository.transactions import Transaction, join
 from casckpt.repository.verify import keys_of
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
+
+log = logging.getLogger(__name__)
 
 _TRIES = 4  # transactions that gcs may give up on, before this gives up too
 _MEMORY = 1 << 30  # bytes of buffers
@@ -205,6 +208,7 @@ class _Copy:
                 if ref.hash not in self.places:
                     self.places[ref.hash] = BlobRef(ref.hash, ref.size, own)
                     missing += [ref] if there.get(blob_key(own, ref.hash)) != ref.size else []
+            log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
             self.work.progress(sum(ref.size for ref in wanted.values()) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
             lost = self._lost()

@@ -113,7 +113,6 @@ def verify(
     sample: float = 1.0,
     mark: bool = True,
     progress: Progress = silent,
-    expect: Progress = silent,
 ) -> VerifyResult:
     """Check all that live checkpoints need, forgotten ones too.
 
@@ -121,7 +120,7 @@ def verify(
     hash; "exists" looks at presence and size alone. ``sample``: the fraction of the blobs to look at, drawn at random.
     ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a
     warning where the store cannot be written.
-    ``progress``: called with the bytes just read; ``expect``: before, once, with all that are to be read.
+    ``progress``: counts the bytes that are read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
@@ -135,7 +134,8 @@ def verify(
         records += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
     found = survey(repo, chosen, with_extents=mode == "full")
     wanted = _sampled(repo, found.refs(), sample)
-    expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
+    log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))
+    progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
 
     def count(nbytes: int) -> None:

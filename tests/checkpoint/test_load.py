@@ -19,6 +19,7 @@ from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, Not
 from casckpt.format.dtypes import DTYPES
 from tests.support.ids import named
 from tests.support.saves import cells, same_state, small
+from tests.support.seen import Seen
 from tests.support.tensors import dtype_of, raw, same
 
 REF = "default@1"
@@ -376,15 +377,12 @@ def test_any_number_of_threads(store: Store, threads: int) -> None:
 
 def test_progress_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
-    counts: list[int] = []
-    store.save(data, step=5, progress=counts.append)
-    assert sum(counts) == 9.5 * 4096 + 80
-    counts.clear()
-    store.save(data, step=6, progress=counts.append)
-    assert sum(counts) == 9.5 * 4096 + 80
-    counts.clear()
-    store.read("default@6", progress=counts.append)
-    assert sum(counts) == 9.5 * 4096 + 80
+    first, again, read = Seen(), Seen(), Seen()
+    store.save(data, step=5, progress=first)
+    store.save(data, step=6, progress=again)
+    store.read("default@6", progress=read)
+    for seen in (first, again, read):
+        assert seen.done == seen.total == 9.5 * 4096 + 80
 
 
 def test_metadata_of_a_state_dict_survives_a_load(store: Store) -> None:

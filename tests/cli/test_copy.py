@@ -107,8 +107,8 @@ def kill_a_copy(store: casckpt.Store, there: Path) -> None:
     code = (
         "import os, sys, casckpt\n"
         "seen = []\n"
-        "def progress(nbytes):\n"
-        "    seen.append(nbytes)\n"
+        "def progress(done, total):\n"
+        "    seen.append(done)\n"
         "    if len(seen) > 4:\n"
         "        os._exit(9)\n"
         "casckpt.open(sys.argv[1]).copy_to(sys.argv[2], jobs=1, progress=progress)\n"
@@ -136,7 +136,9 @@ def test_a_copy_that_another_process_goes_on_with_is_not_shown_as_dead(
     kill_a_copy(many, there)
     assert [row["alive"] for row in as_json("transactions", there)] == [False]
     seen: list[list[bool | None]] = []
-    many.copy_to(there, progress=lambda nbytes: seen.append([row["alive"] for row in as_json("transactions", there)]))
+    many.copy_to(
+        there, progress=lambda done, total: seen.append([row["alive"] for row in as_json("transactions", there)])
+    )
     assert [None] in seen
     assert as_json("transactions", there) == []
 

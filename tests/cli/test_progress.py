@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 
 
 class Terminal(io.StringIO):
@@ -20,26 +20,26 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, total: int | Non
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with progress("[reading]", total, of_bytes=of_bytes) as done:
-        done(1024)
-        done(3072)
+    with progress_bar("[reading]", of_bytes=of_bytes) as shown:
+        shown(1024, total)
+        shown(4096, total)
     assert "[reading]" in terminal.getvalue()
 
 
-def test_what_is_to_come_may_be_said_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_without_a_with_goes_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with progress("reading", None) as done:
-        done.expect(8192)
-        done(4096)
-    assert "4.0/8.0 KiB" in terminal.getvalue()
+    shown = progress_bar("saving")
+    shown(4096, 8192)
+    shown(8192, 8192)
+    assert "8.0/8.0 KiB" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K")  # the line is empty again
 
 
 def test_nobody_else_does(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress("reading", 10) as done:
-        done.expect(20)
-        done(10)
+    with progress_bar("reading") as shown:
+        shown(10, 20)
     assert capsys.readouterr() == ("", "")
 
 
@@ -49,8 +49,8 @@ def test_a_bar_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) 
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
-    with progress("exporting", 3 << 30) as done:
-        done(1 << 30)
+    with progress_bar("exporting") as shown:
+        shown(1 << 30, 3 << 30)
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", terminal.getvalue())]
     assert max(map(len, lines)) <= columns
     assert any("1.0/3.0 GiB" in line and "━" in line for line in lines)
@@ -62,13 +62,13 @@ def test_a_log_gets_a_line_each_half_minute(
 ) -> None:
     clock = iter([100.0, 110.0, 131.0, 132.0, 161.0, 200.0, 230.0])
     monkeypatch.setattr("casckpt.cli.progress.time.monotonic", lambda: next(clock))
-    with progress("copying", 4096) as done:
-        for _ in range(4):
-            done(1024)
+    with progress_bar("copying") as shown:
+        for number in range(1, 5):
+            shown(1024 * number, 4096)
     assert capsys.readouterr().err.splitlines() == [
         "casckpt: copying: 2.0 KiB of 4.0 KiB (50%), 66 B/s",
         "casckpt: copying: 4.0 KiB of 4.0 KiB (100%), 67 B/s",
     ]
-    with progress("deleting", None, of_bytes=False) as done:
-        done(7)
+    with progress_bar("deleting", of_bytes=False) as shown:
+        shown(7, None)
     assert capsys.readouterr().err == "casckpt: deleting: 7\n"

@@ -24,6 +24,7 @@ from casckpt.format.manifest import Entry
 from casckpt.frontends import resident, safetensors_export, safetensors_import
 from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors
 from casckpt.frontends.safetensors_export import Stream, plan_shards, plan_windows
+from tests.support.seen import Seen
 
 Tensors = dict[str, torch.Tensor]
 
@@ -138,10 +139,10 @@ def test_mapped_pages_are_let_go(
 ) -> None:
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time
     state = tensors(seed)
-    done: list[int] = []
-    import_safetensors(store, file_of(tmp_path, state), step=0, progress=done.append)
+    done = Seen()
+    import_safetensors(store, file_of(tmp_path, state), step=0, progress=done)
     assert same(store.read("latest"), state)
-    assert sum(done) >= sum(tensor.nbytes for tensor in state.values())
+    assert done.done >= sum(tensor.nbytes for tensor in state.values())
 
 
 # folders
@@ -321,11 +322,11 @@ def test_small_windows_give_the_same_file(
     store.save(state, step=0, attachments={"long.txt": random.Random(seed).randbytes(25_600)})
     whole = export_safetensors(store, "latest", tmp_path / "whole")
     monkeypatch.setattr(safetensors_export, "WINDOW_BYTES", 10_000)
-    done: list[int] = []
-    parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done.append)
+    done = Seen()
+    parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done)
     for one, other in zip(whole.files, parts.files, strict=True):
         assert Path(one).read_bytes() == Path(other).read_bytes()
-    assert sum(done) == sum(tensor.nbytes for tensor in state.values()) + 25_600, "no cell was read twice"
+    assert done.done == sum(tensor.nbytes for tensor in state.values()) + 25_600, "no cell was read twice"
 
 
 def test_shards_of_ranks_make_one_tensor(store: casckpt.Store, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from casckpt.frontends.dcp import (
 )
 from tests.support.dcp import load, save, zeros
 from tests.support.meshes import build, differing, state_of, whole
+from tests.support.seen import Seen
 from tests.support.together import numbers
 from tests.support.training import identical
 
@@ -88,13 +89,13 @@ def test_a_folder_of_dcp_goes_in_and_out(store: Store, tmp_path: Path, monkeypat
     monkeypatch.setattr(exporting, "WINDOW_BYTES", 50_000)  # the largest tensor becomes three chunks
     monkeypatch.setattr(exporting, "FILE_BYTES", 60_000)
     state = example()
-    done: list[int] = []
+    done = Seen()
     folder = stock(tmp_path / "in", state)
     (folder / "config.json").write_text("{}")
-    found = dcp_to_casckpt(folder, store, run="a", step=3, metadata={"x": 1}, progress=done.append)
+    found = dcp_to_casckpt(folder, store, run="a", step=3, metadata={"x": 1}, progress=done)
     assert (found.run, found.step, found.metadata) == ("a", 3, {"x": 1})
     assert identical(store.read("a@3"), stringed(state))
-    assert sum(done) >= 120_000
+    assert done.done >= 120_000
     assert store.read_attachment(found, "config.json") == b"{}"
     store.save(state, run="native", step=1)
     for ref in ("a@3", "native@1"):
@@ -234,10 +235,10 @@ def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monk
     state = example()
     for step, zipped in enumerate((True, False)):
         torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
-        done: list[int] = []
-        torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done.append)
+        done = Seen()
+        torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done)
         assert identical(store.read(f"default@{step}"), state)
-        assert sum(done) >= 120_000
+        assert done.done >= 120_000
     assert store.get("default@1").stats.bytes_written == 0
     casckpt_to_torch_save(store, "default@0", tmp_path / "out.pt")
     assert identical(torch.load(tmp_path / "out.pt"), state)

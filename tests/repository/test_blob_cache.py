@@ -13,6 +13,7 @@ from casckpt.format.blob import DATA_OFFSET, encode_header
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
+from casckpt.plan.progress import silent
 from casckpt.repository import blobs
 from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.fetching import Spoilt
@@ -55,10 +56,6 @@ def names(root: Path) -> set[str]:
 
 def use_at(root: Path, ref: BlobRef, second: int) -> None:
     os.utime(root / FOLDER / ref.hash, (second, second))
-
-
-def silent(nbytes: int) -> None:
-    pass
 
 
 def test_a_blob_is_fetched_once_and_then_read_here(repo: Repository, storage: FarStore, root: Path) -> None:

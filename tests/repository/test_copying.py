@@ -11,6 +11,7 @@ from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import copied_txid, manifest_key, parse_txid
 from casckpt.format.names import ManifestId
+from casckpt.plan.progress import Progress
 from casckpt.repository import commits, replicating, tags
 from casckpt.repository.commits import list_commits
 from casckpt.repository.copying import execute, plan_copy, preview
@@ -22,6 +23,7 @@ from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
+from tests.support.seen import Seen
 
 # what a copy is
 
@@ -125,10 +127,10 @@ def test_a_dry_run_writes_nothing(source: Repository, target: Repository) -> Non
 
 
 def test_progress_adds_up(source: Repository, target: Repository) -> None:
-    done: list[int] = []
+    done = Seen()
     plan = plan_copy(source, target)
-    execute(source, target, plan, progress=done.append)
-    assert sum(done) == plan.total
+    execute(source, target, plan, progress=Progress(done))
+    assert done.done == plan.total
 
 
 def test_tags_come_along_when_they_are_asked_for(source: Repository, target: Repository) -> None:

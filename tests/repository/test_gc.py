@@ -12,6 +12,7 @@ import pytest
 
 from casckpt.errors import Damaged, InvalidInput, NotFound
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.plan.progress import Progress
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import list_commits
@@ -33,6 +34,7 @@ from tests.support.gcs import (
 )
 from tests.support.local import only
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
+from tests.support.seen import Seen
 
 # what goes and what stays
 
@@ -126,9 +128,9 @@ def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
 def test_progress_counts_every_deleted_object(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[f"{step}a", f"{step}b"])
-    counts: list[int] = []
-    result = run_gc(repo, LAST, progress=counts.append)
-    assert sum(counts) == result.deleted_blobs + result.deleted_manifests == 6
+    seen = Seen()
+    result = run_gc(repo, LAST, progress=Progress(seen))
+    assert seen.done == seen.total == result.deleted_blobs + result.deleted_manifests == 6
 
 
 # age

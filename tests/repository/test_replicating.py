@@ -14,6 +14,7 @@ from casckpt.format import manifest as format_manifest
 from casckpt.format import records
 from casckpt.format.keys import MARKER, blob_key, copied_txid, manifest_key, transaction_key
 from casckpt.format.names import TxId
+from casckpt.plan.progress import Progress
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, gc, manifests, transactions
 from casckpt.repository.commits import list_commits
@@ -353,12 +354,12 @@ def test_what_ends_a_copy_leaves_its_transaction_for_the_next(
 ) -> None:
     target = elsewhere(tmp_path)
 
-    def stop(nbytes: int) -> None:
-        if nbytes:
+    def stop(done: int, total: int | None) -> None:
+        if done:
             raise error("enough")
 
     with pytest.raises(error, match="enough"):
-        copy(source, target, "run@3", progress=stop)
+        copy(source, target, "run@3", progress=Progress(stop))
     assert [one.step for one in _open(target)] == [3]
     copy(source, target, "run@3").raise_failure()
     assert _open(target) == []

@@ -11,6 +11,7 @@ import pytest
 from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.plan.progress import Progress
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.checking import PIECE
 from casckpt.repository.repository import Repository
@@ -19,6 +20,7 @@ from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, s
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.repositories import body, commit_bare
+from tests.support.seen import Seen
 
 
 def marks(repo: Repository) -> set[str]:
@@ -32,13 +34,12 @@ def hash_in(key: str) -> str:
 def test_a_whole_store_is_read_once(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2, dtype="int64")})
     save_arrays(repo, {"a": array(1), "c": array(3, 600)}, step=1, reuse=one)
-    counts: list[int] = []
-    expected: list[int] = []
-    found = verify(repo, progress=counts.append, expect=expected.append)
+    seen = Seen()
+    found = verify(repo, progress=Progress(seen))
     sizes = [entry.size for entry in repo.storage.list("objects/") if entry.key.endswith(".safetensors")]
     assert not found.is_damaged
     assert (found.checked_blobs, found.checked_bytes, found.checked_checkpoints) == (2, sum(sizes), 2)
-    assert expected == [sum(counts)] == [sum(sizes)]
+    assert seen.total == seen.done == sum(sizes)
     assert marks(repo) == set()
 
 

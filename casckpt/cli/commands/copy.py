@@ -9,10 +9,11 @@ import click
 
 from casckpt.cli.completion import REF, RUN, STORE
 from casckpt.cli.describe import doubt
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 from casckpt.cli.types import SETTING
+from casckpt.plan.progress import Progress
 
 
 @store_command("copy")
@@ -60,7 +61,8 @@ def command(
     if dry_run:
         result = copying.preview(source, target, plan)
     else:
-        with progress("copying", plan.total) as done:
+        with progress_bar("copying") as shown:
+            done = Progress(shown)
             result = copying.execute(source, target, plan, with_tags=tags, jobs=jobs, part=part, progress=done)
     if part[0] == 0:  # of those that torchrun has started, one says it
         session.give(result.to_json(), text)

@@ -10,7 +10,7 @@ import click
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 from casckpt.cli.types import SIZE
@@ -46,7 +46,7 @@ def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: 
     travelled along. Else both hold all of the checkpoint. OUT may be a URL.
     """
     checkpoint = session.store.get(ref)
-    with progress("exporting", checkpoint.stats.bytes_total) as done:
+    with progress_bar("exporting") as done:
         if format == "safetensors":
             result = _safetensors(session, checkpoint, out, progress=done, **options)
         else:

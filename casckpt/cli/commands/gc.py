@@ -9,7 +9,7 @@ import click
 
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, shortened, size
 from casckpt.cli.types import DURATION
@@ -47,7 +47,7 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:
     """
     if options["run"] is not None:
         doubt(session.repository, options["run"])
-    with progress("deleting", None, of_bytes=False) as done:
+    with progress_bar("deleting", of_bytes=False) as done:
         result = session.store.gc(dry_run=dry_run, progress=done, tell=_Teller(), **options)
     session.give(result.to_json(), text)
 

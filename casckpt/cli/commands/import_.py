@@ -8,7 +8,7 @@ import click
 
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import brief, summary
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 
@@ -28,7 +28,7 @@ def command(session: Session, path: str, **options: Any) -> None:
     """
     from casckpt.frontends.convert import import_any, looked_at
 
-    with looked_at(path) as found, progress("importing", found.nbytes or None) as done:
+    with looked_at(path) as found, progress_bar("importing") as done:
         made = import_any(session.store, found, progress=done, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}

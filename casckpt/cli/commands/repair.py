@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened
 
@@ -26,7 +26,7 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
     from casckpt.checkpoint.store import open as open_store
 
     others = [open_store(url, storage_options=session.storage_options, cache_dir=session.cache_dir) for url in sources]
-    with progress("repairing", None) as done:
+    with progress_bar("repairing") as done:
         result = session.store.repair(*others, progress=done)
     session.give(result.to_json(), text)
     return DAMAGED if result.is_damaged else 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from casckpt.cli.completion import REF
-from casckpt.cli.progress import progress
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
 
@@ -31,9 +31,9 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
     All that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. Damaged blobs are
     marked, so that no save reuses them; `casckpt repair` puts them right where it can.
     """
-    with progress("verifying", None) as done:
+    with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
-        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done, expect=done.expect)
+        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
     session.give(result.to_json(), text)
     if result.is_damaged:
         return DAMAGED

@@ -32,7 +32,7 @@ from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.new_files import new_folder, place_for, torch_saves
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 
@@ -65,7 +65,7 @@ def casckpt_to_dcp(
     attachments: bool = True,
     force: bool = False,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Write a checkpoint, whoever saved it, as a folder for `torch.distributed.checkpoint.load` with its own reader.
 
@@ -83,7 +83,8 @@ def casckpt_to_dcp(
     )
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
-    download = Download(opened_store.repository, opened.manifest, True, usable_threads(None), progress or silent)
+    counted = Progress(progress).of(checkpoint.stats.bytes_total)
+    download = Download(opened_store.repository, opened.manifest, True, usable_threads(None), counted)
     attached = opened_store.attachments(checkpoint)
     if attachments:
         check_file_names(attached, _is_ours)

@@ -13,7 +13,7 @@ from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress
+from casckpt.plan.progress import Shown
 from casckpt.storage.files import Files, open_files
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
@@ -29,7 +29,7 @@ def dcp_to_casckpt(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Shown | None = None,
 ) -> Checkpoint:
     """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
 

@@ -31,7 +31,7 @@ from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.plan.lots import lots
-from casckpt.plan.progress import Progress, silent
+from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
@@ -79,7 +79,7 @@ class StorageReader(Protocol):
         cast: bool = True,
         allow_pickle: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> None:
         """See the class."""
         super().__init__()
@@ -89,7 +89,7 @@ class StorageReader(Protocol):
         self._load_id = str(uuid4())
         self._verify, self._cast, self._allow_pickle = verify, cast, allow_pickle
         self._threads = usable_threads(threads)
-        self._progress = progress or silent
+        self._shown = progress
         self._missing: NotFound | None = None
         self._alone = False
         self._opened: Opened | None = None
@@ -170,9 +170,8 @@ class StorageReader(Protocol):
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
-        download = Download(
-            self._store.repository, self._now.manifest, self._verify, self._threads, self._progress, ranks
-        )
+        progress = Progress(self._shown).of(None)
+        download = Download(self._store.repository, self._now.manifest, self._verify, self._threads, progress, ranks)
         for window in _windows(plan.items, planner):
             self._read_tensors(download, window, planner)
         future: Future[None] = Future()

@@ -26,7 +26,7 @@ from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import place_of, stamp
 from casckpt.frontends.dcp.session import Session, Wish
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Progress
+from casckpt.plan.progress import Shown
 
 
 class StorageWriter(Protocol):
@@ -55,7 +55,7 @@ class StorageWriter(Protocol):
         dedup: Dedup = "store",
         allow_pickle: bool = False,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: Shown | None = None,
     ) -> None:
         """See the class."""
         super().__init__()

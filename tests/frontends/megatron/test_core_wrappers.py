@@ -53,7 +53,7 @@ def queued(rank: int, size: int, path: Path, async_strategy: str) -> list[Any]:
     core()
     go_on = threading.Event()
     strategy = megatron.CasSaveShardedStrategy(
-        path / "store", run="a", step=1, progress=lambda _: go_on.wait() and None
+        path / "store", run="a", step=1, progress=lambda done, total: go_on.wait()
     )
     state = own_state(rank, REPLICAS)
     named = "async_strategy" in inspect.signature(core().save).parameters

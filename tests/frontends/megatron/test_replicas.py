@@ -14,6 +14,7 @@ import casckpt
 from casckpt.checkpoint import save as saving
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
 from tests.support.ranks import outcome_of
+from tests.support.seen import Seen
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -51,11 +52,11 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
     store = saving.store_share
     with patch.object(saving, "store_share", store_share):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
-    read: list[int] = []
+    read = Seen()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}
-    found = load(asked, where, fully_parallel=True, progress=read.append)
+    found = load(asked, where, fully_parallel=True, progress=read)
     same = [torch.equal(found[name], one.data) for name, one in uneven(rank).items() if one.data is not None]
-    return [sum(written), sum(read), all(same)]
+    return [sum(written), read.done, all(same)]
 
 
 def test_writing_is_balanced_by_bytes_and_every_byte_is_read_once(tmp_path: Path, ranks: Pool) -> None:

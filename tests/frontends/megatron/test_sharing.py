@@ -17,6 +17,7 @@ from casckpt.frontends.megatron.sharing import plan_sharing
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
 from tests.support.ranks import die, outcome_of
+from tests.support.seen import Seen
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -58,9 +59,9 @@ def test_reading_is_balanced() -> None:
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     template = gpt.emptied(gpt.state(topology.at(rank)))
-    read: list[int] = []
-    found = megatron.load(template, where, fully_parallel=True, progress=read.append)
-    return [sum(read), *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
+    read = Seen()
+    found = megatron.load(template, where, fully_parallel=True, progress=read)
+    return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 
 
 def test_it_loads_the_same_and_reads_less(tmp_path: Path, ranks: Pool) -> None:

@@ -1,0 +1,16 @@
+"""What a progress was told."""
+
+from __future__ import annotations
+
+
+class Seen:
+    """Called as `casckpt.plan.progress.Shown` says. ``done``, ``total``: as told last; ``calls``: how often."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.total: int | None = None
+        self.calls = 0
+
+    def __call__(self, done: int, total: int | None) -> None:
+        assert done >= self.done
+        self.done, self.total, self.calls = done, total, self.calls + 1
