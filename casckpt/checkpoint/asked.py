@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import Conflict, InvalidInput
+from casckpt.errors import Conflict
 from casckpt.format.keys import commit_key, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.repository import Repository
@@ -55,22 +55,23 @@ class Home:
         if repo.marker.store_id != self.store_id:
             repo.look_again()  # it may have been made anew since this rank looked
         if repo.marker.store_id != self.store_id:
-            raise Conflict(
-                f"this rank uses the store at {repo.storage.url} ({repo.marker.store_id}), rank 0 that at {self.url} "
-                f"({self.store_id}): ranks must share one; a path on a disk of each host's own names several"
-            )
+            raise self._apart(repo, repo.marker.store_id)
 
     def check_shared(self, repo: Repository, txid: TxId) -> None:
-        """`check`, and raise InvalidInput where this rank sees nothing of the save that rank 0 has begun in the store.
+        """Raise Conflict where this rank sees nothing of the save that rank 0 has begun: nobody would find its part.
 
-        Then nobody would find its part. Buckets are one for all by their names; folders are not, and memory never is.
+        Buckets are one for all by their names; folders are not, and memory never is.
         """
-        is_there = repo.exists()
-        if is_there:
-            self.check(repo)
+        if not repo.exists():
+            raise self._apart(repo, "none there")
+        self.check(repo)
         keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
-        if not is_there or (not repo.storage.traits.remote and all(repo.storage.size(key) is None for key in keys)):
-            raise InvalidInput(
-                f"{repo.storage.url} is another place on this rank than on rank 0: it is in memory, or on a disk that "
-                "they do not share. Give all ranks a folder or a bucket that all of them reach"
-            )
+        if not repo.storage.traits.remote and all(repo.storage.size(key) is None for key in keys):
+            raise self._apart(repo, "a copy")
+
+    def _apart(self, repo: Repository, what: str) -> Conflict:
+        return Conflict(
+            f"this rank uses the store at {repo.storage.url} ({what}), rank 0 that at {self.url} ({self.store_id}): "
+            "ranks must share one. What is in memory, or on a disk of each host's own, is another one for each: give "
+            "all a folder or a bucket that all of them reach"
+        )
