@@ -212,7 +212,7 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
 def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
-    assert "left out, for they are no tensors: lr" in run("export", saved, "a@1", tmp_path / "again").stdout
+    assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
 def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
@@ -241,9 +241,9 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     assert found["files"] == [str(tmp_path / "out.pt")]
     assert torch.load(tmp_path / "out.pt")["n"] == 3
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
-    for option, given in (("--keys", "a"), ("--max-shard-size", "1GB")):
-        told = run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", option, given, status=1)
-        assert f"{option} is for safetensors" in told.stderr
+    for kind, option, given in (("dcp", "--keys", "a"), ("torch", "--max-shard-size", "1GB")):
+        told = run("export", store_path, "default@1", tmp_path / "x", "--format", kind, option, given, status=1)
+        assert f"{option} is for hf and safetensors" in told.stderr
     assert not (tmp_path / "x").exists()
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
