@@ -25,6 +25,7 @@ from casckpt.frontends.trainer.schedule import Kind
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
+from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.repository.commits import Commit
 
@@ -129,7 +130,7 @@ class Checkpointer:
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
         saved = self.store.save(state, **options)
         self._files.clear()
         self.last_step = saved.step
@@ -159,7 +160,7 @@ class Checkpointer:
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
         saving = self.store.save_async(state, **options)
         blocked = time.monotonic() - begun
         done: Future[Checkpoint] = Future()
@@ -329,6 +330,8 @@ class Checkpointer:
         overwrite: bool | None,
         metadata: Mapping[str, Any] | None,
         attachments: Mapping[str, bytes] | None,
+        *,
+        model: TrainModel,
     ) -> dict[str, Any]:
         return {
             "run": self.run,
@@ -336,7 +339,7 @@ class Checkpointer:
             "ephemeral": ephemeral,
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
             "metadata": metadata,
-            "attachments": self._files | dict(attachments or {}),
+            "attachments": config_files(model) | self._files | dict(attachments or {}),
             "frozen": self.config.frozen,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import Loading
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.optimizer import states_to_save
@@ -34,7 +35,8 @@ def save_model_and_optim_state(
     Either may be a list: the parts of the model that this rank has, several optimizers that share out the parameters.
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
-    A buffer that ranks have in common is stored as the lowest of them has it.
+    A buffer that ranks have in common is stored as the lowest of them has it. Of a model of Transformers its config
+    travels along, unless ``attachments`` has another one: so `casckpt.export` makes a folder that loads.
 
     Before the first step an optimizer has no state, and none is made for it. ``options``: further ones of `Store.save`
     (``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ``no_dist``, ...).
@@ -46,6 +48,7 @@ def save_model_and_optim_state(
     opened = as_store(store)
     ranks = open_ranks(process_group, no_dist=bool(options.get("no_dist")))
     state = make_state(ranks, lambda: state_of(model, optim))
+    options["attachments"] = config_files(model) | dict(options.get("attachments") or {})
     return opened.save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
 
 
