@@ -276,7 +276,7 @@ class Store(Archive):
 
         See `casckpt.export`.
         """
-        from casckpt.frontends.exporting import export
+        from casckpt.frontends.exporting import export  # from the layer above: formats are front ends
 
         return export(
             self, ref, path, format=format, keys=keys, strip_prefix=strip_prefix, rename=rename,

@@ -16,7 +16,6 @@ from casckpt.frontends.safetensors_layout import SUFFIX
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_files import export_torch
 from casckpt.plan.progress import Progress
-from casckpt.storage.files import is_url
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
@@ -77,19 +76,15 @@ def export(
 
 def _default_format(path: str | os.PathLike[str], attachments: Mapping[str, int]) -> Format:
     by_suffix = _SUFFIXES.get(Path(path).suffix.lower())
-    if by_suffix is not None and not (not is_url(path) and Path(path).is_dir()):
-        return by_suffix
-    return "hf" if CONFIG in attachments else "safetensors"
+    return by_suffix or ("hf" if CONFIG in attachments else "safetensors")
 
 
 def _check_known(format: Format, options: Mapping[str, Any]) -> None:
     for name in _NOT_FOR.get(format, ()):
         if name in options:
-            option, others = (
-                f"--{name.replace('_', '-')}",
-                [one for one in FORMATS if name not in _NOT_FOR.get(one, ())],
-            )
-            raise InvalidInput(f"{option} is for {' and '.join(others)}: --format {format} knows nothing of it")
+            others = " and ".join(one for one in FORMATS if name not in _NOT_FOR.get(one, ()))
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{option} is for {others}: --format {format} knows nothing of it")
 
 
 def _export_dcp(store: Any, checkpoint: Checkpoint, path: str | os.PathLike[str], **options: Any) -> Exported:

@@ -9,18 +9,21 @@ from casckpt.format.tree import Container, Node, join, leaves
 from casckpt.frontends.training_state.names import WRAPPERS
 
 _MODEL = frozenset(("model", "module", "state_dict", "model_state_dict", "model_state"))
-_TRAINING = frozenset((
+_OPTIMIZER = frozenset((
     "optim", "optims", "optimizer", "optimizers", "optim_state", "optim_state_dict", "optimizer_state",
     "optimizer_states", "optimizer_state_dict", "optimizer_state_dicts",
+))  # fmt: skip
+_TRAINING = _OPTIMIZER | frozenset((
     "scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "scheduler_state_dict", "lr_scheduler_state_dict",
     "scaler", "grad_scaler", "rng", "rng_state", "rng_states", "dataloader", "dataset", "callbacks", "loops",
     "train", "train_state", "trainer", "trainer_state", "training_state", "transformers", "lightning",
 ))  # fmt: skip
-"""What stands beside a model in a checkpoint of a training, at its top."""
+"""What stands beside a model in a checkpoint of a training, at its top. Of flat keys only those of an optimizer count:
+a model may well have a part that it calls a scaler."""
 _LIGHTNING = ("lightning", "pytorch-lightning_version")  # of a store; of an imported file
 _DDP = "module"
 _INNER = frozenset(WRAPPERS.values()) - {_DDP}  # no model has parts of these names
-_ADAPTERS = ("base_layer", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_ADAPTERS = ("base_layer", "modules_to_save", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _MOST = 8
 
 
@@ -31,7 +34,7 @@ def model_prefix(tree: Node, keys: Collection[str], where: str) -> str:
     choices where it cannot be told which.
     """
     parts = _parts(tree, set(keys))
-    found = sorted(prefix for prefix in parts if not _is_training(prefix))
+    found = sorted(prefix for prefix in parts if _head(prefix) not in _TRAINING)
     if any(prefix.removesuffix(".") in _MODEL for prefix in found) and not any("." in key for key in parts.get("", ())):
         found = [prefix for prefix in found if prefix]  # beside the model: a loss, a step
     if not found:
@@ -43,14 +46,14 @@ def model_prefix(tree: Node, keys: Collection[str], where: str) -> str:
     return prefix + _attribute(prefix, parts[prefix], where) if _is_lightning(tree) else prefix
 
 
-def _is_training(prefix: str) -> bool:
-    return prefix.partition(".")[0] in _TRAINING
+def _head(key: str) -> str:
+    return key.partition(".")[0]
 
 
 def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
     """The keys by what they begin with: the container at the top that holds them, or "" where they stand there.
 
-    A flat key of a training at the top, as "optimizer.state.w", counts as what it would be if it were nested.
+    A flat key of an optimizer at the top, as "optimizer.state.w", counts as what it would be if it were nested.
     """
     parts: dict[str, list[str]] = {}
     for element, node in tree.children if isinstance(tree, Container) else ():
@@ -58,7 +61,7 @@ def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
         if isinstance(node, Container):
             prefix = f"{element}."
         else:
-            prefix = _first(str(element)) if _is_training(str(element)) else ""
+            prefix = _first(str(element)) if _head(str(element)) in _OPTIMIZER else ""
         if below:
             parts.setdefault(prefix, []).extend(below)
     return parts
@@ -100,13 +103,13 @@ def plain_names(names: Sequence[str]) -> list[str]:
     return found
 
 
-def check_no_adapters(keys: Sequence[str]) -> None:
-    """Raise InvalidInput for the names of a model that adapters were put into: its class does not know them."""
-    for key in keys:
-        if not set(_ADAPTERS).isdisjoint(key.split(".")):
+def check_no_adapters(names: Sequence[str], prefix: str) -> None:
+    """Raise InvalidInput for the names of a model that adapters were put into: few classes know such names."""
+    for name in names:
+        if not set(_ADAPTERS).isdisjoint(name.split(".")):
             raise InvalidInput(
-                f"{key!r} is of an adapter, or of a layer around which there is one, and a model that is made of its "
-                "config.json has no such name. Merge the adapter (merge_and_unload) before the save, or export all "
-                "tensors as they are by --format safetensors",
-                key=key,
+                f"{name!r} is of an adapter, or of a layer around which there is one, and a model that is made of its "
+                "config.json has hardly such a name. Merge the adapter (merge_and_unload) before the save, or export "
+                f"all tensors by --format safetensors; if it is the model's own name: --strip-prefix {prefix}",
+                key=name,
             )

@@ -18,7 +18,7 @@ from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.store import Store
-from casckpt.errors import InvalidInput, MissingKey
+from casckpt.errors import Conflict, InvalidInput, MissingKey
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import ATTACHMENT
 from casckpt.format.regions import Region, full_box
@@ -28,6 +28,7 @@ from casckpt.frontends.safetensors_import import METADATA_KEY
 from casckpt.frontends.safetensors_layout import INDEX, STEM, SUFFIX, Layout, Piece, lay_out, plan_windows
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.view import Rules, Seen, view_of
+from casckpt.lazy import cached_property
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
@@ -80,19 +81,24 @@ def export_safetensors(
 
 def _exported_to(target: Path, job: _Job, max_shard_size: int | str, *, force: bool) -> Exported:
     if target.suffix == SUFFIX and not target.is_dir():
-        layout = job.lay_out(None)
+        (file,) = job.lay_out(None).files
         with new_file(target, force=force) as path:
-            job.write_tensors(path, layout, 0)
+            job.write(path, file.head, file.tensors)
         return job.exported((target,), (), ())
     layout = job.lay_out(parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size)
     attachments, skipped = job.attachments([*layout.names, INDEX])
+    if (target / CONFIG).exists() and job.is_no_model:
+        raise Conflict(
+            f"{target} has a {CONFIG}, and these are no names of a model: from_pretrained would load random weights. "
+            "Give another folder, or --format hf for the model alone"
+        )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
         for name, stream in attachments.items():
-            job.write_attachment(folder / name, name, stream)
-        for number, file in enumerate(layout.files):
-            job.write_tensors(folder / file.name, layout, number)
+            job.write_attachment(folder / name, stream)
+        for file in layout.files:
+            job.write(folder / file.name, file.head, file.tensors)
         if layout.index is not None:
-            (folder / INDEX).write_bytes(layout.index)
+            job.write(folder / INDEX, layout.index, ())
     return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
 
 
@@ -131,11 +137,13 @@ class _Job:
         """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
         if self._rules.model:
             return name == INDEX or _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or (name == CONFIG and self._is_no_model)
+        return name == INDEX or (name == CONFIG and self.is_no_model)
 
-    @property
-    def _is_no_model(self) -> bool:
+    @cached_property
+    def is_no_model(self) -> bool:
         """Would a folder with these names and a config.json be loaded as a model of random weights?"""
+        if self._rules.model:
+            return False
         try:
             view = view_of(self.manifest, Rules(model=True))
         except (InvalidInput, MissingKey):
@@ -143,17 +151,13 @@ class _Job:
         names = {one.name for one in view.tensors}
         return not names <= {one.name for one in self.view.tensors}
 
-    def write_attachment(self, path: Path, name: str, found: Seen | bytes) -> None:
+    def write_attachment(self, path: Path, found: Seen | bytes) -> None:
         """Write one attachment."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(path, found if isinstance(found, bytes) else b"", [] if isinstance(found, bytes) else [found])
+        self.write(path, found if isinstance(found, bytes) else b"", [] if isinstance(found, bytes) else [found])
 
-    def write_tensors(self, path: Path, layout: Layout, number: int) -> None:
-        """Write one safetensors file of a layout."""
-        file = layout.files[number]
-        self._write(path, file.head, file.tensors)
-
-    def _write(self, path: Path, head: bytes, streams: Sequence[Seen]) -> None:
+    def write(self, path: Path, head: bytes, streams: Sequence[Seen]) -> None:
+        """Write one file: some bytes, then the data of ``streams``."""
         with path.open("xb", buffering=0) as file:
             _write_all(file.fileno(), memoryview(head))
             for window in plan_windows(streams, WINDOW_BYTES, self.manifest.body.cell_bytes):

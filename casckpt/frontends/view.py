@@ -20,9 +20,10 @@ from casckpt.plan.reads import covers
 class Rules:
     """How a view is made. ``keys``: fnmatch patterns on the keys of the checkpoint; None for all.
 
-    ``strip_prefix``: only what lies below it, named without it; "" for all. ``rename``: from a name to another one,
-    after that; as in `casckpt.Store.load`, but from the checkpoint's side. ``model``: the weights of the model alone,
-    under the names that they have in it; ``strip_prefix`` says then where it lies, None: that is to be found out.
+    ``strip_prefix``: only what lies below it, named without it; "" for all. ``model``: the weights of the model alone,
+    under the names that they have in it without wrappers; ``strip_prefix`` says where it lies, None: that is to be
+    found out. ``rename``: from a name to another one, after all that; as in `casckpt.Store.load`, but from the
+    checkpoint's side.
     """
 
     keys: Sequence[str] | None = None
@@ -104,12 +105,12 @@ def _prefix(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -
 
 def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
     names = [key.removeprefix(prefix) for key in keys]
-    if rules.model and rules.strip_prefix is None:
+    if rules.model:
         names = plain_names(names)
     rename: Callable[[str], str] = renamer(rules.rename)
     names = [rename(name) for name in names]
-    if rules.model:
-        check_no_adapters(names)
+    if rules.model and rules.strip_prefix is None and prefix:  # of a training, and nobody has said that it is right
+        check_no_adapters(names, prefix)
     key_of: dict[str, str] = {}
     for key, name in zip(keys, names, strict=True):
         if not name:

@@ -212,6 +212,7 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
 def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
+    assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
     assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 

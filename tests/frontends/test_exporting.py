@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import casckpt
 from casckpt.checkpoint.store import Store
-from casckpt.errors import InvalidInput
+from casckpt.errors import Conflict, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from tests.support.training import identical
 
@@ -44,8 +44,9 @@ def _loaded(path: Path) -> Any:
 
 def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
     store.save({"w": torch.ones(2)}, step=1)
-    (tmp_path / "m.pt").mkdir()
-    assert store.export("latest", tmp_path / "m.pt").files == (tmp_path / "m.pt" / "model.safetensors",)
+    out = tmp_path / "m.safetensors"
+    out.mkdir()
+    assert store.export("latest", out).files == (out / "model.safetensors",)
 
 
 def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
@@ -53,6 +54,21 @@ def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
     casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
     store.export("a@1", tmp_path / "m.safetensors", format="hf")
     assert identical(sorted(load_file(tmp_path / "m.safetensors").items()), sorted(model.state_dict().items()))
+
+
+def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}"})
+    store.export("latest", tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "out", format="safetensors", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    found = store.export("latest", tmp_path / "all", format="safetensors")
+    assert (found.attachments, found.skipped, found.left_out) == ((), ("config.json",), ())
+    found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
+    assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
+    assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
 
 
 def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from importlib.resources import files
@@ -91,6 +92,29 @@ def test_a_folder_of_a_trainer_in_shards(store: casckpt.Store, tmp_path: Path) -
         "model.safetensors.index.json", "trainer_state.json", "training_args.bin", "scheduler.pt"
     }  # fmt: skip
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_a_config_travels_unless_another_one_does(
+    store: casckpt.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama()
+    casckpt.save_model_and_optim_state(store, torch.nn.DataParallel(model), run="a", step=1)
+    config = json.loads(store.read_attachment("a@1", "config.json"))
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    casckpt.save_model_and_optim_state(store, model, run="a", step=2, attachments={"config.json": b"{}"})
+    with Checkpointer(store, run="a") as checkpointer:
+        checkpointer.write_file("config.json", "{}")
+        checkpointer.save(3, [model])
+    assert store.read_attachment("a@2", "config.json") == store.read_attachment("a@3", "config.json") == b"{}"
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):  # a save does not fail for it
+        patch.setattr(model.config, "odd", {1, 2}, raising=False)
+        casckpt.save_model_and_optim_state(store, model, run="b", step=1)
+    assert "the config of a LlamaForCausalLM does not travel along" in caplog.text
+    assert store.attachments("b@1") == {}
+    model._hf_peft_config_loaded = True  # as Transformers notes it: its names are no longer those of its config
+    for step, other in enumerate((model, [model.model, model.lm_head], torch.nn.Linear(2, 2)), 4):
+        casckpt.save_model_and_optim_state(store, other, run="a", step=step)
+        assert store.attachments(f"a@{step}") == {}
 
 
 def test_every_example_of_the_page_does_what_it_says(tmp_path: Path) -> None:

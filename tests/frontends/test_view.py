@@ -84,6 +84,10 @@ def test_what_cannot_be_told_is_asked_for(store: Store, layout: str) -> None:
         assert names(store, state, strip_prefix=choice, model=True)
 
 
+def test_a_part_of_a_model_may_sound_like_one_of_a_training(store: Store) -> None:
+    assert names(store, flat("scaler.weight", "head.weight"), model=True).keys() == {"scaler.weight", "head.weight"}
+
+
 def test_no_model_at_all(store: Store) -> None:
     with pytest.raises(MissingKey, match="holds no weights of a model, but something below optim"):
         view(store, {"optim": OPTIMIZER, "epoch": 1}, model=True)
@@ -96,6 +100,8 @@ def test_a_model_with_adapters_in_it_is_no_model_of_its_config(store: Store, key
     with pytest.raises(InvalidInput, match="Merge the adapter") as caught:
         view(store, {"model": flat("h.0.weight", key)}, model=True)
     assert caught.value.key == key
+    assert key in names(store, {"model": flat(key)}, strip_prefix="model", model=True), "who knows better says so"
+    assert key in names(store, flat(key), model=True), "a folder that was imported comes out again"
 
 
 def test_rules_choose_strip_and_rename_in_this_order(store: Store) -> None:
@@ -112,6 +118,12 @@ def test_rules_choose_strip_and_rename_in_this_order(store: Store) -> None:
     }
     found = view(store, state, strip_prefix="", model=True)
     assert {one.name for one in found.tensors} == store.get("latest").tensors.keys(), "names as they are"
+
+
+def test_wrappers_go_from_the_names_of_a_model_that_was_chosen_too(store: Store) -> None:
+    state = {"policy": flat("module.a", "module._orig_mod.b"), "reference": LLAMA}
+    assert names(store, state, strip_prefix="policy", model=True).keys() == {"a", "b"}
+    assert names(store, state, strip_prefix="policy").keys() == {"module.a", "module._orig_mod.b"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -64,7 +65,7 @@ def command(session: Session, ref: str, out: str, *, rename: Sequence[tuple[str,
         "skipped": list(found.skipped),
         "prefix": found.prefix,
     }
-    is_file = result["files"] == [out]
+    is_file = len(found.files) == 1 and Path(found.files[0]).name == Path(out).name
     session.give(brief(checkpoint) | result, partial(_text, is_file=is_file))
 
 
