@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.store import Store as Store
     from casckpt.checkpoint.store import open as open
     from casckpt.cli.progress import progress_bar as progress_bar
+    from casckpt.frontends.exporting import export as export
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
     from casckpt.frontends.training_state import flatten_optimizer_state as flatten_optimizer_state
     from casckpt.frontends.training_state import load_model_and_optim_state as load_model_and_optim_state
@@ -59,6 +60,7 @@ _HOME = {
     "Shard": "casckpt.tensors.values",
     "Store": "casckpt.checkpoint.store",
     "at": "casckpt.checkpoint.place",
+    "export": "casckpt.frontends.exporting",
     "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
     "open": "casckpt.checkpoint.store",
@@ -78,6 +80,7 @@ __all__ = [
     "__version__",
     "at",
     "errors",
+    "export",
     "flatten_optimizer_state",
     "load_model_and_optim_state",
     "open",

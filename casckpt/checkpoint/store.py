@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.load_plan import LoadOptions
     from casckpt.checkpoint.prepare import Frozen
     from casckpt.checkpoint.saver import Saver
+    from casckpt.frontends.exported import Exported, Format
 
 Dedup = Literal["store", "run"]
 WhenBusy = Literal["wait", "refuse"]
@@ -257,6 +258,33 @@ class Store(Archive):
             options = load_options(strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads)
             refs = wanted_blobs(self.repository, manifest, state, options)
         return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
+
+    def export(
+        self,
+        ref: str | Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        format: Format | None = None,
+        keys: Sequence[str] | None = None,
+        strip_prefix: str | None = None,
+        rename: Rename = None,
+        max_shard_size: int | str | None = None,
+        force: bool = False,
+        allow_pickle: bool = False,
+        attachments: bool = True,
+        progress: Shown | None = None,
+    ) -> Exported:
+        """Write a checkpoint for other programs: a folder for ``from_pretrained``, safetensors, DCP or torch.save.
+
+        See `casckpt.export`.
+        """
+        from casckpt.frontends.exporting import export  # from the layer above: formats are front ends
+
+        return export(
+            self, ref, path, format=format, keys=keys, strip_prefix=strip_prefix, rename=rename,
+            max_shard_size=max_shard_size, force=force, allow_pickle=allow_pickle,
+            attachments=attachments, progress=progress,
+        )  # fmt: skip
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""

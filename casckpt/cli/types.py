@@ -57,4 +57,19 @@ class Setting(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes non
             return key, text
 
 
-SIZE, DURATION, SETTING = Size(), Duration(), Setting()
+class Renaming(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """REGEX=NAME: what matches, and what it becomes; after the last "=" there is no more of the expression."""
+
+    name = "regex=name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """The regular expression and its replacement."""
+        if isinstance(value, tuple):
+            return value
+        pattern, equals, replacement = value.rpartition("=")
+        if not pattern or not equals:
+            self.fail(f"{value!r} is not REGEX=NAME", param, ctx)
+        return pattern, replacement
+
+
+SIZE, DURATION, SETTING, RENAMING = Size(), Duration(), Setting(), Renaming()

@@ -16,9 +16,10 @@ from casckpt.errors import CasckptError, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
+from casckpt.frontends.exported import Exported
 from casckpt.frontends.olmo_import import METADATA as OLMO_METADATA
 from casckpt.frontends.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
-from casckpt.frontends.safetensors_export import Exported, export_safetensors
+from casckpt.frontends.safetensors_export import export_safetensors
 from casckpt.frontends.safetensors_import import Sources, find_sources, import_safetensors
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt

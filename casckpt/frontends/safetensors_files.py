@@ -29,6 +29,10 @@ _ALREADY = {dtypes.stored_name(name): name for name in dtypes.DTYPES if dtypes.s
 NAMES: Final[Mapping[str, str]] = {"uint8": "U8"} | {name: stored for stored, name in _ALREADY.items()} | _MORE
 """What a safetensors file calls each dtype that it can hold, by torch's name."""
 _DTYPES = {stored: name for name, stored in NAMES.items()}
+_ORDER = (
+    "BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16",
+    "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
 
 _MAGIC = (
     (b"PK\x03\x04", "a zip file, as torch.save writes"),
@@ -91,6 +95,14 @@ def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
             key=key,
         )
     return name, [*shape[:-1], 2 * shape[-1]] if name == "F4" else list(shape)
+
+
+def rank_of(dtype: str) -> int:
+    """The place of a dtype, by torch's name, in the order of the safetensors library.
+
+    The library puts tensors into a file by it, highest first, then by name; so all are aligned.
+    """
+    return _ORDER.index(NAMES[dtype])
 
 
 def read_header(path: Path) -> Header:

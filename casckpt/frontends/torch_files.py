@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import pickle
@@ -11,14 +12,17 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import prod
 from pathlib import Path
+from types import NoneType
 from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
+from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
@@ -29,13 +33,15 @@ from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.manifest import Entry
 from casckpt.format.regions import Region, full_box
-from casckpt.format.tree import TENSOR, Leaf
+from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
+from casckpt.frontends.exported import Exported
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.view import Rules, view_of
 from casckpt.plan.progress import Progress, Shown
 from casckpt.repository import manifests
-from casckpt.storage.files import local_path
+from casckpt.storage.files import is_url, local_path
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import is_archive, refused_name
@@ -43,6 +49,9 @@ from casckpt.tensors.state import inflate
 from casckpt.tensors.untrusted import check_expansion, misread
 
 WINDOW_BYTES: Final = 64 << 20
+
+log = logging.getLogger(__name__)
+
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
 
 
@@ -136,21 +145,64 @@ def casckpt_to_torch_save(
     allow_pickle: bool = False,
     progress: Shown | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint, nested as it was saved, as one file for `torch.load`. Memory holds 64 MiB at a time.
+    """Write a checkpoint, nested as it was saved, as one file for `torch.load`; see `export_torch`.
+
+    What is left out is told of in the log.
+    """
+    done = export_torch(store, ref, path, force=force, allow_pickle=allow_pickle, progress=progress)
+    if done.left_out:
+        log.warning("left out, for plain torch.load does not read it (allow_pickle=True): %s", ", ".join(done.left_out))
+    return done.checkpoint
+
+
+def export_torch(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    keys: Sequence[str] | None = None,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    force: bool = False,
+    allow_pickle: bool = False,
+    progress: Shown | None = None,
+) -> Exported:
+    """Write a checkpoint as one file that plain `torch.load` reads. Memory holds 64 MiB at a time.
+
+    All of it, nested as it was saved; with ``keys``, ``strip_prefix`` or ``rename`` (see `casckpt.frontends.view`) a
+    dict of tensors by name. What torch's restricted unpickler does not read, numpy arrays say, is left out; a list or
+    tuple that loses items so becomes a dict by index. ``allow_pickle``: nothing is left out, and what only a pickle
+    could hold is unpickled, and pickled again; then it takes ``torch.load(..., weights_only=False)``.
 
     Every byte that is read is verified. ``path``: of a file, or a URL, to which a temporary file is copied. ``force``:
-    over what is there. ``allow_pickle``: unpickle, and pickle again,
-    values that only a pickle could hold.
+    over what is there.
 
-    Raises NotFound, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error nothing stands
-    under the final name.
+    Raises NotFound, MissingKey, Conflict if ``path`` is there, InvalidInput, Damaged, StorageError. After an error
+    nothing stands under the final name.
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
-    job = _Export(opened, checkpoint, allow_pickle, Progress(progress).of(checkpoint.stats.bytes_total))
+    rules = Rules(keys, strip_prefix, rename)
+    job = _Export(opened, checkpoint, allow_pickle, Progress(progress))
+    form = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target)
-    return checkpoint
+        job.write(target, form)
+        name = os.fspath(path) if is_url(path) else place
+    nbytes = sum(entry.nbytes for _, entry in form.tensors)
+    return Exported(
+        checkpoint, (name,), len(form.tensors), nbytes, (), form.left_out, tuple(opened.attachments(checkpoint)),
+        "torch", form.prefix,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is to be saved, with tensors that have no data; these by number and entry, in the order of the state."""
+
+    state: Any
+    tensors: Sequence[tuple[int, Entry]]
+    left_out: tuple[str, ...]
+    prefix: str = ""
 
 
 class _Export:
@@ -163,33 +215,46 @@ class _Export:
         self._options = LoadOptions(allow_pickle=allow_pickle, threads=threads)
         self._download = Download(store.repository, self._manifest, True, threads, progress)
         self._repo = store.repository
+        self._fake = FakeTensorMode()
 
-    def write(self, path: Path) -> None:
-        """All of it, durable."""
-        tensors = self._write_form(path)
-        sums = self._fill(path, tensors)
-        _write_sums(path, sums)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-    def _write_form(self, path: Path) -> list[_Tensor]:
+    def whole(self) -> _Form:
+        """All of the checkpoint, nested as it was saved."""
         tree = self._contents.whole_tree()
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
-        tensors: list[_Tensor] = []
+        left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
+        tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
+        tensors: list[tuple[int, Entry]] = []
 
         def leaf(key: str, node: Leaf) -> Any:
             if node.kind != TENSOR:
                 return objects[key]
-            number, entry = self._contents.stored_tensor(key)
-            tensors.append(_Tensor(number, entry, f"data/{len(tensors)}"))  # in this order torch numbers storages
+            tensors.append(self._contents.stored_tensor(key))
+            return self._empty(tensors[-1][1])
+
+        state = inflate(tree, leaf, lambda key: key not in left_out)
+        return _Form(state, tensors, left_out)
+
+    def seen(self, rules: Rules) -> _Form:
+        """Its tensors by the names of a view."""
+        view = view_of(self._manifest, rules)
+        state = {one.name: self._empty(one.entry) for one in view.tensors}
+        return _Form(state, [(one.number, one.entry) for one in view.tensors], view.left_out, view.prefix)
+
+    def _empty(self, entry: Entry) -> torch.Tensor:
+        with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-        with FakeTensorMode():
-            state = inflate(tree, leaf, lambda key: True)
-            path.open("xb").close()  # so that Python says what is wrong where nothing may be written
-            with skip_data(materialize_fake_tensors=True), torch_saves():
-                torch.save(state, path)
-        return tensors
+    def write(self, path: Path, form: _Form) -> None:
+        """All of it, durable."""
+        path.open("xb").close()  # so that Python says what is wrong where nothing may be written
+        with self._fake, skip_data(materialize_fake_tensors=True), torch_saves():
+            torch.save(form.state, path)
+        # in this order torch numbers storages
+        tensors = [_Tensor(number, entry, f"data/{index}") for index, (number, entry) in enumerate(form.tensors)]
+        sums = self._fill(path, tensors)
+        _write_sums(path, sums)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def _fill(self, path: Path, tensors: Sequence[_Tensor]) -> dict[str, int]:
         """Write the data of all tensors into their holes; the crc of each record."""
@@ -220,6 +285,27 @@ class _Export:
             target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
             self._download.run([Want(tensor.number, target)])
             yield memoryview(buffer.numpy().data)
+
+
+def _of_plain_kinds(node: Node) -> Node:
+    """The same tree, of the kinds of containers that torch's restricted unpickler makes."""
+    if isinstance(node, Leaf):
+        return node
+    children = tuple((element, _of_plain_kinds(child)) for element, child in node.children)
+    return Container(DICT, children) if node.kind == DEFAULT else Container(node.kind, children, node.extra)
+
+
+def _is_read(value: Any) -> bool:
+    """Does plain `torch.load` read a value?"""
+    if type(value) in (NoneType, bool, int, float, str):
+        return True
+    buffer = BytesIO()
+    torch.save(value, buffer)
+    try:
+        torch.load(BytesIO(buffer.getbuffer()), weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
 
 
 def _write_sums(path: Path, sums: Mapping[str, int]) -> None:

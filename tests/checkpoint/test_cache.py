@@ -16,7 +16,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local import LocalStore
 from tests.support.far import FarStore, far
 from tests.support.saves import blob_keys, cells, flip, same_state, small
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_store_that_is_near_keeps_nothing_unless_it_is_told_to(
 
 
 def test_what_is_fetched_before_is_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
-    seen = Seen()
+    seen = Told()
     fetched = store.pre_download("latest", progress=seen)
     assert fetched == seen.done == sum(entry.size for entry in storage.list("objects/") if "safetensors" in entry.key)
     assert store.pre_download("latest") == 0
@@ -124,7 +124,7 @@ def test_spoilt_entries_are_dropped_and_read_from_the_store(
     store.pre_download("latest")
     spoil_all(folder)
     into = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
-    done = Seen()
+    done = Told()
     store.load(into, "latest", progress=done)
     assert all(torch.equal(into[key], state[key]) for key in into)
     assert "is not as it was written to this cache" in caplog.text

@@ -19,8 +19,8 @@ from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, Not
 from casckpt.format.dtypes import DTYPES
 from tests.support.ids import named
 from tests.support.saves import cells, same_state, small
-from tests.support.seen import Seen
 from tests.support.tensors import dtype_of, raw, same
+from tests.support.told import Told
 
 REF = "default@1"
 
@@ -377,7 +377,7 @@ def test_any_number_of_threads(store: Store, threads: int) -> None:
 
 def test_progress_counts_every_byte_once(store: Store) -> None:
     data = {"w": cells(9.5), "x": torch.arange(10)}
-    first, again, read = Seen(), Seen(), Seen()
+    first, again, read = Told(), Told(), Told()
     store.save(data, step=5, progress=first)
     store.save(data, step=6, progress=again)
     store.read("default@6", progress=read)

@@ -226,7 +226,8 @@ def test_import_and_export_give_the_same_file(store_path: Path, tmp_path: Path, 
 def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("export", saved, "a@1", tmp_path / "out", "--max-shard-size", "10KB")["left_out"] == ["lr"]
     assert len(list((tmp_path / "out").glob("model-0000?-of-00002.safetensors"))) == 2
-    assert "left out, for they are no tensors: lr" in run("export", saved, "a@1", tmp_path / "again").stdout
+    assert "not REGEX=NAME" in run("export", saved, "a@1", tmp_path / "x", "--rename", "w", status=2).stderr
+    assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
 def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
@@ -255,9 +256,9 @@ def test_files_and_folders_of_torch_go_in_and_out(store_path: Path, tmp_path: Pa
     assert found["files"] == [str(tmp_path / "out.pt")]
     assert torch.load(tmp_path / "out.pt")["n"] == 3
     run("export", store_path, "default@1", tmp_path / "out.pt", "--format", "torch", status=5)
-    for option, given in (("--keys", "a"), ("--max-shard-size", "1GB")):
-        told = run("export", store_path, "default@1", tmp_path / "x", "--format", "torch", option, given, status=1)
-        assert f"{option} is for safetensors" in told.stderr
+    for kind, option, given in (("dcp", "--keys", "a"), ("torch", "--max-shard-size", "1GB")):
+        told = run("export", store_path, "default@1", tmp_path / "x", "--format", kind, option, given, status=1)
+        assert f"{option} is for hf and safetensors" in told.stderr
     assert not (tmp_path / "x").exists()
     torch.save({"s": slice(0)}, tmp_path / "odd.pt")
     refused = run("import", store_path, tmp_path / "odd.pt", "--step", 2, status=1).stderr
@@ -561,13 +562,13 @@ def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: A
     store = casckpt.open(tmp_path / "s")
     store.save({"a": 1}, step=0, attachments={".metadata": b"x", "note": b"y"})
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out.pt", "--format", "torch")
-    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])
+    assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
     said = run("export", tmp_path / "s", "latest", tmp_path / "again.pt", "--format", "torch").stdout
-    assert "left out, for a file of torch.save holds no attachments: .metadata, note" in said
+    assert "files left out: .metadata, note" in said
     refused = run("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", status=1).stderr
     assert "--no-attachments" in refused.splitlines()[-1]
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
-    assert (found["attachments"], found["left_out"]) == ([], [".metadata", "note"])
+    assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
 
 
 def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) -> None:

@@ -23,8 +23,9 @@ from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import Entry
 from casckpt.frontends import resident, safetensors_export, safetensors_import
 from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors
-from casckpt.frontends.safetensors_export import Stream, plan_shards, plan_windows
-from tests.support.seen import Seen
+from casckpt.frontends.safetensors_layout import plan_shards, plan_windows
+from casckpt.frontends.view import Seen
+from tests.support.told import Told
 
 Tensors = dict[str, torch.Tensor]
 
@@ -139,7 +140,7 @@ def test_mapped_pages_are_let_go(
 ) -> None:
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 1000)  # nearly all the time
     state = tensors(seed)
-    done = Seen()
+    done = Told()
     import_safetensors(store, file_of(tmp_path, state), step=0, progress=done)
     assert same(store.read("latest"), state)
     assert done.done >= sum(tensor.nbytes for tensor in state.values())
@@ -322,7 +323,7 @@ def test_small_windows_give_the_same_file(
     store.save(state, step=0, attachments={"long.txt": random.Random(seed).randbytes(25_600)})
     whole = export_safetensors(store, "latest", tmp_path / "whole")
     monkeypatch.setattr(safetensors_export, "WINDOW_BYTES", 10_000)
-    done = Seen()
+    done = Told()
     parts = export_safetensors(store, "latest", tmp_path / "parts", progress=done)
     for one, other in zip(whole.files, parts.files, strict=True):
         assert Path(one).read_bytes() == Path(other).read_bytes()
@@ -408,9 +409,9 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 # plans
 
 
-def streams(kinds: list[tuple[str, int]]) -> list[Stream]:
+def streams(kinds: list[tuple[str, int]]) -> list[Seen]:
     return [
-        Stream(number, Entry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
+        Seen(f"k{number}", number, Entry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
         for number, (dtype, count) in enumerate(kinds)
     ]
 
@@ -419,7 +420,7 @@ some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"
 
 
 @given(given_streams=some_streams, most=st.integers(8, 500), cell=st.sampled_from([8, 64, 1024]))
-def test_windows_hold_every_element_once_in_order(given_streams: list[Stream], most: int, cell: int) -> None:
+def test_windows_hold_every_element_once_in_order(given_streams: list[Seen], most: int, cell: int) -> None:
     windows = list(plan_windows(given_streams, most, cell))
     pieces = [piece for window in windows for piece in window]
     assert all(windows)
@@ -433,7 +434,7 @@ def test_windows_hold_every_element_once_in_order(given_streams: list[Stream], m
 
 
 @given(given_streams=some_streams, most=st.integers(1, 2000))
-def test_files_hold_every_tensor_once_in_order(given_streams: list[Stream], most: int) -> None:
+def test_files_hold_every_tensor_once_in_order(given_streams: list[Seen], most: int) -> None:
     shards = plan_shards(given_streams, most)
     assert [one for shard in shards for one in shard] == given_streams
     for shard in shards:

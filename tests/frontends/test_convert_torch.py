@@ -46,8 +46,8 @@ from casckpt.frontends.dcp import (
 )
 from tests.support.dcp import load, save, zeros
 from tests.support.meshes import build, differing, state_of, whole
-from tests.support.seen import Seen
 from tests.support.together import numbers
+from tests.support.told import Told
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_a_folder_of_dcp_goes_in_and_out(store: Store, tmp_path: Path, monkeypat
     monkeypatch.setattr(exporting, "WINDOW_BYTES", 50_000)  # the largest tensor becomes three chunks
     monkeypatch.setattr(exporting, "FILE_BYTES", 60_000)
     state = example()
-    done = Seen()
+    done = Told()
     folder = stock(tmp_path / "in", state)
     (folder / "config.json").write_text("{}")
     found = dcp_to_casckpt(folder, store, run="a", step=3, metadata={"x": 1}, progress=done)
@@ -235,7 +235,7 @@ def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monk
     state = example()
     for step, zipped in enumerate((True, False)):
         torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
-        done = Seen()
+        done = Told()
         torch_save_to_casckpt(tmp_path / "in.pt", store, step=step, progress=done)
         assert identical(store.read(f"default@{step}"), state)
         assert done.done >= 120_000

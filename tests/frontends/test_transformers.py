@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
 
 hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
@@ -22,10 +23,12 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 import casckpt
 from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
-from casckpt.frontends.training_state import load_model_and_optim_state
+from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
+from tests.support.hub import check_loads, export, gpt2, trained
 from tests.support.ranks import outcome_of
 from tests.support.saves import steps
+from tests.support.together import line
 from tests.support.torchrun import as_accelerate_hears
 from tests.support.training import identical
 
@@ -199,6 +202,46 @@ def test_a_training_over_ranks_goes_on_to_the_bit(tmp_path: Path, ranks: Pool) -
     assert [step for _, step in steps(opened)] == [2, 4, 4]
     assert not opened.diff("whole@4", "parts@4").changed
     assert opened.get("whole@4").stats.bytes_written < 1 << 20  # the encoder is stored once
+
+
+def test_an_export_of_a_training_loads_by_from_pretrained(tmp_path: Path, store: Store) -> None:
+    learner = tiny()
+    trainer(tmp_path / "out", learner, CasCheckpointCallback(store, run="sft"), most=1).train()
+    found = export(store.url, "sft@1", tmp_path / "model")
+    check_loads(tmp_path / "model", learner)
+    assert (found["format"], found["prefix"]) == ("hf", "model.")
+    assert {"trainer_state.json", "training_args.bin", "scheduler.pt"} <= set(found["skipped"])
+    # asked for all tensors under their keys, a folder is made that is not taken for a model
+    found = export(store.url, "sft@1", tmp_path / "all", "--format", "safetensors")
+    assert "config.json" in found["skipped"]
+    with pytest.raises((OSError, ValueError), match="config"):
+        hub.AutoModelForSequenceClassification.from_pretrained(tmp_path / "all")
+    assert any(key.startswith("optim.") for key in load_file(tmp_path / "all" / "model.safetensors"))
+
+
+def sharded_on_two_ranks(rank: int, size: int, folder: Path) -> None:
+    model = gpt2()
+    for layer in model.transformer.h:
+        fully_shard(layer, mesh=line(size))
+    fully_shard(model, mesh=line(size))
+    save_model_and_optim_state(folder, model, trained(model), run="a", step=1)
+
+
+def test_an_export_of_what_two_ranks_sharded_loads_by_from_pretrained(
+    store_path: Path, tmp_path: Path, ranks: Pool
+) -> None:
+    ranks.run(2, sharded_on_two_ranks, store_path)
+    model = gpt2(seed=9)
+    load_model_and_optim_state(store_path, "a@1", model)
+    export(store_path, "a@1", tmp_path / "out")
+    check_loads(tmp_path / "out", model)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+
+    # the same state, saved by one process: the same bytes
+    save_model_and_optim_state(store_path, model, run="alone", step=1)
+    export(store_path, "alone@1", tmp_path / "alone")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def on_one_of_several(rank: int, size: int, folder: Path) -> None:

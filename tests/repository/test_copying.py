@@ -23,7 +23,7 @@ from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 # what a copy is
 
@@ -127,7 +127,7 @@ def test_a_dry_run_writes_nothing(source: Repository, target: Repository) -> Non
 
 
 def test_progress_adds_up(source: Repository, target: Repository) -> None:
-    done = Seen()
+    done = Told()
     plan = plan_copy(source, target)
     execute(source, target, plan, progress=Progress(done))
     assert done.done == plan.total

@@ -34,7 +34,7 @@ from tests.support.gcs import (
 )
 from tests.support.local import only
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 # what goes and what stays
 
@@ -128,7 +128,7 @@ def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
 def test_progress_counts_every_deleted_object(repo: Repository) -> None:
     for step in range(3):
         save(repo, step=step, texts=[f"{step}a", f"{step}b"])
-    seen = Seen()
+    seen = Told()
     result = run_gc(repo, LAST, progress=Progress(seen))
     assert seen.done == seen.total == result.deleted_blobs + result.deleted_manifests == 6
 

@@ -20,7 +20,7 @@ from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, s
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.repositories import body, commit_bare
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 
 def marks(repo: Repository) -> set[str]:
@@ -34,7 +34,7 @@ def hash_in(key: str) -> str:
 def test_a_whole_store_is_read_once(repo: Repository) -> None:
     one = save_arrays(repo, {"a": array(1), "b": array(2, dtype="int64")})
     save_arrays(repo, {"a": array(1), "c": array(3, 600)}, step=1, reuse=one)
-    seen = Seen()
+    seen = Told()
     found = verify(repo, progress=Progress(seen))
     sizes = [entry.size for entry in repo.storage.list("objects/") if entry.key.endswith(".safetensors")]
     assert not found.is_damaged

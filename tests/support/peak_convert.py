@@ -1,7 +1,7 @@
 """How much memory conversions take beyond what there was: in a process of its own, as the kernel counts it.
 
 ``python -m tests.support.peak_convert FOLDER MIB`` prints, for a state of so many MiB, the MiB that these took at their
-worst: a DCP folder into a store, out of it, a file of torch.save out of it, and into one.
+worst: a DCP folder into a store, out of it, a file of torch.save out of it, and into one, a folder of safetensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from casckpt.checkpoint.store import Store
-from casckpt.frontends import resident, torch_files
+from casckpt.frontends import resident, safetensors_export, torch_files
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
@@ -25,6 +25,7 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
+from casckpt.frontends.safetensors_export import export_safetensors
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import LocalStore
 from tests.support.dcp import save
@@ -42,7 +43,7 @@ def _opened(folder: Path) -> Store:
 
 
 def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
-    """All four, for a state of ``mib``, which another process makes."""
+    """All five, for a state of ``mib``, which another process makes."""
     command = [sys.executable, "-m", "tests.support.peak_convert", str(folder / "in"), str(mib), "make"]
     subprocess.run(command, check=True)
     calls: list[Any] = [
@@ -50,12 +51,14 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
         lambda: casckpt_to_dcp(store, f"{run}@1", folder / "out"),
         lambda: casckpt_to_torch_save(store, f"{run}@1", folder / "out.pt"),
         lambda: torch_save_to_casckpt(folder / "out.pt", store, run=run, step=2),
+        lambda: export_safetensors(store, f"{run}@1", folder / "hf", model=True, max_shard_size=32 * MIB),
     ]
     return [taken(call) for call in calls]
 
 
 def main(folder: Path, mib: int) -> None:
     """Measure, and print one line."""
+    safetensors_export.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # as below
     items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
     torch_files.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")

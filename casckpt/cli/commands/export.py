@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from casckpt.checkpoint.handle import Checkpoint
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
-from casckpt.cli.types import SIZE
-from casckpt.errors import InvalidInput
+from casckpt.cli.types import RENAMING, SIZE
+
+_MOST = 8
 
 
 @store_command("export")
 @click.argument("ref", type=REF)
 @click.argument("out")
 @click.option(
-    "--format", type=click.Choice(["safetensors", "dcp", "torch"]), default="safetensors", show_default=True,
-    help="Of what is written.",
+    "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch"]),
+    help="Of what is written.  [default: by the suffix of OUT; else hf where a config.json travels along, safetensors "
+    "where none does]",
 )  # fmt: skip
 @click.option("--max-shard-size", type=SIZE, help="Of safetensors files in a folder.  [default: 5GB]")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
+@click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, and named without it.")
+@click.option(
+    "--rename", type=RENAMING, multiple=True,
+    help="Tensors whose whole name matches a regular expression get another one: 'h\\.(.*)=layers.\\1'. May be "
+    "repeated; the first that matches counts.",
+)  # fmt: skip
 @click.option(
     "--no-attachments",
     "attachments",
@@ -36,80 +46,54 @@ from casckpt.errors import InvalidInput
 )
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
-def command(session: Session, ref: str, out: str, *, format: str, allow_pickle: bool, **options: Any) -> None:
+def command(session: Session, ref: str, out: str, *, rename: Sequence[tuple[str, str]], **options: Any) -> None:
     """Write a checkpoint for other programs.
 
-    As safetensors: to one file if OUT ends in .safetensors, else to a folder, which gets model.safetensors, or several
-    files with an index, and what travelled along. What is no tensor is left out, and named. --keys is for this format.
+    As hf: to a folder that from_pretrained of Transformers loads: the weights of the model alone, under the names that
+    it has, and what travelled along. As safetensors: the same with all tensors, under their keys. Both make
+    model.safetensors, or several files with an index; or the one file OUT if that ends in .safetensors.
 
-    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that torch.load loads, without what
-    travelled along. Else both hold all of the checkpoint. OUT may be a URL.
+    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that plain torch.load reads, for an
+    OUT that ends in .pt, .pth or .bin. Both hold all of the checkpoint; torch what --keys, --strip-prefix and --rename
+    choose, if they are given. OUT may be a URL.
+
+    What is left out is named.
     """
+    from casckpt.frontends.exporting import export
+
     checkpoint = session.store.get(ref)
     with progress_bar("exporting") as done:
-        if format == "safetensors":
-            result = _safetensors(session, checkpoint, out, progress=done, **options)
-        else:
-            result = _whole(session, checkpoint, out, format, allow_pickle=allow_pickle, progress=done, **options)
-    session.give(brief(checkpoint) | {"format": format} | result, _text)
-
-
-def _safetensors(
-    session: Session, checkpoint: Checkpoint, out: str, *, max_shard_size: int | None, **options: Any
-) -> dict[str, Any]:
-    from casckpt.frontends.convert import export_safetensors
-
-    limit: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    found = export_safetensors(session.store, checkpoint, out, **limit, **options)
-    return {
+        found = export(session.store, checkpoint, out, rename=dict(rename), progress=done, **options)
+    result = {
+        "format": found.format,
         "files": [str(path) for path in found.files],
         "tensors": found.tensors,
         "bytes": found.nbytes,
         "attachments": list(found.attachments),
         "left_out": list(found.left_out),
+        "skipped": list(found.skipped),
+        "prefix": found.prefix,
     }
+    is_file = len(found.files) == 1 and Path(found.files[0]).name == Path(out).name
+    session.give(brief(checkpoint) | result, partial(_text, is_file=is_file))
 
 
-def _whole(
-    session: Session, checkpoint: Checkpoint, out: str, format: str, *, keys: tuple[str, ...],
-    max_shard_size: int | None, attachments: bool, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    from casckpt.frontends.convert import casckpt_to_dcp, casckpt_to_torch_save
-    from casckpt.frontends.dcp.folder import METADATA
-
-    if keys:
-        raise InvalidInput(f"--keys is for safetensors: --format {format} writes all of a checkpoint")
-    if max_shard_size is not None:
-        raise InvalidInput(f"--max-shard-size is for safetensors: --format {format} knows no such limit")
-    if format == "dcp":
-        casckpt_to_dcp(session.store, checkpoint, out, attachments=attachments, **options)
-    else:
-        casckpt_to_torch_save(session.store, checkpoint, out, **options)
-    there = list(session.store.attachments(checkpoint))
-    written, left_out = (there, []) if format == "dcp" and attachments else ([], there)
-    place = Path(out).expanduser()
-    names = [METADATA, *sorted(path.name for path in place.glob("*.distcp")), *written]
-    files = [place / name for name in names] if place.is_dir() else [out]
-    tensors = checkpoint.tensors
-    return {
-        "files": [str(path) for path in files],
-        "tensors": len(tensors),
-        "bytes": sum(info.bytes for info in tensors.values()),
-        "attachments": written,
-        "left_out": left_out,
-    }
-
-
-_LEFT_OUT = {
-    "safetensors": "for they are no tensors",
-    "dcp": "as --no-attachments says",
-    "torch": "for a file of torch.save holds no attachments",
-}
-
-
-def _text(result: dict[str, Any]) -> None:
+def _text(result: dict[str, Any], *, is_file: bool) -> None:
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
     for path in shortened(result["files"]):
         say(f"  {printable(path)}")
     if result["left_out"]:
-        say(f"left out, {_LEFT_OUT[result['format']]}: {printable(', '.join(shortened(result['left_out'], 8)))}")
+        say(f"left out: {printable(', '.join(shortened(list(_summed(result['left_out'])), _MOST)))}")
+    if result["skipped"]:
+        say(f"files left out: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
+    if result["format"] == "safetensors" and "config.json" in result["skipped"]:
+        say("these are no names of a model; for a folder that from_pretrained loads: --format hf")
+    if result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
+        say("there is no config.json in it, which from_pretrained needs: put that of the model there")
+
+
+def _summed(keys: Sequence[str]) -> Iterator[str]:
+    """Keys by the first part of them, where several have it in common."""
+    for head, number in Counter(key.partition(".")[0] for key in keys).items():
+        same = (key for key in keys if key.partition(".")[0] == head)
+        yield next(same) if number == 1 else f"{head}.* ({number} keys)"

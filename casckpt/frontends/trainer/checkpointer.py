@@ -27,6 +27,7 @@ from casckpt.frontends.trainer.schedule import Kind
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
+from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.parts import AnyOptimizer
 from casckpt.repository.commits import Commit
 
@@ -131,7 +132,7 @@ class Checkpointer:
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
         saved = self.store.save(state, **options)
         self._files.clear()
         self.last_step = saved.step
@@ -161,7 +162,7 @@ class Checkpointer:
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments)
+        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
         saving = self.store.save_async(state, **options)
         blocked = time.monotonic() - begun
         done: Future[Checkpoint] = Future()
@@ -335,10 +336,12 @@ class Checkpointer:
         overwrite: bool | None,
         metadata: Mapping[str, Any] | None,
         attachments: Mapping[str, bytes] | None,
+        *,
+        model: TrainModel,
     ) -> dict[str, Any]:
         """For `Store.save`, which checks them where all ranks hear of it."""
         given: Any = {} if attachments is None else attachments
-        files = self._files | dict(given) if isinstance(given, Mapping) else given
+        files = config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given
         return {
             "run": self.run,
             "step": step,

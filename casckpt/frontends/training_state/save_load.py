@@ -10,6 +10,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.store import Store
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import Loading
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.optimizer import states_to_save
@@ -37,6 +38,8 @@ def save_model_and_optim_state(
     Every rank of ``process_group`` (None: all) makes the call, with its own shards of one model, or with its own part
     of the model's parameters. Nothing is gathered: what `torch.distributed.fsdp` calls state_dict_type does not matter.
     A buffer that ranks have in common is stored as the lowest of them has it; where they differ, the log says so once.
+    Of a model of Transformers its config travels along, unless ``attachments`` has another one: so `casckpt.export`
+    makes a folder that loads.
 
     Before the first step an optimizer has no state, and none is made for it. ``options``: further ones of `Store.save`
     (``overwrite``, ``ephemeral``, ``attachments``, ``dedup``, ``allow_pickle``, ``threads``, ``no_dist``, ...).
@@ -53,6 +56,9 @@ def save_model_and_optim_state(
         return state_of(model, optim)
 
     state = make_state(ranks, make)
+    given = options.get("attachments") or {}
+    if isinstance(given, Mapping):  # else `Store.save` refuses it, where all ranks hear of that
+        options["attachments"] = config_files(model) | dict(given)
     return opened[0].save(state, run=run, step=step, metadata=metadata, process_group=process_group, **options)
 
 

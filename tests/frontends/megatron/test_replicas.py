@@ -14,7 +14,7 @@ import casckpt
 from casckpt.checkpoint import save as saving
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
 from tests.support.ranks import outcome_of
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -52,7 +52,7 @@ def shared(rank: int, size: int, where: str) -> list[Any]:
     store = saving.store_share
     with patch.object(saving, "store_share", store_share):
         save(uneven(rank), where, fully_parallel=True, check_replicas=True)
-    read = Seen()
+    read = Told()
     asked = {name: one.without_data() for name, one in uneven(rank).items()}
     found = load(asked, where, fully_parallel=True, progress=read)
     same = [torch.equal(found[name], one.data) for name, one in uneven(rank).items() if one.data is not None]

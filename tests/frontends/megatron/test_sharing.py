@@ -17,7 +17,7 @@ from casckpt.frontends.megatron.sharing import plan_sharing
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
 from tests.support.ranks import die, outcome_of
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -59,7 +59,7 @@ def test_reading_is_balanced() -> None:
 
 def loaded(rank: int, size: int, where: str, topology: Topology) -> list[Any]:
     template = gpt.emptied(gpt.state(topology.at(rank)))
-    read = Seen()
+    read = Told()
     found = megatron.load(template, where, fully_parallel=True, progress=read)
     return [read.done, *differences(found, gpt.expected(gpt.state(topology.at(rank))))]
 

@@ -18,7 +18,7 @@ from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, module, own_state, strategies_of_the_loop, theirs
-from tests.support.seen import Seen
+from tests.support.told import Told
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -40,7 +40,7 @@ def saved_by_the_loop(
 
 def a_loop(rank: int, size: int, path: Path, fully_parallel: bool, asynchronous: bool) -> list[Any]:
     core()
-    written = Seen()
+    written = Told()
     context: dict[str, Any] = {}
     folders = [path / "runs/iter_0000010", path / "runs/iter_0000020"]
     state = own_state(rank, REPLICAS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Seen:
+class Told:
     """Called as `casckpt.plan.progress.Shown` says. ``done``, ``total``: as told last; ``calls``: how often."""
 
     def __init__(self) -> None:

@@ -1,0 +1,107 @@
+"""Export in whatever format: `casckpt.export`, `casckpt.Store.export` and ``casckpt export`` are this one function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from casckpt.checkpoint.arguments import Rename
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import InvalidInput
+from casckpt.frontends.exported import Exported, Format
+from casckpt.frontends.safetensors_export import CONFIG, export_safetensors
+from casckpt.frontends.safetensors_layout import SUFFIX
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.torch_files import export_torch
+from casckpt.plan.progress import Shown
+
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+_SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+_NOT_FOR: Final = {
+    "dcp": ("keys", "strip_prefix", "rename", "max_shard_size"),
+    "torch": ("max_shard_size",),
+}
+"""Arguments that a format knows nothing of."""
+
+
+def export(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    format: Format | None = None,
+    keys: Sequence[str] | None = None,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    max_shard_size: int | str | None = None,
+    attachments: bool = True,
+    force: bool = False,
+    allow_pickle: bool = False,
+    progress: Shown | None = None,
+) -> Exported:
+    """Write a checkpoint for other programs; ``path`` may be a URL. Every byte that is read is verified.
+
+    ``format``: "hf": the weights of the model alone, under the names that the model has, as ``from_pretrained`` of
+    Transformers loads them. "safetensors": all tensors under their keys. "dcp": all, for
+    `torch.distributed.checkpoint`. "torch": all, in one file for plain `torch.load`. None: the suffix of ``path`` says
+    it (.safetensors; .pt, .pth or .bin for "torch"); else it is "hf" where a config.json was saved along, and
+    "safetensors" where none was. Of "hf" and "safetensors" a folder is made, or one file if ``path`` ends so; what was
+    saved along is put into the folder.
+
+    ``keys``: only tensors whose key matches one of these fnmatch patterns. ``strip_prefix``: only those below it, named
+    without it. ``rename``: from a name to another, a function or a dict of regular expressions (matched against the
+    whole name) to replacements. ``max_shard_size``: of a safetensors file in a folder (default: "5GB").
+    ``attachments``: unless False, what was saved along is put into a folder. ``force``: over what is there.
+    ``allow_pickle``: what only a pickle could hold, too.
+
+    Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if something is at ``path``,
+    InvalidInput for what the format cannot hold, and where it cannot be told which part is the model; Damaged,
+    StorageError. After an error nothing stands under the final names.
+    """
+    opened = as_store(store)
+    checkpoint = opened.get(ref)
+    chosen = format or _default_format(path, opened.attachments(checkpoint))
+    if chosen not in FORMATS:
+        raise InvalidInput(f"format={chosen!r} is not known; give one of {', '.join(FORMATS)}")
+    given = {"keys": keys or None, "strip_prefix": strip_prefix, "rename": rename or None,
+             "max_shard_size": max_shard_size}  # fmt: skip
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _check_known(chosen, options)
+    options |= {"force": force, "progress": progress}
+    if chosen in ("hf", "safetensors"):
+        return export_safetensors(opened, checkpoint, path, model=chosen == "hf", attachments=attachments, **options)
+    options |= {"allow_pickle": allow_pickle}
+    if chosen == "dcp":
+        return _export_dcp(opened, checkpoint, path, attachments=attachments, **options)
+    return export_torch(opened, checkpoint, path, **options)
+
+
+def _default_format(path: str | os.PathLike[str], attachments: Mapping[str, int]) -> Format:
+    by_suffix = _SUFFIXES.get(Path(path).suffix.lower())
+    return by_suffix or ("hf" if CONFIG in attachments else "safetensors")
+
+
+def _check_known(format: Format, options: Mapping[str, Any]) -> None:
+    for name in _NOT_FOR.get(format, ()):
+        if name in options:
+            others = " and ".join(one for one in FORMATS if name not in _NOT_FOR.get(one, ()))
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidInput(f"{option} is for {others}: --format {format} knows nothing of it")
+
+
+def _export_dcp(
+    store: Any, checkpoint: Checkpoint, path: str | os.PathLike[str], *, attachments: bool, **options: Any
+) -> Exported:
+    from casckpt.frontends.dcp.exporting import casckpt_to_dcp  # takes a while to import
+    from casckpt.frontends.dcp.folder import METADATA
+
+    casckpt_to_dcp(store, checkpoint, path, attachments=attachments, **options)
+    there, tensors = tuple(store.attachments(checkpoint)), checkpoint.tensors.values()
+    written, skipped = (there, ()) if attachments else ((), there)
+    place = Path(path).expanduser()
+    names = [METADATA, *sorted(one.name for one in place.glob("*.distcp")), *written]
+    files = tuple(place / name for name in names) if place.is_dir() else (os.fspath(path),)
+    nbytes = sum(info.bytes for info in tensors)
+    return Exported(checkpoint, files, len(tensors), nbytes, written, skipped=skipped, format="dcp")

@@ -1,0 +1,58 @@
+"""The small files that say how a model of Transformers is made: saved with its weights, an export of them loads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from torch import nn
+
+from casckpt.frontends.training_state.names import wrapped_child
+
+log = logging.getLogger(__name__)
+
+_BASE = "transformers.modeling_utils.PreTrainedModel"
+_FSDP2 = "FSDP"  # fully_shard puts it before the name of a class, and its own class before that one
+
+
+def config_files(model: Any) -> dict[str, bytes]:
+    """config.json, and generation_config.json where there is one; nothing for a model of another kind.
+
+    Of several parts of a model none is known to be it. Nor is a model with adapters what its config says.
+    """
+    inner = _unwrapped(model[0] if isinstance(model, list | tuple) and len(model) == 1 else model)
+    if not _is_pretrained(inner) or getattr(inner, "_hf_peft_config_loaded", False):
+        return {}
+    try:
+        found = {"config.json": _config(inner)}
+        if getattr(inner, "generation_config", None) is not None:
+            found["generation_config.json"] = json.loads(inner.generation_config.to_json_string())
+    except (TypeError, ValueError) as error:  # Transformers could not write them either; no save fails for that
+        log.warning("the config of a %s does not travel along: %s", type(inner).__name__, error)
+        return {}
+    return {name: json.dumps(text, indent=2, sort_keys=True).encode() + b"\n" for name, text in found.items()}
+
+
+def _config(model: Any) -> dict[str, Any]:
+    """As ``save_pretrained`` writes it."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string())
+    name = type(model).__name__
+    sharded = any(base.__name__ == "FSDPModule" for base in type(model).__mro__)
+    config["architectures"] = [name.removeprefix(_FSDP2) if sharded else name]
+    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
+    if dtype is not None:  # that of the weights now, whatever they were loaded as
+        config.pop("torch_dtype", None)  # its old name
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _unwrapped(model: Any) -> Any:
+    while isinstance(model, nn.Module) and (child := wrapped_child(model)) is not None:
+        model = model._modules.get(child)
+    return model
+
+
+def _is_pretrained(model: Any) -> bool:
+    """Asked by name: Transformers takes seconds to import, and whoever has such a model has done so."""
+    return any(f"{base.__module__}.{base.__qualname__}" == _BASE for base in type(model).__mro__)

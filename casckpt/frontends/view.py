@@ -1,0 +1,129 @@
+"""A view of a checkpoint: which of its tensors a program is to see, and under which names. A value; reads no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
+from casckpt.checkpoint.contents import Contents
+from casckpt.errors import Damaged, InvalidInput, MissingKey
+from casckpt.format.manifest import TENSOR, Entry, Manifest
+from casckpt.format.regions import whole
+from casckpt.frontends.model_part import check_no_adapters, model_prefix, plain_names
+from casckpt.plan.reads import covers
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a view is made. ``keys``: fnmatch patterns on the keys of the checkpoint; None for all.
+
+    ``strip_prefix``: only what lies below it, named without it; "" for all. ``model``: the weights of the model alone,
+    under the names that they have in it without wrappers; ``strip_prefix`` says where it lies, None: that is to be
+    found out. ``rename``: from a name to another one, after all that; as in `casckpt.Store.load`, but from the
+    checkpoint's side.
+    """
+
+    keys: Sequence[str] | None = None
+    strip_prefix: str | None = None
+    rename: Rename = None
+    model: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Is everything seen as it is?"""
+        return not self.keys and self.strip_prefix is None and self.rename is None and not self.model
+
+
+class Seen(NamedTuple):
+    """A stream of a checkpoint, and the name that it is seen under. ``number``: of the entry in the manifest."""
+
+    name: str
+    number: int
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class View:
+    """``tensors``: sorted by name. ``left_out``: keys that were asked for and are not seen. ``prefix``: of all keys."""
+
+    tensors: tuple[Seen, ...]
+    left_out: tuple[str, ...] = ()
+    prefix: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(one.entry.nbytes for one in self.tensors)
+
+
+def view_of(manifest: Manifest, rules: Rules) -> View:
+    """The view of a checkpoint by some rules. The same for the same state, whatever ranks saved it.
+
+    Raises MissingKey if a pattern or prefix matches nothing, InvalidInput if two tensors get one name or it cannot be
+    told what the model is, Damaged for a tensor that is not whole.
+    """
+    contents = Contents(manifest, 0)
+    patterns = usable_patterns(rules.keys)
+    where = f"{manifest.body.run}@{manifest.body.step}"
+    asked = {key: number for (kind, key, _), number in contents.numbers.items() if kind == TENSOR}
+    asked = {key: number for key, number in asked.items() if _matches(key, patterns)}
+    _check_used(where, list(asked), patterns)
+    prefix = _prefix(contents, list(asked), rules, where)
+    keys = [key for key in asked if key.startswith(prefix)]
+    names = _names(keys, prefix, rules)
+    tensors = [Seen(name, asked[key], manifest.body.entries[asked[key]]) for key, name in zip(keys, names, strict=True)]
+    for one in tensors:
+        _check_whole(manifest, one.entry)
+    seen = {one.number for one in tensors}
+    objects = [key for key in contents.objects if _matches(key, patterns)]
+    others = [_other(entry) for number, entry in enumerate(manifest.body.entries)
+              if entry.kind == TENSOR and number not in seen and _matches(entry.key, patterns)]  # fmt: skip
+    return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
+
+
+def _matches(key: str, patterns: Sequence[str] | None) -> bool:
+    return not patterns or any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:
+    for pattern in patterns or ():
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            raise MissingKey(f"no tensor of {where} matches {pattern!r}; `casckpt show` lists them", keys=(pattern,))
+
+
+def _prefix(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> str:
+    if rules.strip_prefix is None:
+        return model_prefix(contents.tree, keys, where) if rules.model else ""
+    prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
+    if not any(key.startswith(prefix) for key in keys):
+        raise MissingKey(f"no tensor of {where} lies below {prefix!r}; `casckpt show` lists them", keys=(prefix,))
+    return prefix
+
+
+def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
+    names = [key.removeprefix(prefix) for key in keys]
+    if rules.model:
+        names = plain_names(names)
+    rename: Callable[[str], str] = renamer(rules.rename)
+    names = [rename(name) for name in names]
+    if rules.model and rules.strip_prefix is None and prefix:  # of a training, and nobody has said that it is right
+        check_no_adapters(names, prefix)
+    key_of: dict[str, str] = {}
+    for key, name in zip(keys, names, strict=True):
+        if not name:
+            raise InvalidInput(f"nothing is left of the name of {key!r}; strip less of it", key=key)
+        if key_of.setdefault(name, key) != key:
+            raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
+    return names
+
+
+def _check_whole(manifest: Manifest, entry: Entry) -> None:
+    if not covers(manifest.extents(entry), whole(entry.shape)):
+        raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
+
+
+def _other(entry: Entry) -> str:
+    return entry.key if entry.rank is None else f"{entry.key} (of rank {entry.rank})"

@@ -1,0 +1,128 @@
+"""`casckpt.export`: the format by the suffix, and files of torch.save that plain torch.load reads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import casckpt
+from casckpt.checkpoint.store import Store
+from casckpt.errors import Conflict, InvalidInput
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from tests.support.training import identical
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "format"),
+    [
+        ("m.pt", True, "torch"), ("m.PTH", False, "torch"), ("pytorch_model.bin", False, "torch"),
+        ("m.safetensors", True, "safetensors"), ("out", False, "safetensors"), ("out.v2", True, "hf"),
+    ],
+)  # fmt: skip
+def test_the_suffix_and_what_travels_along_name_the_format(
+    store: Store, tmp_path: Path, name: str, config: bool, format: str
+) -> None:
+    saved = store.save({"w": torch.ones(2)}, step=1, attachments={"config.json": b"{}"} if config else {})
+    found = casckpt.export(store, saved, tmp_path / name)
+    assert (found.format, found.tensors, found.nbytes) == (format, 1, 8)
+    assert identical(_loaded(Path(found.files[0])), {"w": torch.ones(2)})
+
+
+def _loaded(path: Path) -> Any:
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+
+
+def test_a_folder_may_have_a_suffix(store: Store, tmp_path: Path) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    out = tmp_path / "m.safetensors"
+    out.mkdir()
+    assert store.export("latest", out).files == (out / "model.safetensors",)
+
+
+def test_one_file_of_a_model(store: Store, tmp_path: Path) -> None:
+    model = network()
+    casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
+    store.export("a@1", tmp_path / "m.safetensors", format="hf")
+    assert identical(sorted(load_file(tmp_path / "m.safetensors").items()), sorted(model.state_dict().items()))
+
+
+def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}"})
+    store.export("latest", tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "out", format="safetensors", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    found = store.export("latest", tmp_path / "all", format="safetensors")
+    assert (found.attachments, found.skipped, found.left_out) == ((), ("config.json",), ())
+    found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
+    assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
+    assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
+
+
+def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    with Checkpointer(store, run="a") as checkpointer:
+        checkpointer.save(1, model, optimizer, TrainState(optimizer=optimizer))
+    found = store.export("a@1", tmp_path / "all.pt")
+    loaded = torch.load(tmp_path / "all.pt")
+    assert identical(loaded["model"], model.state_dict())
+    assert identical(loaded["optim"]["state"]["0.weight"]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])  # type: ignore[index]  # a module that is indexed
+    assert found.left_out, "the state of numpy's generator"
+    assert all("numpy" in key for key in found.left_out)
+    assert found.left_out == tuple(key for key in found.left_out if key.startswith("train.0."))
+    everything = store.export("a@1", tmp_path / "everything.pt", allow_pickle=True)
+    assert everything.left_out == ()
+    assert torch.load(tmp_path / "everything.pt", weights_only=False)["train"][0].keys() >= loaded["train"][0].keys()
+
+
+def test_weights_of_a_model_alone_for_torch_load(store: Store, tmp_path: Path) -> None:
+    model, fresh = network(), network()
+    casckpt.save_model_and_optim_state(store, model, torch.optim.SGD(model.parameters(), 0.1), run="a", step=1)
+    found = store.export("a@1", tmp_path / "m.bin", strip_prefix="model", rename={r"0\.(.*)": r"first.\1"})
+    assert found.prefix == "model."
+    assert all(key.startswith("optim.") for key in found.left_out)
+    loaded = torch.load(tmp_path / "m.bin")
+    fresh.load_state_dict({name.replace("first.", "0."): value for name, value in loaded.items()})
+    assert identical(dict(fresh.state_dict()), dict(model.state_dict()))
+
+
+def test_containers_become_such_as_plain_torch_load_makes(store: Store, tmp_path: Path) -> None:
+    state: dict[str, Any] = {
+        "a": defaultdict(list, {"w": torch.ones(2)}), "o": OrderedDict(w=torch.ones(1)), "n": np.arange(3),
+        "pair": (torch.ones(3), np.float64(1), "x"), "path": Path("x"), "e": defaultdict(int),
+    }  # fmt: skip
+    store.save(state, step=1)
+    found = store.export("latest", tmp_path / "x.pt")
+    assert set(found.left_out) == {"n", "pair.1", "path", "e"}
+    expected = {"a": {"w": torch.ones(2)}, "o": OrderedDict(w=torch.ones(1)), "pair": {0: torch.ones(3), 2: "x"}}
+    assert identical(torch.load(tmp_path / "x.pt"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"format": "gguf"}, "format='gguf' is not known; give one of hf, safetensors, dcp, torch"),
+        ({"format": "dcp", "strip_prefix": "model"}, "--strip-prefix is for hf and safetensors and torch"),
+        ({"format": "torch", "max_shard_size": "1GB"}, "--max-shard-size is for hf and safetensors: --format torch"),
+    ],
+)
+def test_what_a_format_knows_nothing_of_is_refused(store: Store, tmp_path: Path, options: Any, match: str) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=match):
+        casckpt.export(store, "latest", tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
