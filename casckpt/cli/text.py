@@ -18,6 +18,7 @@ from casckpt.plan.sizes import format_size
 SHORT_ID: Final = 12
 _MANY: Final = 20
 _GAP: Final = 2
+_LEAST: Final = 12  # columns of a terminal, of what is cut
 
 say = partial(click.echo)
 size = format_size
@@ -69,11 +70,15 @@ def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """``side``: numbers stand right. A column that is not ``fixed`` is cut where the table is wider than a terminal."""
+    """``side``: numbers stand right. Where a table is wider than a terminal, what is not ``fixed`` is cut.
+
+    ``spare``: a column that goes where even that is not enough, those with the lowest number first; 0 stays.
+    """
 
     title: str
     side: Literal["left", "right"] = "left"
     fixed: bool = False
+    spare: int = 0
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
@@ -83,10 +88,15 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """
     cells = [tuple(map(printable, row)) for row in rows]
     room = terminal_width()
-    widths = _widths(columns, cells, room)
+    widths = [len(column.title) for column in columns]
+    for row in cells:
+        widths = [max(width, cell_width(cell)) for width, cell in zip(widths, row, strict=True)]
+    kept = _kept(columns, widths, room)
+    columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
+    widths = _cut_widths(columns, widths, room)
     say(bold(_cut(_line(columns, widths, [column.title for column in columns]), room)))
     for row in cells:
-        say(_cut(_line(columns, widths, list(map(_cut, row, widths))), room))
+        say(_cut(_line(columns, widths, [_cut(row[i], width) for i, width in zip(kept, widths, strict=True)]), room))
 
 
 def terminal_width() -> int:
@@ -94,11 +104,20 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else sys.maxsize
 
 
-def _widths(columns: Sequence[Column], cells: Iterable[Sequence[str]], room: int) -> list[int]:
-    """As wide as what stands in them; where that is too much, the widest that may be cut gives way first."""
-    widths = [len(column.title) for column in columns]
-    for row in cells:
-        widths = [max(width, cell_width(cell)) for width, cell in zip(widths, row, strict=True)]
+def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
+    """Which columns are shown: as many as have room when what may be cut is."""
+    kept = list(range(len(columns)))
+    least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
+    for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
+        if sum(least[k] for k in kept) + _GAP * (len(kept) - 1) <= room:
+            break
+        kept.remove(i)
+    return kept
+
+
+def _cut_widths(columns: Sequence[Column], wanted: Sequence[int], room: int) -> list[int]:
+    """The widths that are wanted; where that is too much, the widest that may be cut gives way first."""
+    widths = list(wanted)
     excess = sum(widths) + _GAP * (len(widths) - 1) - room
     while excess > 0:
         may = [not c.fixed and width > len(c.title) for c, width in zip(columns, widths, strict=True)]

@@ -495,7 +495,7 @@ def test_a_list_may_be_short_sorted_and_with_columns_of_the_metadata(saved: Path
     assert named(as_json("list", saved, "--sort", "size"))[0] == "b@1"
     shown = run("list", saved, "--sort", "loss", "--limit", 2).stdout
     assert "LOSS" in shown.splitlines()[0]
-    assert "0.333333" in shown.splitlines()[1]
+    assert "0.3333" in shown.splitlines()[1]
     assert "LOSS" in run("list", saved, "--show", "loss").stdout
     told = run("list", saved, "--sort", "accuracy", status=1).stderr
     assert "nothing in the list has a number 'accuracy' to sort by; there are created, loss, new" in told

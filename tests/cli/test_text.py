@@ -94,6 +94,21 @@ def test_what_is_too_long_for_a_terminal_ends_in_an_ellipsis_and_leaves_room_for
     assert lines[1:] == ["abcdef  rrrrrr…     7  nnnnnn…", "x       \u6f22\u5b57\u6f22…     8"]
 
 
+def test_a_spare_column_goes_before_others_are_cut_to_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = (Column("ID", fixed=True, spare=2), Column("RUN"), Column("NEW", "right", fixed=True, spare=1))
+    shown = {}
+    for width in (40, 32, 20, 19):
+        on_a_terminal(monkeypatch, width)
+        table(columns, [("abcdef", "r" * 24, "4.0 KiB")])
+        shown[width] = capsys.readouterr().out.splitlines()[1]
+    assert shown == {
+        40: f"abcdef  {'r' * 22}…  4.0 KiB", 32: f"abcdef  {'r' * 14}…  4.0 KiB",
+        20: f"abcdef  {'r' * 11}…", 19: f"{'r' * 18}…",
+    }  # fmt: skip
+
+
 def test_a_line_that_is_too_long_all_the_same_is_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

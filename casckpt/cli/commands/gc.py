@@ -93,7 +93,7 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
         f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"
     )
-    if any(one["reason"] == "young" for one in result["waiting"]):
+    if result["later_blobs"]:
         say(
             f"{count(result['later_blobs'], 'blob')}, {size(result['later_bytes'])} of these are deleted later, "
             "once what is forgotten cannot be restored; --min-age 0 does it now"

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from casckpt.repository.repository import Repository
 
 _COLUMNS = (
-    Column("ID", fixed=True),
+    Column("ID", fixed=True, spare=4),  # RUN and STEP name a checkpoint too
     Column("RUN"),
     Column("STEP", "right", fixed=True),
-    Column("CREATED (UTC)", fixed=True),
-    Column("SIZE", "right", fixed=True),
-    Column("NEW", "right", fixed=True),
+    Column("CREATED (UTC)", fixed=True, spare=2),
+    Column("SIZE", "right", fixed=True, spare=3),
+    Column("NEW", "right", fixed=True, spare=1),
     Column("NOTES"),
 )
 log = logging.getLogger(__name__)
@@ -158,8 +158,8 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    """Of the metadata: text as it is, a number in up to 6 digits, the rest as JSON; "" where it is missing."""
+    """Of the metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
     found = (row["metadata"] or {}).get(name, "")
     if isinstance(found, float):
-        return f"{found:.6g}"
+        return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

@@ -14,8 +14,8 @@ _COLUMNS = (
     Column("RUN"),
     Column("CKPTS", "right", fixed=True),
     Column("NEWEST", "right", fixed=True),
-    Column("SAVED (UTC)", fixed=True),
-    Column("SIZE", "right", fixed=True),
+    Column("SAVED (UTC)", fixed=True, spare=1),
+    Column("SIZE", "right", fixed=True, spare=2),
     Column("STORED", "right", fixed=True),
     Column("ALONE", "right", fixed=True),
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FEW = 20
 _COLUMNS = (
     Column("TENSOR"),
-    Column("DTYPE", fixed=True),
+    Column("DTYPE", fixed=True, spare=1),
     Column("SHAPE", fixed=True),
     Column("SIZE", "right", fixed=True),
 )
