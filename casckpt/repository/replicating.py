@@ -297,7 +297,10 @@ class _Copy:
             # the answer may be lost, not the record: revoking races for the same name, so now one of them stands
             if self.transaction.abort(f"{type(error).__name__}: {error}"):
                 raise
-            record = self._committed_by_another()
+            try:
+                record = self._committed_by_another()
+            except NotFound:  # nor could it be revoked
+                raise error from None
         self.transaction.close()
         self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
         return just_committed(record)

@@ -84,6 +84,16 @@ def test_a_save_into_different_stores_is_refused_and_nothing_shows(tmp_path: Pat
         assert [one.step for one in casckpt.open(tmp_path / name).checkpoints()] == [1, 2]
 
 
+def test_copies_of_one_store_are_different_stores(tmp_path: Path, ranks: Pool) -> None:
+    """They have one id, on disks of two hosts for instance."""
+    stored(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for text in ranks.run(2, saves, tmp_path):
+        assert "ranks must share one" in text
+    for name in ("one", "two"):
+        assert [one.step for one in casckpt.open(tmp_path / name).checkpoints()] == [1, 2]
+
+
 def save_after_the_store_was_made_anew(rank: int, size: int, path: Path) -> Any:
     store = casckpt.open(path)
     state = {"a": torch.full((3,), 1.0), rank: torch.ones(3)}

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+import casckpt
 from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused
 from casckpt.format import manifest as format_manifest
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Packed, PackedWhole, pack, unpack
 from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Body, Places
@@ -354,3 +356,24 @@ def test_an_unchanged_forgery_is_read(long: bool) -> None:
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
     same = with_column("lo", lambda column: column) if long else with_whole()
     assert same_state(reopened(store).read(forge(store, same)), reopened(store).read("a@2"))
+
+
+def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: Store) -> None:
+    """And what is wrong may lie where nobody looks."""
+    key = key_of(store, "b@1", "own")
+    data = bytearray(store.repository.storage.get(key, limit=1 << 20))
+    data[DATA_OFFSET + 4000] ^= 1  # of the first cell, of which the first 100 numbers are wanted
+    overwrite(store, key, bytes(data))
+    part = casckpt.Shard(torch.zeros(100), (3072,), flat=(0, 100))
+    with pytest.raises(Damaged, match="own"):
+        reopened(store).load({"own": part}, "b@1")
+
+
+def test_all_of_a_digest_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_byte_wrong(data: memoryview) -> bytes:
+        found = cell_digest(data)
+        return found[:-1] + bytes([found[-1] ^ 1])
+
+    monkeypatch.setattr("casckpt.checkpoint.download.cell_digest", last_byte_wrong)
+    with pytest.raises(Damaged):
+        store.read("b@1")

@@ -349,3 +349,15 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
     assert sorted(found, key=repr) == sorted(want, key=repr)
     keys = list(zip(joined.box.tolist(), joined.lo.tolist(), strict=True))
     assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 4])
+def test_an_extent_ends_where_its_blob_does_and_not_after(missing: int) -> None:
+    columns = {"boxes": [], "box": [0, 0], "lo": [0, 4], "hi": [4, 10], "blob": [0, 1], "offset": [4096, 4096]}
+    packed = msgspec.structs.replace(_packed(**columns), digests=bytes(64))
+    sizes = np.array([4096 + 16, 4096 + 24 - missing])
+    if not missing:
+        assert len(unpacked(packed, (10,), 4, 256, sizes)) == 2
+        return
+    with pytest.raises(Refused):
+        unpacked(packed, (10,), 4, 256, sizes)

@@ -336,3 +336,12 @@ def test_a_put_that_gc_sweeps_away_is_made_again(tmp_path: Path, monkeypatch: py
     commit = save(repo, texts=["a"])
     assert swept
     assert list_commits(repo).live() == [commit]
+
+
+def test_a_mirror_that_was_set_after_the_plan_counts(repo: Repository) -> None:
+    save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    plan = plan_gc(repo, LAST, min_age=0.0)
+    assert steps(plan.purge) == [0]
+    repo.change_settings(mirror="memory://behind")
+    assert execute(repo, plan).purged == ()
+    assert execute(repo, plan_gc(repo, LAST, min_age=0.0)).deleted_blobs == 0

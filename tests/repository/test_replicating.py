@@ -374,3 +374,37 @@ def test_policies_of_the_destination_see_times_of_the_source(source: Repository,
     copy(source, target)
     plan = gc.plan_gc(target, Policy(keep_last=1), min_age=0.0)
     assert [one.step for one in plan.forget] == [0, 1, 2]
+
+
+def test_names_of_blobs_are_durable_before_the_record(tmp_path: Path, source: Repository) -> None:
+    storage = FaultyStore(memory())
+    copy(source, elsewhere(tmp_path, storage), "run@3")
+    calls = [(call.method, call.key) for call in storage.calls]
+    settled = max(i for i, (method, key) in enumerate(calls) if method == "settle" and key.startswith("objects/"))
+    last_blob = max(i for i, (method, key) in enumerate(calls) if method == "put" and key.endswith(".safetensors"))
+    record = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("commits/"))
+    assert last_blob < settled < record
+
+
+def test_a_manifest_that_another_has_left_and_that_names_what_is_gone_is_not_committed(
+    tmp_path: Path, source: Repository
+) -> None:
+    inner = memory()
+    copy(source, elsewhere(tmp_path, inner), "run@2")
+    first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
+    with pytest.raises(Killed):
+        copy(source, first, "run@3")  # it names blobs of run@2
+    second = elsewhere(tmp_path / "second", inner, seed=5)
+    reused = manifests.get(second, resolve(second, "run@2")).blob(0)
+    inner.delete(blob_key(reused.uploader, reused.hash))
+    result = copy(source, second, "run@3")
+    assert isinstance(result.failed[0].error, Damaged)
+    assert [one.step for one in list_commits(second).visible()] == [2]
+
+
+def test_a_mirror_has_a_checkpoint_before_it_is_said_to_have_it(tmp_path: Path, source: Repository) -> None:
+    target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
+    source.change_settings(mirror=target.storage.url)
+    with pytest.raises(StorageError):
+        copy(source, target, "run@3")
+    assert not list(source.storage.list("mirrored/"))

@@ -24,7 +24,7 @@ from tests.support.gcs import (
     steps,
     ticking,
 )
-from tests.support.repositories import blob_hash, memory, put_blob, repository, save
+from tests.support.repositories import blob_hash, body, committed, memory, put_blob, repository, save
 
 
 def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -> None:
@@ -194,3 +194,18 @@ def test_a_file_of_a_transaction_that_cannot_be_read_is_waited_for(repo: Reposit
     put_blob(repo, txid, "half")
     result = run_gc(repo, wait=1.0)
     assert [(one.txid, one.step, one.host) for one in result.waiting] == [(txid, 3, None)]
+
+
+def test_what_was_committed_and_forgotten_while_gc_waited_stays(repo: Repository) -> None:
+    """It can be restored."""
+    txid = begin_elsewhere(repo)
+    ref = put_blob(repo, txid, "half")
+
+    def end_and_forget(seconds: float) -> None:
+        if repo.storage.size(f"commits/{txid}") is None:
+            manifest = manifests.put(repo, txid, *body([ref], "other", 7))
+            commits.commit(repo, committed(repo, "other", 7, manifest=manifest, txid=txid))
+            commits.forget(repo, list_commits(repo).commits[txid])
+
+    assert run_gc(repo, sleep=end_and_forget, min_age=None).deleted_blobs == 0
+    assert repo.storage.size(blob_key(txid, ref.hash)) == len("half")

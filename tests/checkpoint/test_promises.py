@@ -1,0 +1,64 @@
+"""What must hold whatever a save does in between: see "A save" in docs/design.md."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from casckpt.tensors.memory import TensorMemory
+from tests.support.faulty import FaultyStore
+from tests.support.repositories import memory
+from tests.support.saves import cells, same_state, small
+
+
+def test_commits_are_listed_between_the_beginning_of_a_transaction_and_the_first_upload() -> None:
+    """What is live then, and the transaction is seen by every gc that might think otherwise."""
+    storage = FaultyStore(memory(near=False))
+    store = small(storage)
+    store.save({"w": cells(3)}, step=1)
+    before = len(storage.calls)
+    store.save({"w": cells(3)}, step=2)
+    calls = [(call.method, call.key) for call in storage.calls[before:]]
+    begun = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("transactions/"))
+    uploaded = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("objects/"))
+    assert begun < uploaded
+    assert ("list", "commits/") in calls[begun:uploaded]
+
+
+def test_what_is_written_is_what_was_hashed_though_the_tensor_changes_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever goes on training too early gets numbers of two steps, but no cell that never can be read again."""
+    copy_out = TensorMemory.copy_out
+
+    def then_train(self: TensorMemory, lo: int, hi: int, buffer: memoryview) -> None:
+        copy_out(self, lo, hi, buffer)
+        self.data.add_(1)
+
+    store = small(memory(near=False))
+    state = {"w": torch.zeros(4096)}
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorMemory, "copy_out", then_train)
+        store.save(state, step=1, threads=1)
+    found = store.read("default@1")["w"].reshape(-1, 1024)
+    assert [row.unique().tolist() for row in found] == [[0], [1], [2], [3]]
+    assert not store.verify().is_damaged
+
+
+def test_nothing_of_a_purged_checkpoint_is_reused() -> None:
+    """Its blobs may be gone by the time of the commit."""
+    store = small(memory(near=False))
+    state = {"w": cells(3)}
+    old = store.save(state, step=1)
+    store.save({"w": cells(3)}, step=2)
+    store.forget(old)
+    storage = store.repository.storage
+    kept = {entry.key: storage.get(entry.key, limit=1 << 20) for entry in storage.list("objects/")}
+    store.gc(min_age=0)
+    for key, data in kept.items():  # a gc that was killed before it had deleted all
+        if storage.size(key) is None:
+            storage.put(key, data)
+    again = store.save(state, step=3)
+    assert again.stats.blobs_reused == 0
+    assert store.gc(min_age=0).deleted_blobs > 0
+    assert same_state(store.read("default@3"), state)

@@ -1,0 +1,265 @@
+"""Bugs to be planted, one at a time: each is a promise of casckpt broken at one place, and the tests that notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Planted:
+    """``before`` stands once in ``file``, and ``after`` in its place is the bug. ``tests``: the files that notice."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+PLANTED = (
+    Planted(
+        "a save lists commits before its transaction begins",
+        "casckpt/checkpoint/leader.py",
+        """        self._commits = list_commits(self.repo)
+        return self._transaction.txid""",
+        """        self._commits = earlier
+        return self._transaction.txid""",
+        "tests/checkpoint/test_promises.py",
+    ),
+    Planted(
+        "a save reuses what only a purged checkpoint names",
+        "casckpt/repository/commits.py",
+        "[commit for commit in self._sorted if commit.live]",
+        "[commit for commit in self._sorted if commit.last != 'revoked']",
+        "tests/checkpoint/test_promises.py tests/repository/test_gc.py",
+    ),
+    Planted(
+        "forgotten checkpoints are no roots of a gc",
+        "casckpt/repository/marking.py",
+        "return commit.live or (commit.txid not in ended",
+        "return commit.visible or (not commit.live and commit.txid not in ended",
+        "tests/repository/test_waiting.py",
+    ),
+    Planted(
+        "tags are not listed again right before a purge",
+        "casckpt/repository/retiring.py",
+        "    tagged = _tagged(repo)  # again: a tag",
+        "    tagged: set[TxId] = set()  # again: a tag",
+        "tests/repository/test_gc.py",
+    ),
+    Planted(
+        "the mirror is not asked again right before a purge",
+        "casckpt/repository/retiring.py",
+        "    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}",
+        "    unsafe = {commit.txid for commit in unmirrored(repo, due, None)}",
+        "tests/repository/test_gc.py",
+    ),
+    Planted(
+        "errors of a delete are ignored",
+        "casckpt/repository/gc.py",
+        """        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
+            progress(1)
+""",
+        """        for key in part:
+            try:
+                repo.storage.delete(key)
+            except OSError:
+                pass
+            progress(1)
+""",
+        "tests/repository/test_marking.py",
+    ),
+    Planted(
+        "cells that a load wants in part are not compared",
+        "casckpt/checkpoint/download.py",
+        "        if unit.digest is not None and cell_digest(data) != unit.digest:",
+        "        if direct and unit.digest is not None and cell_digest(data) != unit.digest:",
+        "tests/checkpoint/test_damage.py",
+    ),
+    Planted(
+        "only half of a digest is compared",
+        "casckpt/checkpoint/download.py",
+        "        if unit.digest is not None and cell_digest(data) != unit.digest:",
+        "        if unit.digest is not None and cell_digest(data)[:16] != unit.digest[:16]:",
+        "tests/checkpoint/test_damage.py",
+    ),
+    Planted(
+        "an extent may end one past its blob",
+        "casckpt/format/extents.py",
+        "    if not ((room >= 0) & (hi - lo <= room // itemsize)).all():",
+        "    if not ((room >= 0) & (hi - lo <= room // itemsize + 1)).all():",
+        "tests/format/test_extents.py",
+    ),
+    Planted(
+        "a whole tensor may end one past its blob",
+        "casckpt/format/extents.py",
+        "    if count * itemsize > int(blob_sizes[packed.blob]) - packed.offset:",
+        "    if (count - 1) * itemsize > int(blob_sizes[packed.blob]) - packed.offset:",
+        "tests/format/test_extents.py",
+    ),
+    Planted(
+        "a copy does not settle the names of its blobs",
+        "casckpt/repository/replicating.py",
+        "        self.target.storage.settle(uploader_folder(own))\n",
+        "",
+        "tests/repository/test_replicating.py",
+    ),
+    Planted(
+        "another's manifest in a joined copy is not looked at",
+        "casckpt/repository/replicating.py",
+        "            if blobs.check(self.target, there.blobs):",
+        "            if False:",
+        "tests/repository/test_replicating.py",
+    ),
+    Planted(
+        "the digest is taken of the caller's memory, not of the buffer that is written",
+        "casckpt/checkpoint/upload.py",
+        "self._claim(cell, cell_digest(target), number, at)",
+        "self._claim(cell, _digest_of(cell), number, at)",
+        "tests/checkpoint/test_promises.py",
+    ),
+    Planted(
+        "a new file is not synced",
+        "casckpt/storage/newfile.py",
+        "                self._fill(fd, data)\n                syscalls.link_unnamed",
+        "                write_all(fd, data, 0)\n                syscalls.link_unnamed",
+        "tests/storage/test_local_crash.py tests/storage/test_newfile.py",
+    ),
+    Planted(
+        "a create in memory replaces",
+        "casckpt/storage/memory.py",
+        """            if key in self._objects:
+                raise AlreadyExists(key)
+            self._objects[key] = kept
+""",
+        """            self._objects[key] = kept
+""",
+        "tests/storage/test_memory.py",
+    ),
+    Planted(
+        "a create in a folder replaces",
+        "casckpt/storage/newfile.py",
+        "                syscalls.link_unnamed(fd, folder, name)",
+        "                with suppress(FileNotFoundError):\n                    os.unlink(name, dir_fd=folder)\n"
+        "                syscalls.link_unnamed(fd, folder, name)",
+        "tests/storage/test_local.py",
+    ),
+    Planted(
+        "reused blobs are not looked at before the commit",
+        "casckpt/checkpoint/save.py",
+        "    lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])",
+        "    lost = blobs.check(repo, [])",
+        "tests/checkpoint/test_damage.py tests/checkpoint/test_reuse.py",
+    ),
+    Planted(
+        "what was committed while gc waited is no root",
+        "casckpt/repository/gc.py",
+        "        spare_roots(self.repo, paused.candidates, commits)\n",
+        "",
+        "tests/repository/test_interleavings.py",
+    ),
+    Planted(
+        "gc does not wait for open transactions",
+        "casckpt/repository/gc.py",
+        "        if waited.still:\n            return False",
+        "        if False:\n            return False",
+        "tests/repository/test_waiting.py",
+    ),
+    Planted(
+        "a minimum age is ignored",
+        "casckpt/repository/retiring.py",
+        "        elif until > now:",
+        "        elif until > now + (1 << 60):",
+        "tests/repository/test_gc.py",
+    ),
+    Planted(
+        "a mirror is noted before the copy",
+        "casckpt/repository/copying.py",
+        """        replica = replicate(source, target, commit, work)
+        if is_mirror:
+            note(source, commit, target.storage.url)
+""",
+        """        if is_mirror:
+            note(source, commit, target.storage.url)
+        replica = replicate(source, target, commit, work)
+""",
+        "tests/repository/test_replicating.py",
+    ),
+    Planted(
+        "the newest of a run goes with a rule",
+        "casckpt/plan/retention.py",
+        "    keep = {current[-1].txid} | {one.txid",
+        "    keep = {one.txid",
+        "tests/plan/test_retention.py",
+    ),
+    Planted(
+        "tagged ones go with a rule",
+        "casckpt/plan/retention.py",
+        "if one.txid not in tagged), key",
+        "if one.txid), key",
+        "tests/plan/test_retention.py",
+    ),
+    Planted(
+        "a bare number is a duration",
+        "casckpt/plan/durations.py",
+        'return 0.0 if duration.strip() == "0" else None',
+        "return float(duration) if duration.strip().isdecimal() else None",
+        "tests/plan/test_durations.py",
+    ),
+    Planted(
+        "lost records are no reason to refuse",
+        "casckpt/repository/gc.py",
+        "        check_recorded(self.repo, paused.candidates.sizes, commits.commits)\n",
+        "",
+        "tests/repository/test_lost.py",
+    ),
+    Planted(
+        "marked blobs are reused",
+        "casckpt/checkpoint/known.py",
+        "if mark.state != blobs.REPAIRED)",
+        "if mark.state not in (blobs.REPAIRED, blobs.DAMAGED))",
+        "tests/checkpoint/test_reuse.py",
+    ),
+    Planted(
+        "ranks may name different references",
+        "casckpt/checkpoint/asked.py",
+        "    if len(ranks_of) > 1:",
+        "    if len(ranks_of) > len(given):",
+        "tests/checkpoint/test_asked.py",
+    ),
+    Planted(
+        "ranks may use different stores",
+        "casckpt/checkpoint/asked.py",
+        '            raise self._apart(repo, "a copy")',
+        "            return",
+        "tests/checkpoint/test_asked.py tests/checkpoint/test_save_ranks_failing.py",
+    ),
+    Planted(
+        "autograd is not told of a load",
+        "casckpt/checkpoint/download.py",
+        "            want.sink.note_write()",
+        "            pass",
+        "tests/checkpoint/test_load_autograd.py",
+    ),
+    Planted(
+        "a manifest's hash is not compared",
+        "casckpt/format/manifest.py",
+        "or hex_digest(head) != id or",
+        "or",
+        "tests/format/test_manifest.py",
+    ),
+    Planted(
+        "rotation takes what is not safe in the mirror",
+        "casckpt/repository/retiring.py",
+        "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}",
+        "    unsafe: set[TxId] = set()",
+        "tests/frontends/trainer/test_retention.py",
+    ),
+    Planted(
+        "ranks are not compared at all before a load",
+        "casckpt/checkpoint/load.py",
+        "        check_same([one.ref for one in told])\n",
+        "",
+        "tests/checkpoint/test_asked.py",
+    ),
+)
