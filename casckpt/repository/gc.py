@@ -41,7 +41,7 @@ from casckpt.repository.parallel import in_parallel
 from casckpt.repository.paused import Paused
 from casckpt.repository.repository import Repository
 from casckpt.repository.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
-from casckpt.repository.stock import BLOB, Stock, sums_of, take_stock
+from casckpt.repository.stock import BLOB, Stock, Sums, sums_of, take_stock
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.repository.usage import needed_only_by
@@ -100,7 +100,7 @@ class _Tally:
 
     def result(self, repo: Repository, plan: GcPlan, **rest: Any) -> GcResult:
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
-        later = needed_only_by(repo, list_commits(repo), plan.young)
+        later = needed_only_by(repo, list_commits(repo), plan.young) if plan.young else Sums()
         return GcResult(
             deleted_blobs=deleted.blobs,
             deleted_bytes=deleted.blob_bytes,
