@@ -80,9 +80,7 @@ class Calls:
     def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
         """All files in a folder and below, and what is known of each."""
         found = self("find", folder, detail=True)
-        if found and not isinstance(
-            found, dict
-        ):  # adlfs: an object of that name hides what is below it
+        if found and not isinstance(found, dict):  # adlfs: an object of that name hides what is below it
             raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
         return found or {}
 
