@@ -127,7 +127,7 @@ def in_memories_of_their_own(rank: int, size: int) -> Any:
 def test_ranks_whose_stores_are_not_one(ranks: Pool) -> None:
     for told in ranks.run(2, in_memories_of_their_own):
         assert list(told) == [1]
-        assert "is another place on this rank" in told[1][1]
+        assert "this rank uses the store" in told[1][1]
 
 
 # replicas, parts of ranks, processes alone
