@@ -50,7 +50,7 @@ def in_stores_of_their_own(rank: int, size: int, url: str) -> Any:
 def test_ranks_whose_stores_are_not_one(ranks: Pool, tmp_path: Path, url: str) -> None:
     """Else the one that commits would name what nobody else can find."""
     for told, saved in ranks.run(2, in_stores_of_their_own, url.format(path=tmp_path)):
-        assert "is another place on this rank" in told
+        assert "this rank uses the store" in told
         assert saved == 0
 
 
