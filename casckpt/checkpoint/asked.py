@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from casckpt.checkpoint.handle import Checkpoint
@@ -12,6 +13,7 @@ from casckpt.format.names import TxId
 from casckpt.repository.repository import Repository
 
 _SHOWN = 8
+_LAG = 75  # seconds; NFS shows another host's new names after at most 60, unless its mount says otherwise
 
 
 def named(ref: str | Checkpoint) -> str:
@@ -57,16 +59,20 @@ class Home:
         if repo.marker.store_id != self.store_id:
             raise self._apart(repo, repo.marker.store_id)
 
-    def check_shared(self, repo: Repository, txid: TxId) -> None:
+    def check_shared(self, repo: Repository, txid: TxId, sleep: Callable[[float], None] = time.sleep) -> None:
         """Raise Conflict where this rank sees nothing of the save that rank 0 has begun: nobody would find its part.
 
-        Buckets are one for all by their names; folders are not, and memory never is.
+        Buckets are one for all by their names; folders are not, and memory never is. Where names that other hosts made
+        may show late, it waits for them.
         """
+        for _ in range(_LAG if repo.storage.traits.stale else 0):
+            if _shows(repo, txid):
+                break
+            sleep(1.0)
         if not repo.exists():
             raise self._apart(repo, "none there")
         self.check(repo)
-        keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
-        if not repo.storage.traits.remote and all(repo.storage.size(key) is None for key in keys):
+        if not _shows(repo, txid):
             raise self._apart(repo, "a copy")
 
     def _apart(self, repo: Repository, what: str) -> Conflict:
@@ -75,3 +81,9 @@ class Home:
             "ranks must share one. What is in memory, or on a disk of each host's own, is another one for each: give "
             "all a folder or a bucket that all of them reach"
         )
+
+
+def _shows(repo: Repository, txid: TxId) -> bool:
+    """Does this rank see the save ``txid``, which rank 0 has begun?"""
+    keys = transaction_key(txid), commit_key(txid)  # the second where the save was revoked, as is found out later
+    return repo.exists() and (repo.storage.traits.remote or any(repo.storage.size(key) is not None for key in keys))

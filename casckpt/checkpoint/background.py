@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from casckpt.checkpoint.ending import unheard, watch_exits
+from casckpt.checkpoint.ending import unheard
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.tensors.staging import Staging
 
@@ -68,7 +68,6 @@ class Background:
 
     def submit(self, call: Callable[[], Checkpoint]) -> SaveFuture:
         """Run ``call``; after `wait`. Where no thread is to be had, the caller runs it."""
-        watch_exits()
         future = self._last = SaveFuture()
 
         def run() -> None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - its pools are waited for after `_ending` is set, for they came before
-import functools
 import logging
 import os
 import sys
 import threading
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 STATUS: Final = 120
-"""Of a program that would have ended well."""
+"""Of a program that no uncaught error ends."""
 
 log = logging.getLogger(__name__)
 _UNHEARD: Final = "the last save in the background failed, and nobody asked its future: %s"
-_given: Final[list[Any]] = []  # to sys.exit, by the main thread
 _ending: Final = threading.Event()
 
 unheard: Final[dict[object, str]] = {}
@@ -53,9 +51,13 @@ def _tell() -> None:
 
 
 def _end_badly() -> None:
-    """Let the program, which is ending, do so with `STATUS`, unless it ends in an error anyway."""
+    """Let the program, which is ending, do so with `STATUS`, unless an uncaught error ends it anyway.
+
+    Also where it gave another status to `sys.exit`: who cleans up is not told of that, and to wrap `sys.exit` for it
+    would change a function of everybody's.
+    """
     uncaught = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if uncaught is not None or any(_given):
+    if uncaught is not None:
         return
     for name in ("stderr", "stdout"):
         stream = getattr(sys, name)
@@ -78,20 +80,3 @@ class _Unflushed:
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("something failed; see above")
-
-
-@functools.cache
-def watch_exits() -> None:
-    """From now on, know what the main thread gave `sys.exit` last. Python does not tell those that clean up.
-
-    wandb does it in the same way. Who raises SystemExit by other means ends with `STATUS` too, if something failed.
-    """
-    real = sys.exit
-
-    @functools.wraps(real)
-    def exit(status: Any = None, /) -> NoReturn:
-        if threading.current_thread() is threading.main_thread():
-            _given[:] = [status]
-        real(status)
-
-    sys.exit = exit

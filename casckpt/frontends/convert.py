@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import CasckptError, NotFound
+from casckpt.errors import CasckptError, InvalidInput, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
@@ -121,6 +121,8 @@ def _kind_of_folder(folder: Path) -> str:
 def _kind_of_file(path: Path) -> str:
     if not path.exists():
         raise NotFound(f"there is no file or folder {path}; give the path of a checkpoint to import")
+    if not path.is_file():  # to open a pipe that nobody writes into would wait for ever
+        raise InvalidInput(f"{path} is neither a file nor a folder; write what comes out of it to a file, import that")
     with path.open("rb") as file:
         head = file.read(4)
     return "torch" if head == _ZIP or head[:2] in _PICKLES else "safetensors"

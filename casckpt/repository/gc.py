@@ -185,6 +185,9 @@ def execute(
     if revoke_after is None:
         known = repo.settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
+    if plan.forget or plan.purge:  # chosen from what is listed; if that is not all, it is not for a policy to choose
+        commits = commits_without_doubt(repo)
+        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)
     forgotten, purged = retire(repo, plan)
     gc = _Collection(repo, Patience(wait, revoke_after, sleep), progress, tell)
     gc.run()

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from casckpt.errors import CasckptError, Conflict, NotFound, Refused
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
-from casckpt.repository.commits import Commit, refresh, restore
-from casckpt.repository.reading import Read, check_no_file, read_records
+from casckpt.repository.commits import Commit, list_commits, refresh, restore
+from casckpt.repository.reading import Read, check_no_file, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Entry
 
@@ -139,7 +139,8 @@ def _read_newest(
 
 
 def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, Entry]]:
-    """The highest generation of each tag, by name."""
+    """The highest generation of each tag, by name; also one that is missing, but that this host has seen."""
+    seen = _seen(repo, prefix)
     newest: dict[str, tuple[int, Entry]] = {}
     for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
@@ -147,7 +148,24 @@ def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, Entry
             check_no_file(repo.storage.url, entry, parse_tag)
         elif key[1] >= newest.get(key[0], (-1, entry))[0]:
             newest[key[0]] = (key[1], entry)
+    if _lost(seen, newest):
+        list_commits(repo)  # where commits are missing too, the whole store was put back, and what was seen is dropped
+        lost = _lost(_seen(repo, prefix), newest)
+        newest |= {name: (number, Entry(tag_key(name, number), -1)) for name, number in lost.items()}
     return newest
+
+
+def _seen(repo: Repository, prefix: str) -> dict[str, int]:
+    """The highest generation of each tag that this host has read; to be asked before a listing: others go on learning.
+
+    None ever goes. Where it is missing, tags/ was moved away, or is an older one: nobody knows what the tag protects.
+    """
+    keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
+    return dict(sorted(keys, key=lambda key: key[1]))
+
+
+def _lost(seen: Mapping[str, int], newest: Mapping[str, tuple[int, Entry]]) -> dict[str, int]:
+    return {name: number for name, number in seen.items() if name not in newest or newest[name][0] < number}
 
 
 def _newest(repo: Repository, name: str) -> tuple[int, TagList]:
@@ -169,6 +187,10 @@ def _write(repo: Repository, name: str, number: int, txid: TxId | None, manifest
 
 
 def _checked(record: Read, name: str, key: str) -> Read:
+    if isinstance(record, NotFound):
+        return Damaged(
+            f"{key} is missing, which this host has read before. Put tags/ back, if it is elsewhere", key=key
+        )
     if isinstance(record, CasckptError) or record.name == name:
         return record
     return Refused(f"{key} is not usable: it holds a record of tag {record.name[:100]!r}", key=key)

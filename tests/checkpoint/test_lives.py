@@ -149,7 +149,7 @@ def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
-SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1); "
+SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1, overwrite=True); "
 LAST = f"leader.list_commits = failing; {SAVE}threading._register_atexit(ended.set); "
 EARLY = f"leader.list_commits = gone; {SAVE}store._saver.get().background.wait(); "
 
@@ -158,16 +158,17 @@ LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store
 
 
 HEARD = EARLY + "one.exception(); "
+OWN = "one.result(); assert type(sys.exit) is type(len)"
 FAILED = {
-    LAST: 120, LAST + "sys.exit(0)": 120, LAST + "sys.exit(3)": 3, LAST + "raise ValueError": 1,
+    LAST: 120, LAST + "sys.exit(0)": 120, LAST + "sys.exit(3)": 120, LAST + "raise ValueError": 1,
     LAST + "import logging; logging.basicConfig(stream=open(os.devnull, 'w'))": 120,
-    LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 3,
+    LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 120,
 }  # fmt: skip
 
 
 def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_so(store_path: Path) -> None:
-    """Whatever else runs at its end runs, and a status that is not 0 stays. One whose saves did well is as ever."""
-    wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0}
+    """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
+    wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
     found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
     assert {ending: status for ending, (_, status) in found.items()} == wanted
     for ending, (said, _) in found.items():

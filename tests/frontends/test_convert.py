@@ -22,7 +22,7 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import Entry
 from casckpt.frontends import resident, safetensors_export, safetensors_import
-from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors
+from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors, look_at
 from casckpt.frontends.safetensors_layout import plan_shards, plan_windows
 from casckpt.frontends.view import Seen
 from tests.support.told import Told
@@ -445,3 +445,14 @@ def test_files_hold_every_tensor_once_in_order(given_streams: list[Seen], most: 
 def test_files_of_no_size_are_refused() -> None:
     with pytest.raises(InvalidInput, match="max-shard-size"):
         plan_shards([], 0)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    writer = os.open(tmp_path / "pipe.pt", os.O_RDWR)  # one that opens it ends, and finds what is no checkpoint
+    os.write(writer, b"none")
+    try:
+        with pytest.raises(InvalidInput, match="neither a file nor a folder"):
+            look_at(tmp_path / "pipe.pt")
+    finally:
+        os.close(writer)

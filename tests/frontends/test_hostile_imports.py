@@ -254,6 +254,7 @@ def test_names_and_ids_of_no_use_are_told_through_dcp(store: casckpt.Store, fold
     for call in (StorageWriter(store).reset, StorageReader(store).reset):
         with pytest.raises(InvalidInput, match="checkpoint_id=6 is neither text"):
             call(6)  # type: ignore[arg-type] # that is the point
+    assert not StorageWriter.validate_checkpoint_id(6)  # type: ignore[arg-type] # that is the point
     (folder / os.fsdecode(b"\xff.json")).write_text("{}")
     (folder / "back\\slash").write_text("{}")
     (folder / "good.json").write_text("{}")

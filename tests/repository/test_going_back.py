@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.errors import Damaged
 from casckpt.repository import commits, manifests
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import list_tags, set_tag
+from casckpt.repository.tags import delete_tag, get_tag, list_tags, set_tag
 from casckpt.repository.verify import verify
 from casckpt.storage.local import LocalStore
 from tests.support.copies import copy
@@ -116,3 +117,47 @@ def test_a_copy_that_was_made_again_lies_elsewhere(tmp_path: Path, source: Repos
     copy(source, other, newest)
     run_gc(store.seen_from("host", 3), min_age=0.0)
     assert not verify(store.seen_from("new", 4)).is_damaged
+
+
+def test_tags_that_are_gone_protect_what_they_named_until_somebody_decides(store: Store) -> None:
+    repo = store.seen_from("host")
+    made = [save(repo, "a", step, texts=[f"own {step}"]) for step in range(3)]
+    set_tag(repo, "t", made[0])
+    list_tags(repo)
+    for entry in list(store.storage.list("tags/")):
+        store.storage.delete(entry.key)
+    for again in (repo, store.seen_from("host", seed=2)):
+        with pytest.raises(Damaged, match=r"tags/t/0 is missing.*Set the tag anew, or delete it"):
+            run_gc(again, LAST, min_age=0)
+        assert len(list_commits(again).live()) == 3
+        assert [key for key, _ in verify(again).records] == ["tags/t"]
+    set_tag(repo, "t", made[1])
+    assert {commit.step for commit in run_gc(repo, LAST, min_age=0).purged} == {0}
+
+
+def test_a_lost_tag_may_be_deleted(store: Store) -> None:
+    repo = store.seen_from("host")
+    made = save(repo, "a", 0)
+    set_tag(repo, "t", made)
+    store.keep()
+    set_tag(repo, "t", made)
+    set_tag(repo, "other", made)
+    assert list_tags(repo).tags["t"].generation == 1
+    store.put_back()
+    assert list_tags(repo).damaged.keys() == {"t", "other"}
+    delete_tag(repo, "t")
+    delete_tag(repo, "other")
+    assert (list_tags(repo).tags, list_tags(repo).damaged) == ({}, {})
+
+
+def test_a_store_that_was_put_back_whole_has_the_tags_it_had(store: Store) -> None:
+    repo = store.seen_from("host")
+    made = save(repo, "a", 0)
+    set_tag(repo, "t", made)
+    store.keep()
+    set_tag(repo, "t", save(repo, "a", 1))
+    assert list_tags(repo).tags["t"].generation == 1
+    list_commits(repo)
+    store.put_back()
+    assert get_tag(store.seen_from("host", seed=2), "t") == list_tags(repo).tags["t"]
+    assert list_tags(repo).tags["t"].txid == made.txid

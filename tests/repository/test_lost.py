@@ -21,7 +21,7 @@ from casckpt.repository.tags import set_tag
 from casckpt.repository.verify import verify
 from casckpt.storage.local import LocalStore
 from tests.support.faulty import FaultyStore, call_first
-from tests.support.gcs import LAST, begin_elsewhere, collect, commit_of, keys, run_gc
+from tests.support.gcs import LAST, begin_elsewhere, collect, commit_of, keys, run_gc, snapshot
 from tests.support.repositories import meanwhile, repository, save
 
 
@@ -176,3 +176,12 @@ def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, roo
     assert keys(local) == before
     local.change_settings(mirror="memory://mirror")
     assert run_gc(local).purged
+
+
+def test_nothing_is_forgotten_by_a_rule_where_records_are_lost(local: Repository, root: Path) -> None:
+    """The newest may be among them, and what the rule would take the only one that is left."""
+    (root / last_commit(local)).unlink()
+    there = snapshot(local)
+    with pytest.raises(Damaged, match="records are missing"):
+        run_gc(local, LAST)
+    assert snapshot(local) == there

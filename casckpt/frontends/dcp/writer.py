@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from casckpt.checkpoint.ending import watch_exits
 from casckpt.checkpoint.job import save_options
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import this_rank
@@ -69,7 +68,6 @@ class StorageWriter(Protocol):
         }  # fmt: skip
         save_options(run=run, step=step or 0, **self._options)  # refused here rather than in a save
         self._here = _Here()
-        watch_exits()  # in this thread: one that saves in the background may come too late
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_here"}
