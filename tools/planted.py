@@ -214,6 +214,13 @@ PLANTED = (
         "tests/repository/test_lost.py",
     ),
     Planted(
+        "a rule chooses although records are lost",
+        "casckpt/repository/gc.py",
+        "        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)\n",
+        "",
+        "tests/repository/test_lost.py",
+    ),
+    Planted(
         "marked blobs are reused",
         "casckpt/checkpoint/known.py",
         "if mark.state != blobs.REPAIRED)",
