@@ -180,6 +180,8 @@ def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, roo
 
 def test_nothing_is_forgotten_by_a_rule_where_records_are_lost(local: Repository, root: Path) -> None:
     """The newest may be among them, and what the rule would take the only one that is left."""
+    for step in range(10, 13):
+        save(local, step=step, texts=[str(step)])
     (root / last_commit(local)).unlink()
     there = snapshot(local)
     with pytest.raises(Damaged, match="records are missing"):
