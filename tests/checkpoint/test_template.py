@@ -254,6 +254,8 @@ def test_a_missing_key_that_shares_memory_with_what_is_loaded_is_excused() -> No
         loaded = store.load(template, "default@1")
         assert loaded.missing_keys == ()
         assert same(tied, saved)
+    sparse = torch.eye(2).to_sparse()
+    assert store.load({"emb": tied, "s": sparse}, "default@1", strict=False).missing_keys == ("s",)
     base = torch.zeros(4, 3)
     nothing = torch.zeros(0)
     for emb, head in ((base[:2], base[2:]), (base[:2], base[:1]), (base[:2], base[:2].T), (base[:2], nothing)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,13 +16,14 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import Unread
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import open_ranks
-from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Revoked
+from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.newest import newest, newest_together
+from casckpt.frontends.trainer.newest import newest_together
+from casckpt.frontends.trainer.one_run import OneRun
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(OneRun):
     """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
@@ -85,8 +86,7 @@ class Checkpointer:
             ephemeral_cooldown=ephemeral_cooldown, max_steps_at_risk=max_steps_at_risk, gc=gc, frozen=frozen,
             allow_pickle=allow_pickle,
         )  # fmt: skip
-        self.run = run
-        self.store = throttled(as_store(store), throttle, work_dir)
+        super().__init__(throttled(as_store(store), throttle, work_dir), run)
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._schedule, self._rotation = self.config.schedule, self.config.rotation
@@ -296,30 +296,6 @@ class Checkpointer:
     def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
         """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
         return self._find_together(step, lambda: False)[0]
-
-    # looking
-
-    def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """The checkpoints of the run by step; ``ephemeral``: only those that are, or are not. From one listing."""
-        try:
-            found = self.store.checkpoints(self.run)
-        except NotFound:  # no store yet
-            found = []
-        chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
-        yield from sorted(chosen, key=lambda one: one.step)
-
-    def latest_checkpoint(self) -> Checkpoint:
-        """The newest of the run: the one that was begun last. Raises NotFound, a FileNotFoundError."""
-        return self.store.get(f"{self.run}@latest")
-
-    def contains_checkpoint(self) -> bool:
-        """Is there any of the run?"""
-        return newest(self.store, self.run) is not None
-
-    @staticmethod
-    def checkpoint_dirname(step: int) -> str:
-        """A name for frameworks that demand a folder."""
-        return f"step{step}"
 
     # inside
 

@@ -14,6 +14,7 @@ from torch import nn, optim
 from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state, unshard_optim_state
 from tests.support.saves import small
 from tests.support.training import identical, made, trained
 
@@ -132,6 +133,20 @@ def test_what_a_resume_is_not_given_is_told(caplog: pytest.LogCaptureFixture) ->
     checkpointer.load(f"{run}@5", model, optimizer)
     assert checkpointer.resume(model, unread="ignore") == found
     assert checkpointer.resume(model, optimizer, TrainState(epoch=0)) == found
+    assert not told(caplog)
+
+
+def test_what_a_front_end_leaves_on_purpose_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    store, run, (model, optimizer) = small(), new_run(), trained()
+    Checkpointer(store, run=run).save(5, model, optimizer, TrainState(epoch=3))
+    unshard_model_state(store, f"{run}@5")
+    unshard_optim_state(store, f"{run}@5")
+    assert not told(caplog)
+    loaded = load_model_and_optim_state(store, f"{run}@5", model)
+    assert loaded.unread_subtrees == ("optim", "train")
+    assert f"not 'train' of {run}@5" in told(caplog)  # no optimizer is asked for
+    caplog.clear()
+    load_model_and_optim_state(store, f"{run}@5", model, optimizer, unread="ignore")
     assert not told(caplog)
 
 
