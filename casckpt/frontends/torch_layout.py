@@ -38,26 +38,30 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     """
     if is_optimizer_state(state) and not is_named([state]):
         return Laid(state, (_note("the optimizer", "there is no model beside it that could give names"),))
-    name = next((name for name in OPTIMIZERS if name in state), None)
-    optimizers = [] if name is None else _optimizers(state[name])
-    if name is None or not optimizers or is_named(optimizers):
-        return Laid(state)
+    name = next((name for name in OPTIMIZERS if name in state), "")
     home = next((home for home in MODELS if home in state and _is_model(state[home])), None)
+    optimizers = _optimizers(state.get(name))
+    as_it_is = state if home is None or _LIGHTNING not in state else _of_lightning(state, home)
+    if not optimizers or is_named(optimizers):
+        return Laid(as_it_is)
     if home is None:
         return Laid(state, (_note(repr(name), f"none of {', '.join(MODELS)} is a model's state_dict"),))
-    model = _unwrapped(state[home])
+    model = state[home] if _LIGHTNING in state else _unwrapped(state[home])
     try:
         optim = by_name(optimizers, model, parameter_names)
     except Mismatch as error:
         if parameter_names is not None:
             raise
-        return Laid(state, (_note(repr(name), str(error)),))
-    made: dict[str, Any] = {"model": model, "optim": optim}
+        return Laid(as_it_is, (_note(repr(name), str(error)),))
     if _LIGHTNING in state:
-        rest = {key: value for key, value in state.items() if key != home}
-        return Laid(made | {"lightning": rest})
+        return Laid({**as_it_is, "optim": optim})
     rest = {key: value for key, value in state.items() if key not in (name, home)}
-    return Laid(made | ({"train": {0: rest}} if rest else {}))
+    return Laid({"model": model, "optim": optim} | ({"train": {0: rest}} if rest else {}))
+
+
+def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:
+    """Where `casckpt.frontends.lightning` looks for it: all of the file, optimizers included, beside the weights."""
+    return {"model": state[home], "lightning": {key: value for key, value in state.items() if key != home}}
 
 
 def _note(what: str, why: str) -> str:

@@ -117,6 +117,8 @@ def test_a_file_of_lightning_and_several_optimizers(tmp_path: Path) -> None:
     torch.save(file, tmp_path / "last.ckpt")
     store = small()
     assert "several ways" in torch_save_to_casckpt(tmp_path / "last.ckpt", store, step=1).notes[0]  # or frozen.bias
+    found = from_state(store.read("default@1"))  # for Lightning, all is where it looks for it
+    assert identical({name: found[name] for name in file}, file)
     names = ["norm.weight", "norm.bias", "head.weight"]
     for wrong in (names[::-1], names[:2], [*names[:2], names[0]]):
         with pytest.raises(Mismatch, match="parameter"):
@@ -128,6 +130,8 @@ def test_a_file_of_lightning_and_several_optimizers(tmp_path: Path) -> None:
     assert identical([one.state_dict() for one in fresh_ones], states)
     found = from_state(store.read("default@3"))
     assert identical({name: found[name] for name in file}, file)
+    del file["optimizer_states"]
+    assert set(laid_out(file).state) == {"model", "lightning"}
 
 
 def test_names_that_the_optimizer_was_given_count(tmp_path: Path) -> None:
