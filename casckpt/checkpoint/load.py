@@ -73,10 +73,48 @@ def load_together(
 ) -> Loaded:
     """Fill the tensors of ``state`` in place and replace its other leaves; every rank of ``ranks`` calls it.
 
-    Rank 0 alone resolves, and reads the manifest for those that do not
-    hold it; all must have given the same ``ref``. What is wrong on any rank is raised on all of them, before anything
-    changes on one.
+    Rank 0 alone resolves, and reads the manifest for those that do not hold it; all must have given the same ``ref``.
+    What is wrong on any rank is raised on all of them, before anything changes on one.
     """
+    found, mine = _find(repo, ranks, ref, resolve, options)
+    commit, told = found.commit, found.manifest
+    if told is not None and ranks.rank != 0:
+        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
+    template = Template(told or manifests.get(repo, commit), mine)
+
+    def plan() -> Mapping[str, str]:
+        found.home.check(repo)
+        template.plan(state)
+        return template.empties
+
+    def compare(empties: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
+        template.check_empty(empties)
+        return everyone(template.subtrees, ranks.size)
+
+    asked = ranks.exchange(plan, compare)
+
+    def run() -> list[bool]:
+        template.run(repo, state)
+        return also_unread(asked, template.subtrees)
+
+    def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
+        subtrees = on_all(asked, left)
+        if mine.unread == "warn":
+            tell(commit.run, commit.step, subtrees, 'pass unread="ignore"')
+        return everyone(subtrees, ranks.size)
+
+    subtrees = ranks.exchange(run, finish)
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+
+
+def _find(
+    repo: Repository,
+    ranks: Ranks,
+    ref: str | Checkpoint,
+    resolve: Callable[[], Commit],
+    options: Callable[[], LoadOptions],
+) -> tuple[_Found, LoadOptions]:
+    """What ``ref`` names, as rank 0 finds it, and what this rank was asked for."""
     settings: list[LoadOptions] = []
 
     def hello() -> _Hello:
@@ -96,35 +134,7 @@ def load_together(
         return [answers[one.host, name in one.names] for one in told]
 
     found = ranks.exchange(hello, find)
-    commit, told = found.commit, found.manifest
-    if told is not None and ranks.rank != 0:
-        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
-    mine = replace(settings[0], ranks_here=found.ranks_here)
-    template = Template(told or manifests.get(repo, commit), mine)
-
-    def plan() -> Mapping[str, str]:
-        found.home.check(repo)
-        template.plan(state)
-        return template.empties
-
-    def compare(told: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
-        template.check_empty(told)
-        return everyone(template.subtrees, ranks.size)
-
-    left = ranks.exchange(plan, compare)
-
-    def run() -> list[bool]:
-        template.run(repo, state)
-        return also_unread(left, template.subtrees)
-
-    def finish(told: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
-        subtrees = on_all(left, told)
-        if mine.unread == "warn":
-            tell(commit.run, commit.step, subtrees, 'pass unread="ignore"')
-        return everyone(subtrees, ranks.size)
-
-    subtrees = ranks.exchange(run, finish)
-    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+    return found, replace(settings[0], ranks_here=found.ranks_here)
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
