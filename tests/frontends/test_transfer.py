@@ -73,6 +73,17 @@ def test_a_model_of_other_names_at_the_top_is_told(load: Load) -> None:
         load(store, "base@0", nn.ModuleDict({"2": nn.Linear(2, 2)}), ignore_mismatched=["0*", "1*"])
 
 
+@pytest.mark.parametrize("load", LOADS)
+def test_a_model_that_lies_elsewhere_is_missing(load: Load) -> None:
+    store = small()
+    store.save({"net": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, run="base", step=0)
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(MissingKey, match=r"Did you mean 'net\.0\.weight'"):
+        load(store, "base@0", model)
+    load(store, "base@0", model, rename={r"model\.(.*)": r"net.\1"})
+    assert model[0].weight.eq(1).all()
+
+
 def classifier(seed: int, classes: int) -> tuple[Any, optim.Optimizer]:
     torch.manual_seed(seed)
     model = nn.ModuleDict({"body": nn.Linear(4, 6), "head": nn.Linear(6, classes)})

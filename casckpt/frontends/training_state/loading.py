@@ -124,6 +124,8 @@ class Loading:
         wanted = {self._saved_name(name): name for name in self._model.values}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below("model")
+        if self._bare and wanted.keys().isdisjoint(there):
+            return []  # no weights stand there: what is missing says more
         return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
