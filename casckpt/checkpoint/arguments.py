@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,14 +23,19 @@ def usable_device(device: str | torch.device) -> torch.device:
         raise InvalidInput(f"device={device!r} is not usable; give one as 'cpu' or 'cuda:0'") from error
 
 
-def usable_patterns(keys: Any) -> Sequence[str] | None:
+def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
     """Fnmatch patterns as a list; None for all keys. One text is one pattern. Raises InvalidInput."""
     if keys is None:
         return None
     patterns = [keys] if isinstance(keys, str) else list(keys) if isinstance(keys, Iterable) else [keys]
     if not all(isinstance(pattern, str) for pattern in patterns):
-        raise InvalidInput(f"keys={keys!r:.80} is not usable; give a list of patterns, as ['model.*']")
+        raise InvalidInput(f"{name}={keys!r:.80} is not usable; give a list of patterns, as ['model.*']")
     return patterns
+
+
+def matches(key: str, patterns: Sequence[str] | None) -> bool:
+    """Does a key match any of some patterns? None: all do."""
+    return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def renamer(rename: Any) -> Callable[[str], str]:

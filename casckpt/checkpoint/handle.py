@@ -49,13 +49,18 @@ class Checkpoint:
     """One checkpoint of a store, as its commit tells it; what stands in the manifest is read when it is asked for.
 
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
-    ``unread_keys``: keys of the checkpoint that the template did not name.
+    ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
+    these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
+    ``notes``: what an import did not take over as it is meant, in words.
     """
 
     repo: Repository = field(repr=False)
     commit: Commit = field(repr=False)
     missing_keys: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
+    unread_subtrees: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def _record(self) -> Committed:

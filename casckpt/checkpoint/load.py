@@ -5,7 +5,6 @@ Everything that can be known to be wrong is found before the first byte changes:
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,13 +14,14 @@ from typing import Any
 
 import torch
 
-from casckpt.checkpoint.arguments import renamer, usable_patterns
+from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.asked import Home, check_same, named
 from casckpt.checkpoint.contents import Contents
-from casckpt.checkpoint.garbage import collecting_later
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import LoadOptions, LoadPlan
-from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.ranks import Ranks, everyone, telling
+from casckpt.checkpoint.template import Template
+from casckpt.checkpoint.unread import also_unread, on_all, tell
 from casckpt.errors import MissingKey, NotFound
 from casckpt.format.manifest import ATTACHMENT, BlobRef, Manifest
 from casckpt.format.names import ManifestId, TxId
@@ -29,7 +29,7 @@ from casckpt.format.tree import Leaf, Node, Path, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.tensors.state import LeafValue, check_replaceable, flatten, inflate, replace_leaves
+from casckpt.tensors.state import LeafValue, inflate
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,17 @@ class _Found:
     home: Home
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank."""
+
+    commit: Commit
+    missing: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    unread: tuple[str, ...]
+    subtrees: tuple[str, ...]
+
+
 def load_together(
     repo: Repository,
     ranks: Ranks,
@@ -59,13 +70,51 @@ def load_together(
     *,
     resolve: Callable[[], Commit],
     options: Callable[[], LoadOptions],
-) -> tuple[Commit, tuple[str, ...], tuple[str, ...]]:
+) -> Loaded:
     """Fill the tensors of ``state`` in place and replace its other leaves; every rank of ``ranks`` calls it.
 
-    Returns (commit, missing keys, unread keys). Rank 0 alone resolves, and reads the manifest for those that do not
-    hold it; all must have given the same ``ref``. What is wrong on any rank is raised on all of them, before anything
-    changes on one.
+    Rank 0 alone resolves, and reads the manifest for those that do not hold it; all must have given the same ``ref``.
+    What is wrong on any rank is raised on all of them, before anything changes on one.
     """
+    found, mine = _find(repo, ranks, ref, resolve, options)
+    commit, told = found.commit, found.manifest
+    if told is not None and ranks.rank != 0:
+        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
+    template = Template(told or manifests.get(repo, commit), mine)
+
+    def plan() -> Mapping[str, str]:
+        found.home.check(repo)
+        template.plan(state)
+        return template.empties
+
+    def compare(empties: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
+        template.check_empty(empties)
+        return everyone(template.subtrees, ranks.size)
+
+    asked = ranks.exchange(plan, compare)
+
+    def run() -> list[bool]:
+        template.run(repo, state)
+        return also_unread(asked, template.subtrees)
+
+    def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
+        subtrees = on_all(asked, left)
+        if mine.unread == "warn":
+            tell(commit.run, commit.step, subtrees, 'pass unread="ignore"')
+        return everyone(subtrees, ranks.size)
+
+    subtrees = ranks.exchange(run, finish)
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+
+
+def _find(
+    repo: Repository,
+    ranks: Ranks,
+    ref: str | Checkpoint,
+    resolve: Callable[[], Commit],
+    options: Callable[[], LoadOptions],
+) -> tuple[_Found, LoadOptions]:
+    """What ``ref`` names, as rank 0 finds it, and what this rank was asked for."""
     settings: list[LoadOptions] = []
 
     def hello() -> _Hello:
@@ -85,55 +134,14 @@ def load_together(
         return [answers[one.host, name in one.names] for one in told]
 
     found = ranks.exchange(hello, find)
-    commit, told = found.commit, found.manifest
-    if told is not None and ranks.rank != 0:
-        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
-    loading = _Loading(told or manifests.get(repo, commit), replace(settings[0], ranks_here=found.ranks_here))
-
-    def plan() -> None:
-        found.home.check(repo)
-        loading.plan(state)
-
-    ranks.exchange(plan, lambda done: done)
-    ranks.exchange(lambda: loading.run(repo, state), lambda done: done)
-    return commit, loading.missing, loading.unread
+    return found, replace(settings[0], ranks_here=found.ranks_here)
 
 
 def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
     """The blobs that a load into ``state`` reads. Raises MissingKey, Mismatch or InvalidInput, as the load would."""
-    loading = _Loading(manifest, options)
-    loading.plan(state)
-    return loading.blobs(repo)
-
-
-class _Loading:
-    """One rank's part of a load into a template."""
-
-    def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
-        self._plan = LoadPlan(Contents(manifest, options.rank), options)
-        self.missing: tuple[str, ...] = ()
-        self.unread: tuple[str, ...] = ()
-
-    @collecting_later()
-    def plan(self, state: Any) -> None:
-        """Check all of it. Raises MissingKey, Mismatch or InvalidInput."""
-        contents, options = self._plan.contents, self._plan.options
-        flat = flatten(state)
-        name_of = renamer(options.rename)
-        names = {key: name_of(key) for key in flat.leaves}
-        self.missing = tuple(key for key, leaf in flat.leaves.items() if not self._plan.add(key, names[key], leaf))
-        if self.missing and options.strict:
-            raise _missing_error(contents.manifest, self.missing, names, contents.keys())
-        check_replaceable(state, self._plan.replaced)
-        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
-
-    def blobs(self, repo: Repository) -> list[BlobRef]:
-        """What is to be read."""
-        return self._plan.download(repo).blobs(self._plan.wants())
-
-    def run(self, repo: Repository, state: Any) -> None:
-        """Read, and put the new leaves in. Raises Damaged, StorageError."""
-        replace_leaves(state, self._plan.run(repo))
+    template = Template(manifest, options)
+    template.plan(state)
+    return template.blobs(repo)
 
 
 def read(
@@ -144,12 +152,12 @@ def read(
     contents = Contents(manifest, options.rank)
     plan = LoadPlan(contents, options)
     for path, _ in leaves(contents.tree):
-        if _matches(key := join(path), patterns):
+        if matches(key := join(path), patterns):
             plan.new(key, device)
     if patterns is not None:
         _check_used(manifest, patterns, list(_names(contents.tree, ())))
     values = plan.run(repo)
-    return inflate(contents.tree, lambda key, leaf: values[key], lambda key: _matches(key, patterns))
+    return inflate(contents.tree, lambda key, leaf: values[key], lambda key: matches(key, patterns))
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
@@ -162,10 +170,6 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
         if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
             raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
     return plan.run(repo)
-
-
-def _matches(key: str, patterns: Sequence[str] | None) -> bool:
-    return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _names(node: Node, path: Path) -> Iterator[str]:
@@ -203,18 +207,3 @@ def read_attachment(repo: Repository, manifest: Manifest, name: str, options: Lo
     data = plan.new_tensor(number, manifest.body.entries[number], torch.device("cpu"))
     plan.run(repo)
     return data.numpy().tobytes()
-
-
-def _missing_error(
-    manifest: Manifest, missing: Sequence[str], names: Mapping[str, str], have: Sequence[str]
-) -> MissingKey:
-    listed = ", ".join(repr(names[key]) for key in missing[:5]) + (
-        f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-    )
-    near = difflib.get_close_matches(names[missing[0]], have, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return MissingKey(
-        f"{manifest.body.run}@{manifest.body.step} lacks {listed}.{hint} Pass strict=False to leave them "
-        "as they are, or rename= to map them",
-        keys=tuple(missing),
-    )

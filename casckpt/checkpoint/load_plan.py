@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from casckpt.checkpoint.arguments import Rename
+from casckpt.checkpoint.arguments import Rename, usable_patterns
 from casckpt.checkpoint.contents import Contents, lacking
 from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.tied import Tied
@@ -28,12 +29,16 @@ from casckpt.tensors.objects import decode_object, refuse_pickle
 from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
 
+Unread: TypeAlias = Literal["warn", "ignore"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """What a load was asked for."""
 
     strict: bool = True
+    ignore_mismatched: Sequence[str] = ()
+    unread: Unread = "warn"
     rename: Rename = None
     cast: bool = False
     verify: bool = True
@@ -45,9 +50,22 @@ class LoadOptions:
     progress: Progress = silent
 
 
-def load_options(*, threads: int | None = None, progress: Shown | None = None, **rest: Any) -> LoadOptions:
+def load_options(
+    *,
+    threads: int | None = None,
+    progress: Shown | None = None,
+    ignore_mismatched: Any = None,
+    unread: Any = "warn",
+    **rest: Any,
+) -> LoadOptions:
     """The arguments of a load, checked. Raises InvalidInput."""
-    return LoadOptions(threads=usable_threads(threads), progress=Progress(progress), **rest)
+    patterns = usable_patterns(ignore_mismatched, "ignore_mismatched") or ()
+    if unread not in get_args(Unread):
+        raise InvalidInput(f'unread={unread!r:.80} is not usable; give "warn" or "ignore"')
+    return LoadOptions(
+        threads=usable_threads(threads), progress=Progress(progress), ignore_mismatched=tuple(patterns), unread=unread,
+        **rest,
+    )  # fmt: skip
 
 
 class LoadPlan:
@@ -88,6 +106,16 @@ class LoadPlan:
             self._add_object(key, one)
         return True
 
+    def fills(self, leaf: LeafValue) -> bool:
+        """Is the memory of a tensor filled under another key, as that of tied weights is?"""
+        if not leaf.is_tensor:
+            return False
+        try:
+            local = local_tensor(leaf.key, leaf.value)
+        except InvalidInput:  # of a kind that is never filled: it stays as it is, where that is allowed
+            return False
+        return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
+
     def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
         """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
         node = find(self.contents.tree, name)
@@ -108,7 +136,7 @@ class LoadPlan:
         if local.shape != entry.shape:
             raise Mismatch(
                 f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
-                f"(key {entry.key!r})",
+                f"(key {entry.key!r}); ignore_mismatched= leaves it as it is",
                 key=key,
             )
         if dtype_name(local.dtype) != entry.dtype:
@@ -126,6 +154,7 @@ class LoadPlan:
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
             if piece.region.numel:
                 self._tied.add(key, piece.data, entry.dtype, table, piece.region)
+        for piece in local.pieces:
             self._want(number, table, piece, entry.dtype, part_of)
 
     def _want(

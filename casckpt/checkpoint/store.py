@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from casckpt.checkpoint.arguments import Rename
     from casckpt.checkpoint.job import State
-    from casckpt.checkpoint.load_plan import LoadOptions
+    from casckpt.checkpoint.load_plan import LoadOptions, Unread
     from casckpt.checkpoint.prepare import Frozen
     from casckpt.checkpoint.saver import Saver
     from casckpt.frontends.exported import Exported, Format
@@ -170,6 +170,8 @@ class Store(Archive):
         ref: str | Checkpoint,
         *,
         strict: bool = True,
+        ignore_mismatched: Sequence[str] | None = None,
+        unread: Unread = "warn",
         rename: Rename = None,
         cast: bool = False,
         verify: bool = True,
@@ -181,8 +183,14 @@ class Store(Archive):
     ) -> Checkpoint:
         """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
 
-        ``strict``: every key of ``state`` must be in the checkpoint; else those that are not are left as they are and
-        stand in ``missing_keys`` of what is returned. ``rename``: from a key of ``state`` to one of the checkpoint, a
+        The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors; `load_state_dict` then hands
+        them over. ``strict``: every key of ``state`` must be in the checkpoint; else those that are not are left as
+        they are and stand in ``missing_keys`` of what is returned. A tensor that shares its memory with one that is
+        loaded is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as they are
+        where the checkpoint lacks them or holds another shape, dtype or kind (``mismatched_keys``).
+
+        Whole containers of which no rank read anything are in ``unread_subtrees``, and told of in the log, once of a
+        run; ``unread="ignore"`` says that it is meant. ``rename``: from a key of ``state`` to one of the checkpoint, a
         callable or a dict from regular expression (matched against the whole key) to replacement. ``cast``: convert
         dtypes. ``verify``: compare every cell read with its digest. Every rank of ``process_group`` makes the call,
         with its own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
@@ -199,14 +207,18 @@ class Store(Archive):
 
         def options() -> LoadOptions:
             return load_options(
-                strict=strict, rename=rename, cast=cast, verify=verify, allow_pickle=allow_pickle, threads=threads,
-                rank=ranks.rank, ranks=ranks.size, progress=progress,
+                strict=strict, ignore_mismatched=ignore_mismatched, unread=unread, rename=rename, cast=cast,
+                verify=verify, allow_pickle=allow_pickle, threads=threads, rank=ranks.rank, ranks=ranks.size,
+                progress=progress,
             )  # fmt: skip
 
-        commit, missing, unread = load_together(
+        loaded = load_together(
             self.repository, ranks, state, ref, resolve=lambda: self._resolve_to_load(ref), options=options
         )
-        return Checkpoint(self.repository, commit, missing, unread)
+        return Checkpoint(
+            self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
+            mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+        )  # fmt: skip
 
     def read(
         self,
@@ -236,14 +248,16 @@ class Store(Archive):
         *,
         rename: Rename = None,
         strict: bool = True,
+        ignore_mismatched: Sequence[str] | None = None,
         threads: int | None = None,
         progress: Shown | None = None,
     ) -> int:
         """Fetch what a checkpoint needs into the cache of this host, where loads find it; the bytes that were fetched.
 
-        With ``state``: only what a load into it needs, as this rank's part; it is not changed. ``rename``, ``strict``:
-        as for `load`. Each rank calls it by itself; of those of one host one fetches what several want. What is
-        fetched is compared with its hash. ``progress`` is called with bytes that are here.
+        With ``state``: only what a load into it needs, as this rank's part; it is not changed. ``rename``,
+        ``strict``, ``ignore_mismatched``: as for `load`. Each rank calls it by itself; of those of one host one
+        fetches what several want. What is fetched is compared with its hash. ``progress`` is called with bytes that
+        are here.
 
         Raises NotFound, Damaged (naming the blob), InvalidInput if the cache may not hold so much (``cache_bytes`` of
         `open`), StorageError.
@@ -255,7 +269,10 @@ class Store(Archive):
             from casckpt.checkpoint.load import wanted_blobs
             from casckpt.checkpoint.load_plan import load_options
 
-            options = load_options(strict=strict, rename=rename, cast=True, allow_pickle=True, threads=threads)
+            options = load_options(
+                strict=strict, ignore_mismatched=ignore_mismatched, rename=rename, cast=True, allow_pickle=True,
+                threads=threads,
+            )  # fmt: skip
             refs = wanted_blobs(self.repository, manifest, state, options)
         return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
 

@@ -48,6 +48,10 @@ class Tied:
                 keys=(other.key, key),
             )
 
+    def has(self, data: torch.Tensor) -> bool:
+        """Is this memory filled?"""
+        return any(_same_memory(one.data, data) for one in self._held.get(data.data_ptr(), ()))
+
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of two tensors that begin at the same address: are they the same elements, in the same order?"""

@@ -59,9 +59,9 @@ class AcceleratorCheckpointer:
         """See `Checkpointer.save_if_due`."""
         return self.checkpointer.save_if_due(step, *self._all(), **options)
 
-    def resume(self) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one."""
-        return self.checkpointer.resume(*self._all())
+    def resume(self, **options: Any) -> Checkpoint | None:
+        """Load the newest checkpoint of the run, if there is one. ``options``: see `Checkpointer.resume`."""
+        return self.checkpointer.resume(*self._all(), **options)
 
     def load(self, ref: str | Checkpoint) -> None:
         """Load all of a checkpoint; of one of weights alone, these."""

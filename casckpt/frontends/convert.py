@@ -136,8 +136,15 @@ _IMPORTS: dict[str, Callable[..., Checkpoint]] = {
 }
 
 
-def import_any(store: AnyStore, found: Found, *, allow_pickle: bool = False, **options: Any) -> Checkpoint:
-    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress."""
+def import_any(
+    store: AnyStore, found: Found, *, allow_pickle: bool = False, as_is: bool = False, **options: Any
+) -> Checkpoint:
+    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress.
+
+    ``as_is``: of a file of torch.save; the others always are as they are.
+    """
+    if found.kind == "torch":
+        options["as_is"] = as_is
     log.info("%s is read as %s", found.path, found.kind)
     with _reading(found.path):
         if found.kind == "safetensors":

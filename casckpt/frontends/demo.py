@@ -62,5 +62,5 @@ def loads_exactly(store: Store, ref: str) -> bool:
     training.train(store.get(ref).step)
     expected = {key: tensor.clone() for key, tensor in training.model.state_dict().items()}
     blank = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
-    store.load({"model": blank}, ref)
+    store.load({"model": blank}, ref, unread="ignore")
     return all(torch.equal(blank[key], tensor) for key, tensor in expected.items())

@@ -85,7 +85,8 @@ def import_safetensors(
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
     """
     sources = find_sources(path)
-    if sources.skipped:
+    notes = tuple(f"left out: {name}" for name in sources.skipped)
+    if notes:
         log.warning("left out: %s", ", ".join(sources.skipped))
     maps = Maps(progress)
     said = maps.add_all(sources.weights)
@@ -98,11 +99,12 @@ def import_safetensors(
     if missing := sorted(sources.keys - state.keys()):
         log.warning("the index of %s names tensors that no file holds: %s", path, _few(missing))
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
-    return as_store(store).save(
+    saved = as_store(store).save(
         state, run=run, step=step, overwrite=overwrite, attachments=attachments, progress=maps.done,
         metadata={METADATA_KEY: said} | dict(metadata or {}),
         no_dist=True,
     )  # fmt: skip
+    return replace(saved, notes=notes)
 
 
 def find_sources(path: str | os.PathLike[str]) -> Sources:

@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -38,6 +38,7 @@ from casckpt.frontends.exported import Exported
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.torch_layout import Laid, laid_out
 from casckpt.frontends.view import Rules, view_of
 from casckpt.plan.progress import Progress, Shown
 from casckpt.repository import manifests
@@ -64,9 +65,18 @@ def torch_save_to_casckpt(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
+    as_is: bool = False,
+    parameter_names: Sequence[str] | None = None,
     progress: Shown | None = None,
 ) -> Checkpoint:
     """Save what a file of torch.save holds, a mapping of names to tensors and plain data. The file stays mapped.
+
+    A model and its optimizer in it come under ``model`` and, by the names of parameters, ``optim``, so that
+    `load_model_and_optim_state` and `Checkpointer.resume` find them; the rest is the train state of rank 0. What could
+    not be laid out so is as it was, and stands in ``notes`` of the result and in the log. ``as_is``: leave it all so.
+    ``parameter_names``: of the optimizer's parameters in their order, as ``[name for name, one in
+    model.named_parameters() if one.requires_grad]``, where the shapes of its state leave it open. Mismatch if they do
+    not fit.
 
     It is read by torch's restricted unpickler; ``allow_pickle``: by the other one, which runs what is in the file.
     Raises NotFound, InvalidInput, Refused for a file of no use, and what `Store.save` raises.
@@ -75,11 +85,15 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
+    laid = Laid(state) if as_is else laid_out(state, parameter_names)
+    for note in laid.notes:
+        log.warning("%s: %s", given, note)
     resident = Resident(progress, _letting_go(given))
-    return as_store(store).save(
-        state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
+    saved = as_store(store).save(
+        laid.state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
         progress=resident.done, no_dist=True,
     )  # fmt: skip
+    return replace(saved, notes=laid.notes)
 
 
 def _read(path: Path, allow_pickle: bool) -> Any:

@@ -20,6 +20,7 @@ from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.manifest import MAX_KEY_CHARACTERS
 from casckpt.format.tree import Container, Element, Leaf, Node, Path, join, show
+from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.values import PerRank, Shard
@@ -57,6 +58,11 @@ def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState
     flattener = _Flattener(_Rules(is_tensor_like))
     node = flattener.node(state, (), False)
     return FlatState(flattener.leaves, node)
+
+
+def is_part(value: Any) -> bool:
+    """Does a tensor leaf say which part of a global tensor it is, or may be?"""
+    return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
 def inflate(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:

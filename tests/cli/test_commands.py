@@ -230,6 +230,15 @@ def test_export_says_what_it_leaves_out(saved: Path, tmp_path: Path, as_json: As
     assert "left out: lr\n" in run("export", saved, "a@1", tmp_path / "again").stdout
 
 
+def test_import_tells_what_it_did_not_translate(store_path: Path, tmp_path: Path, run: Run) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    torch.save({"optimizer": torch.optim.SGD([weight]).state_dict()}, tmp_path / "ckpt.pt")
+    result = run("import", store_path, tmp_path / "ckpt.pt", "--step", 1, "--json")
+    assert "counts its parameters" in json.loads(result.stdout)["notes"][0]
+    assert "counts its parameters" in result.stderr
+    run("import", store_path, tmp_path / "ckpt.pt", "--step", 2, "--as-is")
+
+
 def test_import_says_what_a_file_is_instead(store_path: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     assert "pytorch_model.bin itself" in run("import", store_path, tmp_path, "--step", 0, status=1).stderr

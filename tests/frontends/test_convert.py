@@ -157,6 +157,7 @@ def test_a_folder_comes_back_with_what_travels_along(
     with caplog.at_level(logging.WARNING, "casckpt"):
         made = import_safetensors(store, folder, run="hf", step=0)
     assert "left out: pytorch_model.bin" in caplog.text
+    assert "left out: pytorch_model.bin" in made.notes
     assert same(store.read(made), state)
     assert set(store.attachments(made)) == {"config.json", "vocab.txt", "1_Pooling/config.json"}
     found = export_safetensors(store, made, tmp_path / "out")

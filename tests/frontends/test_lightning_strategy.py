@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 import casckpt
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
+from tests.support.ranks import JobFailed
 from tests.support.saves import steps
 from tests.support.torchrun import as_torchrun_says
 
@@ -81,6 +82,9 @@ def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) ->
     assert first | second == whole
     more = ranks.run(3, fitted, tmp_path / "parts", 4, "sft@9")[0]  # by reference, on three ranks
     assert sorted(more) == [9, 10, 11]
+    store.save({"model": store.read("sft@9")["model"]}, run="weights", step=1)
+    with pytest.raises(JobFailed, match="without an optimizer that could be loaded"):
+        ranks.run(2, fitted, tmp_path / "parts", 4, "weights@1")
     assert not store.verify().is_damaged
 
 

@@ -18,6 +18,7 @@ from casckpt.cli.text import name, printable, say, shortened, size
 @click.option("--run", default="default", show_default=True, type=RUN, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
+@click.option("--as-is", is_flag=True, help="Leave what a file of torch.save holds in the nesting that it has there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
 def command(session: Session, path: str, **options: Any) -> None:
     """Save what other programs wrote as a checkpoint.
@@ -25,6 +26,9 @@ def command(session: Session, path: str, **options: Any) -> None:
     What it is shows in its contents: a safetensors file or a Hugging Face folder, a file of torch.save, a folder of
     torch.distributed.checkpoint (also Megatron's torch_dist), a folder of OLMo-core; or a URL of one. Small files
     beside the weights travel along. The store is made if there is none.
+
+    Of a file of torch.save with a model and its optimizer, the optimizer is stored by the names of parameters, so that
+    a training can resume from it, and the rest as train state, unless --as-is.
     """
     from casckpt.frontends.convert import import_any, looked_at
 
@@ -33,6 +37,7 @@ def command(session: Session, path: str, **options: Any) -> None:
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
     result |= {"kind": found.kind, "attachments": list(session.store.attachments(made)), "skipped": [*sources.skipped]}
+    result |= {"notes": [*made.notes]}
     session.give(result, _text)
 
 

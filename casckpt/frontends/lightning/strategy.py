@@ -85,7 +85,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         ref = ranks.exchange(lambda: str(checkpoint_path), find)
         module = self._module()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        rest = self._checkpointer(self._book.run).load(ref, module, self.optimizers if fitting else None)
+        optims = self.optimizers if fitting else None
+        checkpointer = self._checkpointer(self._book.run)
+        rest = checkpointer.load(ref, module, optims, load_optim_state=bool(optims))
         return {**(rest or {}), "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:

@@ -206,7 +206,9 @@ class Request:
 
     def run(self, stored: Stored, **options: Any) -> None:
         """Read it all. ``options``: as in `Store.load`. Raises what that raises."""
-        stored.store.load(self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, **options)
+        stored.store.load(
+            self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, unread="ignore", **options
+        )
 
 
 def is_object_key(key: str) -> bool:

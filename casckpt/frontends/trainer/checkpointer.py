@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.load_plan import Unread
 from casckpt.checkpoint.prepare import Frozen
 from casckpt.checkpoint.ranks import open_ranks
-from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, Revoked
+from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.newest import newest, newest_together
+from casckpt.frontends.trainer.newest import newest_together
+from casckpt.frontends.trainer.one_run import OneRun
+from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
 from casckpt.frontends.trainer.summary import SaveSummary
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(OneRun):
     """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
@@ -84,8 +87,7 @@ class Checkpointer:
             ephemeral_cooldown=ephemeral_cooldown, max_steps_at_risk=max_steps_at_risk, gc=gc, frozen=frozen,
             allow_pickle=allow_pickle,
         )  # fmt: skip
-        self.run = run
-        self.store = throttled(as_store(store), throttle, work_dir)
+        super().__init__(throttled(as_store(store), throttle, work_dir), run)
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._schedule, self._rotation = self.config.schedule, self.config.rotation
@@ -245,19 +247,64 @@ class Checkpointer:
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
         strict: bool = True,
+        ignore_mismatched: Sequence[str] | None = None,
+        unread: Unread = "warn",
         rename: Rename = None,
     ) -> Any:
         """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
 
         ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
-        None is returned; False: it is not read. A checkpoint of weights alone loads. ``strict``, ``rename``: see
-        `load_model_and_optim_state`. Raises as `Store.load` does.
+        None is returned, and a warning in the log tells of an optimizer that was given in vain; False: it is not read.
+        A checkpoint of weights alone loads. ``unread``: what else is left, as whole subtrees, is told of in the log, or
+        "ignore". ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
+        `Store.load` does.
         """
-        self._settle()
+        return self._restore(
+            ref, model, optim,
+            Wanted(
+                optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, strict=strict,
+                ignore_mismatched=ignore_mismatched, unread=unread, rename=rename,
+            ),
+        )[1]  # fmt: skip
+
+    def resume(
+        self,
+        model: TrainModel,
+        optim: AnyOptimizer | None = None,
+        train_state: TrainState | None = None,
+        *,
+        missing: Missing = "raise",
+        unread: Unread = "warn",
+    ) -> Checkpoint | None:
+        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
+
+        ``missing``: of an optimizer or a train state that is given, but cannot be restored: "raise" NotFound or
+        MissingKey, or "warn" in the log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and
+        InvalidInput for a train state without load_state_dict.
+        """
+        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing))
+        if found is None:
+            return None
         pre_download = self.config.pre_download
-        wanted = Wanted(
-            optim=load_optim_state, train=load_trainer_state, pre_download=pre_download, strict=strict, rename=rename
-        )
+        wanted = to_resume(optim is not None, train_state is not None, missing, unread, pre_download=pre_download)
+        loaded, state = self._restore(found, model, optim, wanted)
+        if any_set:
+            open_ranks(self.process_group).exchange(
+                lambda: set_train_state(train_state, state, str(loaded.commit), missing), lambda done: done
+            )
+        return loaded
+
+    def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
+        """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
+        return self._find_together(step, lambda: False)[0]
+
+    # inside
+
+    def _restore(
+        self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None, wanted: Wanted
+    ) -> tuple[Checkpoint, Any]:
+        """(the checkpoint, with what was left of it; this rank's train state)."""
+        self._settle()
         options = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
@@ -265,65 +312,7 @@ class Checkpointer:
         }
         loaded, train = Restoring(open_ranks(self.process_group), self.store, wanted, options).load(ref, model, optim)
         self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
-        return train
-
-    def resume(
-        self, model: TrainModel, optim: AnyOptimizer | None = None, train_state: TrainState | None = None
-    ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
-
-        Raises as `load` does, and InvalidInput for a train state without load_state_dict.
-        """
-
-        def is_set() -> bool:
-            if train_state is not None and not hasattr(train_state, "load_state_dict"):
-                kind = type(train_state).__name__
-                raise InvalidInput(f"a {kind} cannot be set: give resume a TrainState, or take what load gives")
-            return train_state is not None
-
-        found, any_set = self._find_together(None, is_set)
-        if found is None:
-            return None
-        wanted = None if train_state is not None else False
-        state = self.load(found, model, optim, load_trainer_state=wanted)
-
-        def set_state() -> None:
-            if train_state is not None and state is not None:
-                train_state.load_state_dict(state)
-
-        if any_set:
-            open_ranks(self.process_group).exchange(set_state, lambda done: done)
-        return found
-
-    def newest_of_all_ranks(self, step: int | None = None) -> Checkpoint | None:
-        """The newest of the run, or that of a step, as rank 0 finds it: the same on every rank, which all call it."""
-        return self._find_together(step, lambda: False)[0]
-
-    # looking
-
-    def find_checkpoints(self, ephemeral: bool | None = None) -> Iterator[Checkpoint]:
-        """The checkpoints of the run by step; ``ephemeral``: only those that are, or are not. From one listing."""
-        try:
-            found = self.store.checkpoints(self.run)
-        except NotFound:  # no store yet
-            found = []
-        chosen = (one for one in found if ephemeral is None or one.ephemeral == ephemeral)
-        yield from sorted(chosen, key=lambda one: one.step)
-
-    def latest_checkpoint(self) -> Checkpoint:
-        """The newest of the run: the one that was begun last. Raises NotFound, a FileNotFoundError."""
-        return self.store.get(f"{self.run}@latest")
-
-    def contains_checkpoint(self) -> bool:
-        """Is there any of the run?"""
-        return newest(self.store, self.run) is not None
-
-    @staticmethod
-    def checkpoint_dirname(step: int) -> str:
-        """A name for frameworks that demand a folder."""
-        return f"step{step}"
-
-    # inside
+        return loaded, train
 
     def _find_together(self, step: int | None, ask: Callable[[], bool]) -> tuple[Checkpoint | None, bool]:
         self._settle()

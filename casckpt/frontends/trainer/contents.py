@@ -6,6 +6,7 @@ The train state of rank 3 is ``train.3``: ranks may hold other things each, in o
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +16,23 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.load_plan import Unread
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.checkpoint.store import Store
-from casckpt.errors import InvalidInput, NotFound
+from casckpt.checkpoint.unread import is_within, tell
+from casckpt.errors import InvalidInput, Mismatch, NotFound
 from casckpt.format.tree import Container, decode_tree, find
 from casckpt.frontends.training_state.loading import Loading, Unused
-from casckpt.frontends.training_state.model import ModelTemplate
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
-from casckpt.frontends.training_state.stored import Stored
+from casckpt.frontends.training_state.stored import GROUPS, Stored, StoredGroups
 from casckpt.frontends.training_state.together import find as find_stored
 from casckpt.frontends.training_state.together import make_state
 
-TRAIN = "train"
+log = logging.getLogger("casckpt")
+
+TRAIN, OPTIM = "train", "optim"
+_MEANT = 'pass unread="ignore" (or load_optim_state=False, load_trainer_state=False)'
 
 
 @runtime_checkable
@@ -95,14 +100,21 @@ class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
     ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
-    ``rename`` gives them.
+    ``rename`` gives them. ``is_train_state_set``: False: a train state is left unread, which is told of. ``whole``: a
+    train module must find all that it has. ``lenient``: an optimizer that was saved by number is left out, rather than
+    refused.
     """
 
     optim: bool | None
     train: bool | None
     pre_download: bool
     strict: bool
+    ignore_mismatched: Sequence[str] | None = None
+    unread: Unread = "warn"
     rename: Rename = None
+    is_train_state_set: bool = True
+    whole: bool = False
+    lenient: bool = False
 
 
 class Restoring:
@@ -121,91 +133,97 @@ class Restoring:
             optims.extend(() if self._wanted.optim is False else as_optimizers(optim))
             return bool(optims)
 
-        pickles = bool(self._options.get("allow_pickle"))
-        stored, groups = find_stored(
-            self._ranks, self._store, ref, optimizer=wants_optimizer, required=False, allow_pickle=pickles
-        )
+        stored, groups = self._find(ref, wants_optimizer)
         train = self._train_template(stored)
         if isinstance(model, TrainModule):
-            state = self._load_module(stored, model, train)
-        elif groups is None and not stored.keys_below("model"):
-            state = self._load_bare(stored, model, train)
+            state, loaded = self._load_module(stored, model, train)
         else:
-            loading = Loading(stored, groups, self._wanted.strict, self._wanted.rename)
-            state = self._load_named(loading, stored, model, optims, train)
-        return stored.checkpoint, next(iter(state[TRAIN].values())) if train else None
+            wanted = self._wanted
+            loading = Loading(stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched)
+            state, loaded = self._load_named(loading, stored, model, optims, train)
+            if self._ranks.rank == 0 and optims and groups is None:
+                log.warning(
+                    "%s holds no optimizer that can be loaded, but %s: the one that was given stays as it is",
+                    stored.where, stored.at_the_top(),
+                )  # fmt: skip
+        if self._ranks.rank == 0 and self._wanted.unread == "warn":
+            tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
+        return loaded, next(iter(state[TRAIN].values())) if train else None
 
-    def _check_there(self, stored: Stored) -> None:
+    def _find(self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]) -> tuple[Stored, StoredGroups | None]:
+        options = {"required": False, "allow_pickle": bool(self._options.get("allow_pickle"))}
+        try:
+            return find_stored(self._ranks, self._store, ref, optimizer=wants_optimizer, **options)
+        except Mismatch as error:
+            if not self._wanted.lenient or error.key != GROUPS:
+                raise
+        return find_stored(self._ranks, self._store, ref, optimizer=lambda: False, **options)
+
+    def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
+        """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
+        meant = [OPTIM] if self._wanted.optim is False else []
+        meant += [TRAIN] if has_train or self._wanted.train is False else []
+        return [key for key in subtrees if not any(is_within(key, one) for one in meant)]
+
+    def _check_there(self, stored: Stored, has_optimizer: bool) -> None:
         """In an exchange: ranks may want other things each."""
         for what, name, wanted, there in (
-            ("an optimizer", "load_optim_state", self._wanted.optim, _has_optimizer(stored)),
+            ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
             ("a train state", "load_trainer_state", self._wanted.train, bool(_ranks_of(stored))),
         ):
             if wanted and not there:
                 raise NotFound(
-                    f"{stored.where} was saved without {what}; pass {name}=None, or choose another checkpoint"
+                    f"{stored.where} was saved without {what} that could be loaded; it has {stored.at_the_top()}. Pass "
+                    f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
 
     def _train_template(self, stored: Stored) -> dict[str, Any]:
-        ranks = [] if self._wanted.train is False else _ranks_of(stored)
+        wanted = self._wanted.train is not False and self._wanted.is_train_state_set
+        ranks = _ranks_of(stored) if wanted else []
         if not ranks:
             return {}
         return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
 
     def _load_named(
         self, loading: Loading, stored: Stored, model: AnyModel, optims: Sequence[Optimizer], train: dict[str, Any]
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Checkpoint]:
 
         def plan() -> Unused:
-            self._check_there(stored)
+            self._check_there(stored, stored.has_optimizer)
             return loading.plan(as_model(model), optims)
 
         self._ranks.exchange(plan, loading.check_unused)
         loading.state.update(train)
-        loading.install(self._fill(stored, loading.state, loading.saved_key))
-        return loading.state
-
-    def _load_bare(self, stored: Stored, model: AnyModel, train: dict[str, Any]) -> dict[str, Any]:
-        """Weights at the top, as an import of a safetensors file has them."""
-        made: list[ModelTemplate] = []
-
-        def make() -> None:
-            self._check_there(stored)
-            made.append(ModelTemplate(as_model(model)))
-
-        self._ranks.exchange(make, lambda done: done)
-        loaded = self._fill(stored, made[0].values, lambda key: self._saved_key(f"model.{key}").removeprefix("model."))
-        made[0].install(loaded.missing_keys, self._wanted.strict)
-        if _ranks_of(stored):  # a rank that wants nothing of it takes part
-            self._fill(stored, train)
-        return train
+        loaded = self._fill(stored, loading.state, loading.saved_key, loading.ignored)
+        return loading.state, loading.install(loaded)
 
     def _saved_key(self, key: str) -> str:
         """The key of the checkpoint for one here. The train state's are no names of a user."""
         return key if key.startswith(f"{TRAIN}.") else renamer(self._wanted.rename)(key)
 
-    def _load_module(self, stored: Stored, model: TrainModule, train: dict[str, Any]) -> dict[str, Any]:
+    def _load_module(
+        self, stored: Stored, model: TrainModule, train: dict[str, Any]
+    ) -> tuple[dict[str, Any], Checkpoint]:
         made: list[dict[str, Any]] = []
-        optim = _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
+        optim = self._wanted.whole or _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
 
         def make() -> None:
-            self._check_there(stored)
+            self._check_there(stored, _has_optimizer(stored))
             made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)()))
 
         self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
-        self._fill(stored, state, self._saved_key)
+        filled = self._fill(stored, state, self._saved_key, self._wanted.ignore_mismatched)
         loaded = {key: value for key, value in state.items() if key != TRAIN}
         self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
-        return state
+        return state, filled
 
-    def _fill(self, stored: Stored, state: dict[str, Any], rename: Rename = None) -> Checkpoint:
-        ref, strict = stored.checkpoint, self._wanted.strict
+    def _fill(self, stored: Stored, state: dict[str, Any], rename: Rename, ignored: Sequence[str] | None) -> Checkpoint:
+        ref = stored.checkpoint
+        options: dict[str, Any] = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
         if self._wanted.pre_download:
-            self._ranks.exchange(
-                lambda: self._store.pre_download(ref, state, rename=rename, strict=strict), lambda done: done
-            )
-        return self._store.load(state, ref, rename=rename, strict=strict, **self._options)
+            self._ranks.exchange(lambda: self._store.pre_download(ref, state, **options), lambda done: done)
+        return self._store.load(state, ref, unread="ignore", **options, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:
@@ -218,7 +236,7 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ca
 
 
 def _has_optimizer(stored: Stored) -> bool:
-    return bool(stored.keys_below("optim"))
+    return bool(stored.keys_below(OPTIM))
 
 
 def _ranks_of(stored: Stored) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,19 +86,27 @@ class TrainState(MutableMapping[str, Any]):
         state = {name: _state_of(part) for name, part in self._parts.items()}
         return {RNG: rng_state(), **state} if self._rng else state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set all parts, the random generators last. Raises MissingKey, before anything changes, for one that lacks."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
+        """Set all parts, the random generators last. Raises MissingKey, before anything changes, for one that lacks.
+
+        ``strict=False``: those that lack stay as they are, and are what is returned.
+        """
         missing = [name for name in (*self._parts, *((RNG,) if self._rng else ())) if name not in state]
-        if missing:
+        if missing and strict:
             raise MissingKey(
                 f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, state)) or 'nothing'}; leave "
-                "that part out of the TrainState, or load another checkpoint",
+                f"that part out of the TrainState{_no_rng(missing)}, or load another checkpoint",
                 keys=tuple(missing),
             )
-        for name, part in self._parts.items():
-            self._parts[name] = _restored(part, state[name])
-        if self._rng:
+        for name in [name for name in self._parts if name not in missing]:
+            self._parts[name] = _restored(self._parts[name], state[name])
+        if self._rng and RNG not in missing:
             restore_rng(state[RNG])
+        return missing
+
+
+def _no_rng(missing: Sequence[str]) -> str:
+    return " (rng=False: without the random generators)" if RNG in missing else ""
 
 
 def _state_of(part: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.arguments import Rename, renamer
+from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.load_plan import new_empty
+from casckpt.checkpoint.unread import that_hold
 from casckpt.errors import Mismatch
 from casckpt.format.manifest import Entry
 from casckpt.format.tree import Container, Element, Node
@@ -32,6 +33,7 @@ from casckpt.frontends.training_state.stored import (
 )
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.values import Shard
 
 
 @dataclass(frozen=True)
@@ -46,36 +48,72 @@ class Loading:
     """A load of one checkpoint, with its optimizer's groups if they are wanted.
 
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
+    ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
+    A checkpoint of weights at its top, as an import of safetensors files makes it, is one of a model.
     """
 
-    def __init__(self, stored: Stored, groups: StoredGroups | None, strict: bool, rename: Rename = None) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        groups: StoredGroups | None,
+        strict: bool,
+        rename: Rename = None,
+        ignore_mismatched: Sequence[str] | None = None,
+    ) -> None:
         self.state: dict[str, Any] = {}
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
+        self._ignored = Ignored(ignore_mismatched)
+        self._bare = groups is None and not stored.keys_below("model")
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
 
     def plan(self, model: nn.Module, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
+        self._ignored.check()
         self._model = ModelTemplate(model)
-        self.state["model"] = self._model.values
+        if self._model.values:
+            self.state["model"] = self._model.values
         self._saved_key = renamer(self._rename)
+        new = {
+            name for name, value in self._model.values.items() if self._ignored(name) and not self._fits(name, value)
+        }
         if optims and self._groups is None:
             self._absent = (GROUPS,)
         elif self._groups is not None and optims:
             groups = self._groups
             plans = [
-                _OptimizerPlan(self._stored, groups, model, optim, self._saved_name, strict=self._strict)
+                _OptimizerPlan(self._stored, groups, model, optim, self._saved_name, new=new, strict=self._strict)
                 for optim in optims
             ]
             self._absent = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
-            self.state["optim"] = {"state": {name: value for plan in plans for name, value in plan.template.items()}}
+            filled = {name: value for plan in plans for name, value in plan.template.items()}
+            if filled:
+                self.state["optim"] = {"state": filled}
             self._optimizers = plans
-        unused = [plan.match.unused for plan in self._optimizers]
-        return Unused(self._unused_keys(), on_no_rank(unused) if unused else ())
+        known = {self._saved_name(name) for name in new}
+        unused = on_no_rank([plan.match.unused for plan in self._optimizers]) if self._optimizers else ()
+        return Unused(
+            [name for name in self._unused_keys() if not self._ignored(name)],
+            [name for name in unused if name not in known and not self._ignored(name)],
+        )
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
+        return self._ignored.patterns
+
+    def _fits(self, name: str, value: Any) -> bool:
+        """Is there a tensor of this shape in the checkpoint?"""
+        entry = self._stored.manifest.tensors.get(self.saved_key(f"model.{name}"))
+        shape = value.global_shape if isinstance(value, Shard) else getattr(value, "shape", None)
+        return entry is not None and shape is not None and entry.shape == tuple(shape)
 
     def saved_key(self, key: str) -> str:
         """For `Store.load`: where in the checkpoint the value for a key of ``state`` is. The optimizer's say that."""
-        return self._saved_key(key) if key.startswith("model.") else key
+        if not key.startswith("model."):
+            return key
+        saved = self._saved_key(key)
+        return saved.removeprefix("model.") if self._bare else saved
 
     def _saved_name(self, name: str) -> str:
         """What a name of the model's was when it was saved."""
@@ -85,7 +123,10 @@ class Loading:
         """Saved names of the model's that it has not."""
         wanted = {self._saved_name(name): name for name in self._model.values}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
-        return [name for name in self._stored.keys_below("model") if name not in wanted and not name.startswith(extra)]
+        there = self._stored.bare_keys() if self._bare else self._stored.keys_below("model")
+        if self._bare and wanted.keys().isdisjoint(there):
+            return []  # no weights stand there: what is missing says more
+        return [name for name in there if name not in wanted and not name.startswith(extra)]
 
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
@@ -96,15 +137,33 @@ class Loading:
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
         """Hand what was loaded to the model and the optimizer."""
-        self._model.install({key.removeprefix("model.") for key in loaded.missing_keys}, self._strict)
+        left = (*loaded.missing_keys, *loaded.mismatched_keys)
+        self._model.install({key.removeprefix("model.") for key in left}, self._strict)
         unread = loaded.unread_keys
         if self._optimizers:
             for plan in self._optimizers:
-                plan.install(self.state["optim"]["state"])
+                plan.install(self.state.get("optim", {}).get("state", {}))
             known = (GROUPS, *(f"{STATE}.{name}" for plan in self._optimizers for name in plan.nothing_of))
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
-        return replace(loaded, missing_keys=(*loaded.missing_keys, *self._absent), unread_keys=unread)
+        missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
+        return replace(loaded, missing_keys=missing, unread_keys=unread, unread_subtrees=subtrees)
+
+
+class Ignored:
+    """The names of a model that may be left as they are. ``patterns``: on names, or on keys, ``model.<name>``."""
+
+    def __init__(self, patterns: Any) -> None:
+        self._given, self.patterns = patterns, tuple[str, ...]()
+
+    def check(self) -> None:
+        """Take the patterns up. Raises InvalidInput."""
+        given = usable_patterns(self._given, "ignore_mismatched") or ()
+        self.patterns = (*given, *(f"model.{pattern}" for pattern in given))
+
+    def __call__(self, name: str) -> bool:
+        """Is it one of them?"""
+        return matches(f"model.{name}", self.patterns)
 
 
 def _check_unused_keys(names: Sequence[str], where: str) -> None:
@@ -113,6 +172,10 @@ def _check_unused_keys(names: Sequence[str], where: str) -> None:
             f"the model in {where} has {listed(names)}, which this model has not; pass strict=False to leave them out",
             keys=tuple(names),
         )
+
+
+_NOWHERE = "\0"
+"""A name that no parameter in a checkpoint has."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +198,16 @@ class _OptimizerPlan:
         optim: Optimizer,
         saved_name: Callable[[str], str],
         *,
+        new: Collection[str],
         strict: bool,
     ) -> None:
+        """``new``: names of parameters that are left as they are, and their state with them."""
         self._optim = optim
         here = named_groups(model, optim)
-        self.match: Match = match(here, saved, saved_name)
+        self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
         if strict:
-            check(self.match, getattr(optim, "defaults", {}), saved, stored.where)
+            lacking = tuple(name for name in self.match.missing if name not in new)
+            check(replace(self.match, missing=lacking), getattr(optim, "defaults", {}), saved, stored.where)
         members = [one.parameter for group in here for one in group]
         self._parameters = {self.match.saved[id(one)]: one for one in members if id(one) in self.match.saved}
         self._without = [one for one in members if id(one) not in self.match.saved]

@@ -79,7 +79,7 @@ class ModelTemplate:
         return None if is_extra_state(name) else value
 
     def install(self, missing: Collection[str], strict: bool) -> None:
-        """Hand what was loaded to the model, all but the names ``missing``.
+        """Hand what was loaded to the model, all but the names ``missing``, which it keeps as they are.
 
         Its parameters and buffers are filled by then: torch copies a tensor onto itself, which does nothing. Extra
         state, hooks, and tensors that the model's state_dict makes anew get their due.
@@ -90,4 +90,4 @@ class ModelTemplate:
             elif not isinstance(self.values[name], Shard):
                 self._raw[key] = self.values[name]
         with without_fsdp_hooks(self._model):
-            self._model.load_state_dict(self._raw, strict=strict)
+            self._model.load_state_dict(self._raw, strict=strict and not missing)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.load_plan import Unread
 from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.store import Store
+from casckpt.checkpoint.unread import is_within, tell
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import config_files
 from casckpt.frontends.training_state.loading import Loading
@@ -78,6 +80,8 @@ def load_model_and_optim_state(
     optim: AnyOptimizer | None = None,
     *,
     strict: bool = True,
+    ignore_mismatched: Sequence[str] | None = None,
+    unread: Unread = "warn",
     rename: Rename = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
@@ -93,9 +97,13 @@ def load_model_and_optim_state(
 
     ``strict``: the names of the model and of the optimizer's parameters must be those of the checkpoint, and it must
     hold an optimizer if one is given; else what only one side has is left as it is. ``missing_keys`` of the result are
-    the keys that the checkpoint lacks. ``rename``: from a key of the model here, ``model.<name>``, to one of the
-    checkpoint, as `Store.load` takes it; what was saved of an optimizer goes with its parameter. ``options``: ``cast``
-    (of the model), ``verify``, ... as in `Store.load`.
+    the keys that the checkpoint lacks; a parameter that is tied to one that is loaded is not missing.
+    ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
+    checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
+    from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
+    of an optimizer goes with its parameter. ``unread``: "warn": whole subtrees that are left, other than an optimizer's
+    that was not asked for, are told of in the log; "ignore". ``options``: ``cast`` (of the model), ``verify``, ... as
+    in `Store.load`.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
     changes; Damaged or StorageError during the
@@ -105,10 +113,14 @@ def load_model_and_optim_state(
     stored, groups = find(
         ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=strict, allow_pickle=allow_pickle
     )
-    loading = Loading(stored, groups, strict, rename)
+    loading = Loading(stored, groups, strict, rename, ignore_mismatched)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
     loaded = stored.store.load(
-        loading.state, stored.checkpoint, strict=strict, rename=loading.saved_key, allow_pickle=allow_pickle,
-        process_group=process_group, no_dist=no_dist, **options,
+        loading.state, stored.checkpoint, strict=strict, ignore_mismatched=loading.ignored, unread="ignore",
+        rename=loading.saved_key, allow_pickle=allow_pickle, process_group=process_group, no_dist=no_dist, **options,
     )  # fmt: skip
-    return loading.install(loaded)
+    loaded = loading.install(loaded)
+    if ranks.rank == 0 and unread == "warn":
+        left = [key for key in loaded.unread_subtrees if optim is not None or not is_within(key, "optim")]
+        tell(loaded.run, loaded.step, left, 'pass unread="ignore"')
+    return loaded

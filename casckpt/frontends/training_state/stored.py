@@ -52,6 +52,15 @@ class Stored:
         keys = (join(path) for path, _ in leaves(self._tree))
         return [key.removeprefix(start) for key in keys if key.startswith(start)]
 
+    def bare_keys(self) -> list[str]:
+        """The keys of tensors at the top, and below what stands there, but for those of an optimizer and its like."""
+        return [key for key in self.manifest.tensors if not key.startswith(("optim.", "train."))]
+
+    def at_the_top(self) -> str:
+        """The names at the top of it, for a message."""
+        names = [repr(element) for element, _ in self._tree.children] if isinstance(self._tree, Container) else []
+        return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
     @property
     def has_optimizer(self) -> bool:
         """Was an optimizer saved along?"""

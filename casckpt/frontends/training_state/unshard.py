@@ -139,7 +139,8 @@ def _optimizer_of(
 
     wanted = None if keys is None else _wanted(stored, keys, list(on_cpu))
     state = stored.template(stored.nodes(on_cpu), place, lambda key: wanted is None or key in wanted)
-    stored.store.load({"optim": {"state": state}}, stored.checkpoint, no_dist=True, **options)
+    if state:
+        stored.store.load({"optim": {"state": state}}, stored.checkpoint, no_dist=True, unread="ignore", **options)
     return state
 
 
