@@ -129,7 +129,7 @@ def _say_forgotten(repo: Repository, commits: CommitList) -> None:
 
         found = freed_by_gc(repo, commits)
         frees = f"a gc frees {freed(found.now, found.later)}"
-    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}")
+    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
