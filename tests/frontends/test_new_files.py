@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,15 @@ with made as temporary:
 """
 
 
-def export(kind: str, path: Path) -> None:
+def begin(kind: str, path: Path, *, force: bool = True) -> AbstractContextManager[Path]:
     if kind == "file":
-        with new_file(path, force=True) as temporary:
-            temporary.write_bytes(b"new")
-    else:
-        with new_folder(path, force=True, stale=lambda name: False, last=()) as temporary:
-            (temporary / "a").write_bytes(b"new")
+        return new_file(path, force=force)
+    return new_folder(path, force=force, stale=lambda name: False, last=())
+
+
+def export(kind: str, path: Path) -> None:
+    with begin(kind, path) as temporary:
+        (temporary if kind == "file" else temporary / "a").write_bytes(b"new")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
@@ -65,3 +68,19 @@ def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
     assert out.read_bytes() == b"of the first"
     with pytest.raises(Conflict), new_file(out, force=False):
         pass
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_two_at_once_the_second_meets_the_first(tmp_path: Path, kind: str) -> None:
+    """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
+    out = tmp_path / "out"
+    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"), begin(kind, out, force=False) as second:
+        export(kind, out)
+        (second if kind == "file" else second / "a").write_bytes(b"second")
+    assert (out if kind == "file" else out / "a").read_bytes() == b"new"
+    other = tmp_path / "other"
+    with begin(kind, other, force=True) as second:
+        export(kind, other)
+        (second if kind == "file" else second / "a").write_bytes(b"second")
+    assert (other if kind == "file" else other / "a").read_bytes() == b"second"
+    assert list(tmp_path.rglob(".*")) == []
