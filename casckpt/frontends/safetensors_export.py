@@ -141,15 +141,15 @@ class _Job:
     @cached_property
     def is_no_model(self) -> bool:
         """Would a folder with these names and a config.json be loaded as a model with random weights?"""
-        whole = Rules(model=True)
-        if self._rules.model:
-            if not self._rules.keys:
+        rules, whole = self._rules, Rules(model=True)
+        if rules.model:
+            if rules.strip_prefix is None and not rules.keys:
                 return False
-            whole = replace(self._rules, keys=None, strip_prefix=self.view.prefix or self._rules.strip_prefix)
+            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
             view = view_of(self.manifest, whole)
         except (InvalidInput, MissingKey):
-            return True
+            return not rules.model  # what cannot be told is as whoever chose these names says
         names = {one.name for one in view.tensors}
         return not names <= {one.name for one in self.view.tensors}
 

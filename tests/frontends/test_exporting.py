@@ -136,10 +136,21 @@ def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it
     assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
     found = store.export("latest", tmp_path / "whole", keys=["model.*"])
     assert (found.skipped, "config.json" in found.attachments) == ((), True)
+    found = store.export("latest", tmp_path / "as it is", strip_prefix="")
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
     before = (tmp_path / "whole" / "model.safetensors").read_bytes()
     with pytest.raises(Conflict, match="would load random weights"):
         store.export("latest", tmp_path / "whole", format="hf", keys=["model.w"], force=True)
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
+
+
+def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
+    flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
+    unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
+    for step, state in enumerate((flat, unclear)):
+        store.save(state, step=step, attachments={"config.json": b"{}"})
+        found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
+        assert (found.tensors, found.attachments) == (2, ("config.json",))
 
 
 @pytest.mark.parametrize(

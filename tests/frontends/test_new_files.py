@@ -74,13 +74,15 @@ def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
 def test_of_two_at_once_the_second_meets_the_first(tmp_path: Path, kind: str) -> None:
     """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
     out = tmp_path / "out"
-    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"), begin(kind, out, force=False) as second:
-        export(kind, out)
-        (second if kind == "file" else second / "a").write_bytes(b"second")
+    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
+        _overtaken(kind, out, force=False)
     assert (out if kind == "file" else out / "a").read_bytes() == b"new"
-    other = tmp_path / "other"
-    with begin(kind, other, force=True) as second:
-        export(kind, other)
-        (second if kind == "file" else second / "a").write_bytes(b"second")
-    assert (other if kind == "file" else other / "a").read_bytes() == b"second"
+    _overtaken(kind, tmp_path / "other", force=True)
+    assert (tmp_path / "other" if kind == "file" else tmp_path / "other" / "a").read_bytes() == b"second"
     assert list(tmp_path.rglob(".*")) == []
+
+
+def _overtaken(kind: str, path: Path, *, force: bool) -> None:
+    with begin(kind, path, force=force) as second:
+        export(kind, path)
+        (second if kind == "file" else second / "a").write_bytes(b"second")
