@@ -509,6 +509,16 @@ def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json
     assert named(as_json("list", saved, "--sort", "-loss", "--run", "a"))[:4] == ["a@1", "a@2", "a@3", "a@4"]
     shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
     assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
+    told = run("list", saved, "--show", "los", "--show", "note").stderr
+    assert "no checkpoint in the list has 'los' in its metadata; there are loss, note" in told
+    assert "'note'" not in told
+
+
+def test_many_values_are_summed_up_by_what_holds_them(saved: Path, store: casckpt.Store, run: Run) -> None:
+    loops = {f"loop{number}": {"done": number} for number in range(30)}
+    store.save({"lightning": loops, "epoch": 1, "optim": {"lr": 0.1, "eps": 0.2}}, run="c", step=1)
+    (line,) = (line for line in run("show", saved, "c@1").stdout.splitlines() if line.startswith("objects"))
+    assert line.split(maxsplit=1)[1] == "lightning.* (30 keys), epoch, optim.* (2 keys)"
 
 
 def test_diff_of_one_is_with_its_parent(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.text import count, name, printable, say, shortened, size, summed
 from casckpt.cli.types import RENAMING, SIZE
 
 _MOST = 8
@@ -89,17 +88,10 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
     for path in shortened(result["files"]):
         say(f"  {printable(path)}")
     if result["left_out"]:
-        say(f"left out: {printable(', '.join(shortened(list(_summed(result['left_out'])), _MOST)))}")
+        say(f"left out: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
     if result["skipped"]:
         say(f"files left out: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
     if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
         say(_NO_MODEL[result["format"]])
     elif result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
         say("there is no config.json in it, which from_pretrained needs: put that of the model there")
-
-
-def _summed(keys: Sequence[str]) -> Iterator[str]:
-    """Keys by the first part of them, where several have it in common."""
-    for head, number in Counter(key.partition(".")[0] for key in keys).items():
-        same = (key for key in keys if key.partition(".")[0] == head)
-        yield next(same) if number == 1 else f"{head}.* ({number} keys)"
