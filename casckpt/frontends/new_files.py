@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -13,6 +14,8 @@ from tempfile import TemporaryDirectory
 
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.storage.files import is_url, local_path
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
 
 
 @contextmanager
@@ -155,9 +158,8 @@ def _said_as_ours(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CasckptError):
             raise
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; make room, or give another place"
-        ) from error
+        way = "make room, or give another place" if error.errno in _NO_ROOM else "give another place"
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; {way}") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, StorageError
 from casckpt.frontends.new_files import new_file, new_folder
 
 KILLED = """
@@ -86,3 +86,12 @@ def _overtaken(kind: str, path: Path, *, force: bool) -> None:
     with begin(kind, path, force=force) as second:
         export(kind, path)
         (second if kind == "file" else second / "a").write_bytes(b"second")
+
+
+def test_room_is_asked_for_where_there_is_none_of_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),
+        begin("file", tmp_path / "file" / "x"),
+    ):
+        pass
