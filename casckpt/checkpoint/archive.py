@@ -194,11 +194,12 @@ class Archive:
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
         policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly)
+        wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
         plan = plan_gc(self.repository, policy, run=run, min_age=_optional(min_age, "min-age"))
         if dry_run:
             return preview(self.repository, plan)
         return execute(
-            self.repository, plan, wait=seconds_of(wait, "wait"), revoke_after=_optional(revoke_after, "revoke-after"),
+            self.repository, plan, wait=wait_seconds, revoke_after=revoke_seconds,
             progress=Progress(progress), tell=tell or (lambda waiting: None),
         )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from click.shell_completion import CompletionItem
 
+from casckpt.cli.text import SHORT_ID
 from casckpt.errors import CasckptError
 
 if TYPE_CHECKING:
@@ -83,6 +84,19 @@ class RefType(_OfStore):
         yield from (f"{commit.run}@{commit.step}" for commit in commits[: -_AT_MOST - 1 : -1])
 
 
+class ForgottenType(_OfStore):
+    """The id of a forgotten checkpoint."""
+
+    name = "id"
+
+    def offered(self, repo: Repository) -> Iterator[str]:
+        """The newest of them."""
+        from casckpt.repository.commits import list_commits
+
+        forgotten = [commit for commit in list_commits(repo).live() if not commit.visible]
+        yield from (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])
+
+
 def _open(url: str, params: dict[str, Any]) -> Repository:
     from casckpt.repository.opening import open_repository
 
@@ -90,4 +104,4 @@ def _open(url: str, params: dict[str, Any]) -> Repository:
     return open_repository(url, storage_options=options, cache_dir=cache_dir)
 
 
-STORE, RUN, REF = StoreType(), RunType(), RefType()
+STORE, RUN, REF, FORGOTTEN = StoreType(), RunType(), RefType(), ForgottenType()

@@ -128,15 +128,23 @@ class StoreCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if os.environ.get(ENV_STORE):
-                told = f"{error.message} ({ENV_STORE} names the store, so STORE is left out here; -s names another one)"
-                raise click.UsageError(told, ctx) from error
+            hint = _about_store(error)
+            if hint:
+                raise click.UsageError(f"{error.format_message().rstrip('.')} ({hint})", ctx) from error
             raise
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """All that can be given here."""
         params = super().get_params(ctx)
         return [one for one in params if one is not STORE_ARGUMENT] if ENV_STORE in ctx.meta else params
+
+
+def _about_store(error: click.UsageError) -> str:
+    """What somebody should know of STORE whose line is wrong, if anything."""
+    if os.environ.get(ENV_STORE):
+        return f"{ENV_STORE} names the store, so STORE is left out here; -s names another one"
+    is_missing = isinstance(error, click.MissingParameter) and error.param is STORE_ARGUMENT
+    return f"a folder or a URL; -s or {ENV_STORE} may name it, too" if is_missing else ""
 
 
 def store_command(name: str) -> Callable[[Function], click.Command]:

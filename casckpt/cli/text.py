@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -66,6 +67,13 @@ def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
     if len(items) <= most:
         return list(items)
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
+
+
+def summed(keys: Sequence[str]) -> Iterator[str]:
+    """Keys by the first part of them, where several have it in common."""
+    for head, number in Counter(key.partition(".")[0] for key in keys).items():
+        same = (key for key in keys if key.partition(".")[0] == head)
+        yield next(same) if number == 1 else f"{head}.* ({number} keys)"
 
 
 @dataclass(frozen=True)

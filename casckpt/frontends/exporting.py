@@ -65,6 +65,7 @@ def export(
     chosen = format or _default_format(path, opened.attachments(checkpoint))
     if chosen not in FORMATS:
         raise InvalidInput(f"format={chosen!r} is not known; give one of {', '.join(FORMATS)}")
+    _check_suffix(chosen, path)
     given = {"keys": keys or None, "strip_prefix": strip_prefix, "rename": rename or None,
              "max_shard_size": max_shard_size}  # fmt: skip
     options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -79,8 +80,19 @@ def export(
 
 
 def _default_format(path: str | os.PathLike[str], attachments: Mapping[str, int]) -> Format:
-    by_suffix = _SUFFIXES.get(Path(path).suffix.lower())
-    return by_suffix or ("hf" if CONFIG in attachments else "safetensors")
+    return _by_suffix(path) or ("hf" if CONFIG in attachments else "safetensors")
+
+
+def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
+    return _SUFFIXES.get(Path(path).suffix.lower())
+
+
+def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
+    """A file under the name of another format would be found out by whoever loads it; a folder has any name."""
+    of = _by_suffix(path)
+    if of in (None, format) or (of, format) == ("safetensors", "hf") or os.path.isdir(path):
+        return
+    raise InvalidInput(f"{Path(path).name} is a name for --format {of}, and {format} was asked for; give another name")
 
 
 def _check_known(format: Format, options: Mapping[str, Any]) -> None:

@@ -27,8 +27,8 @@ _ADAPTERS = ("base_layer", "modules_to_save", "lora_A", "lora_B", "lora_embeddin
 _MOST = 8
 
 
-def model_prefix(tree: Node, keys: Collection[str], where: str) -> str:
-    """What the keys of the model begin with: "model.", "" where the checkpoint is the model, ...
+def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list[str]]:
+    """The keys of the model, and what they begin with: "model.", "" where its names stand at the top, ...
 
     ``keys``: of the tensors in question. Raises MissingKey if none of them is of a model, InvalidInput naming the
     choices where it cannot be told which.
@@ -40,10 +40,20 @@ def model_prefix(tree: Node, keys: Collection[str], where: str) -> str:
     if not found:
         more = f", but something below {', '.join(parts)}; give --strip-prefix if that is one" if parts else ""
         raise MissingKey(f"{where} holds no weights of a model{more}; `casckpt show` lists what it holds")
-    if len(found) > 1 or (found == [""] and len(parts) > 1 and all(key.startswith("model.") for key in parts[""])):
+    if len(found) > 1 or (found == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in found if prefix] + [_first(key) for key in parts.get("", ())])
     prefix = found[0]
-    return prefix + _attribute(prefix, parts[prefix], where) if _is_lightning(tree) else prefix
+    if not _is_lightning(tree):
+        return prefix, parts[prefix]
+    below = prefix + _attribute(prefix, parts[prefix], where)
+    return below, [key for key in parts[prefix] if key.startswith(below)]
+
+
+def _is_either(tree: Node, names: Sequence[str]) -> bool:
+    """May what seems to be of a training be of the model, or the first part of all ``names`` be no name of its own?"""
+    top = tree.children if isinstance(tree, Container) else ()
+    is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in top if not isinstance(node, Container))
+    return is_flat or all(name.startswith("model.") for name in names)
 
 
 def _head(key: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -14,6 +15,8 @@ from tempfile import TemporaryDirectory
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.storage.files import is_url, local_path
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
+
 
 @contextmanager
 def new_file(path: Path, *, force: bool) -> Iterator[Path]:
@@ -21,12 +24,12 @@ def new_file(path: Path, *, force: bool) -> Iterator[Path]:
 
     ``force``: over what is there; else Conflict. Raises StorageError where the file system does not let us.
     """
-    if os.path.lexists(path) and not force:
-        raise Conflict(f"{path} exists already; give another name, or --force to write over it")
+    _check_no_file(path, force=force)
     with _said_as_ours(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path.parent, path.name) as folder:
             yield folder / path.name
+            _check_no_file(path, force=force)  # somebody may have made it meanwhile
             os.replace(folder / path.name, path)
             sync_folder(path.parent)
 
@@ -44,12 +47,14 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
             raise Conflict(f"{path} is a file; give the name of a folder, or of a file ending in .safetensors")
         if there:
             _clear(path, path.name)
-        if there and not force and any(path.iterdir()):
-            raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
-        if not there:
+            _check_empty(path, force=force)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
         with _scratch(path if there else path.parent, path.name) as temporary:
             yield temporary
+            if not there and path.is_dir():  # somebody made it meanwhile
+                _check_empty(path, force=force)
+                there = True
             if there:
                 _move_into(temporary, path, stale, last)
             else:
@@ -75,6 +80,16 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
         target = Path(folder, remote.url.rpartition("/")[2])
         yield target
         remote.put(target, last=last)
+
+
+def _check_no_file(path: Path, *, force: bool) -> None:
+    if os.path.lexists(path) and not force:
+        raise Conflict(f"{path} exists already; give another name, or --force to write over it")
+
+
+def _check_empty(path: Path, *, force: bool) -> None:
+    if not force and any(path.iterdir()):
+        raise Conflict(f"{path} is not empty; give another folder, or --force to write into it")
 
 
 def _move_into(source: Path, target: Path, stale: Callable[[str], bool], last: Sequence[str]) -> None:
@@ -143,9 +158,8 @@ def _said_as_ours(path: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, CasckptError):
             raise
-        raise StorageError(
-            f"{path} cannot be written: {error.strerror or error}; make room, or give another place"
-        ) from error
+        way = "make room, or give another place" if error.errno in _NO_ROOM else "give another place"
+        raise StorageError(f"{path} cannot be written: {error.strerror or error}; {way}") from error
 
 
 @contextmanager

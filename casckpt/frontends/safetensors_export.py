@@ -92,8 +92,8 @@ def _exported_to(target: Path, job: _Job, max_shard_size: int | str, *, attached
     attachments, skipped = job.attachments([*layout.names, INDEX], wanted=attached)
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
-            f"{target} has a {CONFIG}, and these are no names of a model: from_pretrained would load random weights. "
-            "Give another folder, or --format hf for the model alone"
+            f"{target} has a {CONFIG}, and these are not the names of a model: from_pretrained would load random "
+            "weights. Give another folder, or --format hf for all of the model alone"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
         for name, stream in attachments.items():
@@ -135,19 +135,21 @@ class _Job:
 
     def _is_skipped(self, name: str) -> bool:
         """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
-        if self._rules.model:
-            return name == INDEX or _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or (name == CONFIG and self.is_no_model)
+        is_of_training = self._rules.model and _OF_TRAINING.fullmatch(name) is not None
+        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
 
     @cached_property
     def is_no_model(self) -> bool:
-        """Would a folder with these names and a config.json be loaded as a model of random weights?"""
-        if self._rules.model:
-            return False
+        """Would a folder with these names and a config.json be loaded as a model with random weights?"""
+        rules, whole = self._rules, Rules(model=True)
+        if rules.model:
+            if rules.strip_prefix is None and not rules.keys:
+                return False
+            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
         try:
-            view = view_of(self.manifest, Rules(model=True))
+            view = view_of(self.manifest, whole)
         except (InvalidInput, MissingKey):
-            return True
+            return not rules.model  # what cannot be told is as whoever chose these names says
         names = {one.name for one in view.tensors}
         return not names <= {one.name for one in self.view.tensors}
 

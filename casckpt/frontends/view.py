@@ -12,7 +12,7 @@ from casckpt.checkpoint.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import TENSOR, Entry, Manifest
 from casckpt.format.regions import whole
-from casckpt.frontends.model_part import check_no_adapters, model_prefix, plain_names
+from casckpt.frontends.model_part import check_no_adapters, model_part, plain_names
 from casckpt.plan.reads import covers
 
 
@@ -71,8 +71,7 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     asked = {key: number for (kind, key, _), number in contents.numbers.items() if kind == TENSOR}
     asked = {key: number for key, number in asked.items() if _matches(key, patterns)}
     _check_used(where, list(asked), patterns)
-    prefix = _prefix(contents, list(asked), rules, where)
-    keys = [key for key in asked if key.startswith(prefix)]
+    prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
     tensors = [Seen(name, asked[key], manifest.body.entries[asked[key]]) for key, name in zip(keys, names, strict=True)]
     for one in tensors:
@@ -94,13 +93,15 @@ def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None)
             raise MissingKey(f"no tensor of {where} matches {pattern!r}; `casckpt show` lists them", keys=(pattern,))
 
 
-def _prefix(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> str:
+def _part(contents: Contents, keys: Sequence[str], rules: Rules, where: str) -> tuple[str, Sequence[str]]:
+    """The prefix, and the keys that are seen."""
     if rules.strip_prefix is None:
-        return model_prefix(contents.tree, keys, where) if rules.model else ""
+        return model_part(contents.tree, keys, where) if rules.model else ("", keys)
     prefix = rules.strip_prefix and f"{rules.strip_prefix.removesuffix('.')}."
-    if not any(key.startswith(prefix) for key in keys):
+    below = [key for key in keys if key.startswith(prefix)]
+    if not below:
         raise MissingKey(f"no tensor of {where} lies below {prefix!r}; `casckpt show` lists them", keys=(prefix,))
-    return prefix
+    return prefix, below
 
 
 def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:

@@ -12,16 +12,22 @@ Duration: TypeAlias = timedelta | str | Literal[0]
 """A `timedelta`, a number and a unit as text ("90s", "15m", "12h", "7d", "2w"), or 0."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_MOST = 36500 * 86400  # a moment so long ago can still be reckoned with, and nobody means more
 _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
 
 
 def seconds_of(duration: Duration, what: str = "") -> float:
-    """Seconds of a duration. ``what`` it is, for the error. Raises InvalidInput for a bare or a negative number."""
+    """Seconds of a duration. ``what`` it is, for the error.
+
+    Raises InvalidInput for a bare or a negative number, and for more than 100 years.
+    """
     seconds = _seconds(duration)
+    given = f"{what}: {str(duration)[:40]!r}" if what else repr(str(duration)[:40])
     if seconds is None:
         hint = f": give {_bare(duration)}s or {_bare(duration)}d if that is meant" if _bare(duration) else ""
-        given = f"{what}: {str(duration)[:40]!r}" if what else repr(str(duration)[:40])
         raise InvalidInput(f"{given} is not a duration with its unit, as 90s, 15m, 12h, 7d or 2w{hint}")
+    if seconds > _MOST:
+        raise InvalidInput(f"{given} is too long a time: give 36500d or less")
     return seconds
 
 

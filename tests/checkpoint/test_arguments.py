@@ -82,6 +82,8 @@ def test_durations_of_a_gc(saved: casckpt.Store, name: str, duration: Any) -> No
     """A negative revoke_after would give up on every save in progress, and 7 may have been meant as days."""
     with pytest.raises(InvalidInput, match=f"{name.replace('_', '-')}: .* is not a duration with its unit"):
         saved.gc(keep_last=1, **{name: duration})
+    with pytest.raises(InvalidInput, match=name.replace("_", "-")):
+        saved.gc(keep_last=1, dry_run=True, **{name: duration})  # what the real one would refuse
 
 
 @pytest.mark.parametrize("sample", ["1", None, 0, 1.5])

@@ -357,15 +357,16 @@ def test_what_gc_forgets_by_a_rule_can_be_restored_for_a_day(saved: Path, as_jso
     assert "are deleted later" in told
     day = datetime.fromisoformat(planned["waiting"][0]["until"]) - datetime.now(UTC)
     assert day > timedelta(hours=23)
-    stats, listed = as_json("stats", saved), run("list", saved).stdout
+    stats, listed = as_json("stats", saved), run("list", saved)
     assert (stats["bytes_freed_now"], stats["bytes_freed_later"]) == (0, planned["later_bytes"])
     assert planned["later_bytes"] > 0
-    assert "2 checkpoints forgotten: a gc frees 0 B now, " in listed
+    assert "2 checkpoints forgotten: a gc frees 0 B now, " in listed.stderr
+    assert "forgotten" not in listed.stdout, "a pipe gets rows alone"
     assert as_json("report", saved)["freed"] == {"now": 0, "later": planned["later_bytes"]}
     for one in planned["forgotten"]:
         as_json("restore", saved, one["id"])
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
-    assert "forgotten" not in run("list", saved).stdout
+    assert "forgotten" not in run("list", saved).output
 
 
 def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
@@ -517,6 +518,16 @@ def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json
     assert named(as_json("list", saved, "--sort", "-loss", "--run", "a"))[:4] == ["a@1", "a@2", "a@3", "a@4"]
     shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
     assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
+    told = run("list", saved, "--show", "los", "--show", "note").stderr
+    assert "no checkpoint in the list has 'los' in its metadata; there are loss, note" in told
+    assert "'note'" not in told
+
+
+def test_many_values_are_summed_up_by_what_holds_them(saved: Path, store: casckpt.Store, run: Run) -> None:
+    loops = {f"loop{number}": {"done": number} for number in range(30)}
+    store.save({"lightning": loops, "epoch": 1, "optim": {"lr": 0.1, "eps": 0.2}}, run="c", step=1)
+    (line,) = (line for line in run("show", saved, "c@1").stdout.splitlines() if line.startswith("objects"))
+    assert line.split(maxsplit=1)[1] == "lightning.* (30 keys), epoch, optim.* (2 keys)"
 
 
 def test_diff_of_one_is_with_its_parent(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
@@ -554,7 +565,17 @@ def test_a_store_named_twice_is_wrong_usage(saved: Path, run: Run, monkeypatch: 
     run("list", saved, "-s", saved, status=2)
     monkeypatch.setenv("CASCKPT_STORE", str(saved))
     assert "CASCKPT_STORE names the store" in run("list", saved, status=2).stderr
+    said = run("show", status=2).stderr
+    assert "Missing argument 'REF'" in said, "and not only where the store comes from"
+    assert "CASCKPT_STORE names the store" in said
     assert "no checkpoints" in run("list", "-s", _empty(saved.parent / "other")).stdout
+
+
+def test_without_a_store_all_ways_to_name_one_are_said(run: Run, as_json: AsJson) -> None:
+    said = run("list", status=2).stderr
+    assert "Missing argument 'STORE'" in said
+    assert "-s or CASCKPT_STORE" in said
+    assert "-s or" not in run("list", "s", "--limit", "0", status=2).stderr
 
 
 def _empty(path: Path) -> Path:
@@ -578,6 +599,21 @@ def test_an_export_says_what_has_no_place_in_a_format(tmp_path: Path, as_json: A
     assert "--no-attachments" in refused.splitlines()[-1]
     found = as_json("export", tmp_path / "s", "latest", tmp_path / "out", "--format", "dcp", "--no-attachments")
     assert (found["attachments"], found["skipped"]) == ([], [".metadata", "note"])
+
+
+def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> None:
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
+    casckpt.open(tmp_path / "s").save(state, step=0, attachments={"config.json": b"{}"})
+
+    def said(out: str, *options: str) -> str:
+        return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
+
+    assert "a part of a model: from_pretrained would make the rest anew" in said("part", "--keys", "model.w")
+    assert "these are no names of a model" in said("all", "--format", "safetensors")
+    unwanted = said("unwanted", "--no-attachments")
+    assert "put that of the model there" in unwanted
+    assert "part of a model" not in unwanted
+    assert "no names" not in said("neither", "--format", "safetensors", "--no-attachments"), "it is not why"
 
 
 def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) -> None:

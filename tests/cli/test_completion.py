@@ -33,6 +33,13 @@ def test_references_runs_and_folders_are_offered(saved: Path, store: casckpt.Sto
     assert offered("li") == ["list"]
 
 
+def test_what_can_be_restored_is_offered_by_its_id(saved: Path, store: casckpt.Store) -> None:
+    """And nothing else: what is visible needs no restoring, and RUN@STEP names what is visible."""
+    forgotten = [ckpt.id for ckpt in store.forget("a@1", "a@2")]
+    assert offered("restore", saved, "") == [one[:12] for one in reversed(forgotten)]
+    assert offered("show", saved, "a@") == ["a@latest", "a@3"]
+
+
 @pytest.mark.parametrize("store", ["nowhere", "ftp://x/y"])
 def test_a_store_that_cannot_be_read_offers_nothing(store: str) -> None:
     assert offered("show", store, "") == []

@@ -126,3 +126,42 @@ def test_what_a_format_knows_nothing_of_is_refused(store: Store, tmp_path: Path,
     with pytest.raises(InvalidInput, match=match):
         casckpt.export(store, "latest", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_a_model_is_no_folder_that_loads_with_random_weights_beside_it(store: Store, tmp_path: Path) -> None:
+    """``--keys`` of a model with its config.json once made one, and named nothing as left out."""
+    state = {"model": {"w": torch.ones(2), "v": torch.ones(1)}, "optim": {"m": torch.ones(2)}}
+    store.save(state, step=1, attachments={"config.json": b"{}", "tokenizer.json": b"{}"})
+    found = store.export("latest", tmp_path / "part", keys=["model.w"])
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    found = store.export("latest", tmp_path / "whole", keys=["model.*"])
+    assert (found.skipped, "config.json" in found.attachments) == ((), True)
+    found = store.export("latest", tmp_path / "as it is", strip_prefix="")
+    assert (found.format, found.skipped, found.attachments) == ("hf", ("config.json",), ("tokenizer.json",))
+    before = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    with pytest.raises(Conflict, match="would load random weights"):
+        store.export("latest", tmp_path / "whole", format="hf", keys=["model.w"], force=True)
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == before
+
+
+def test_names_that_somebody_chose_as_they_are_get_their_config(store: Store, tmp_path: Path) -> None:
+    flat = {"model.w": torch.ones(2), "head.w": torch.ones(1)}
+    unclear = {key.replace("head", "optim.state"): value for key, value in flat.items()}
+    for step, state in enumerate((flat, unclear)):
+        store.save(state, step=step, attachments={"config.json": b"{}"})
+        found = store.export("latest", tmp_path / f"{step}", strip_prefix="")
+        assert (found.tensors, found.attachments) == (2, ("config.json",))
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "of"),
+    [("m.pt", "hf", "torch"), ("m.bin", "safetensors", "torch"), ("m.PTH", "dcp", "torch"),
+     ("m.safetensors", "torch", "safetensors"), ("m.safetensors", "dcp", "safetensors")],
+)  # fmt: skip
+def test_a_suffix_that_names_another_format_is_refused(
+    store: Store, tmp_path: Path, name: str, format: Any, of: str
+) -> None:
+    store.save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(InvalidInput, match=rf"{name} is a name for --format {of}, and {format} was asked for"):
+        store.export("latest", tmp_path / name, format=format)
+    assert not (tmp_path / name).exists()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, StorageError
 from casckpt.frontends.new_files import new_file, new_folder
 
 KILLED = """
@@ -24,13 +25,15 @@ with made as temporary:
 """
 
 
-def export(kind: str, path: Path) -> None:
+def begin(kind: str, path: Path, *, force: bool = True) -> AbstractContextManager[Path]:
     if kind == "file":
-        with new_file(path, force=True) as temporary:
-            temporary.write_bytes(b"new")
-    else:
-        with new_folder(path, force=True, stale=lambda name: False, last=()) as temporary:
-            (temporary / "a").write_bytes(b"new")
+        return new_file(path, force=force)
+    return new_folder(path, force=force, stale=lambda name: False, last=())
+
+
+def export(kind: str, path: Path) -> None:
+    with begin(kind, path) as temporary:
+        (temporary if kind == "file" else temporary / "a").write_bytes(b"new")
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "folder that is there"])
@@ -64,4 +67,31 @@ def test_what_another_process_works_at_stays(tmp_path: Path, kind: str) -> None:
         assert temporary.read_bytes() == b"of the first"
     assert out.read_bytes() == b"of the first"
     with pytest.raises(Conflict), new_file(out, force=False):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_two_at_once_the_second_meets_the_first(tmp_path: Path, kind: str) -> None:
+    """It once said that there was no room, or wrote over the first unasked; with force it goes over it."""
+    out = tmp_path / "out"
+    with pytest.raises(Conflict, match=r"out (exists already|is not empty)"):
+        _overtaken(kind, out, force=False)
+    assert (out if kind == "file" else out / "a").read_bytes() == b"new"
+    _overtaken(kind, tmp_path / "other", force=True)
+    assert (tmp_path / "other" if kind == "file" else tmp_path / "other" / "a").read_bytes() == b"second"
+    assert list(tmp_path.rglob(".*")) == []
+
+
+def _overtaken(kind: str, path: Path, *, force: bool) -> None:
+    with begin(kind, path, force=force) as second:
+        export(kind, path)
+        (second if kind == "file" else second / "a").write_bytes(b"second")
+
+
+def test_room_is_asked_for_where_there_is_none_of_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(StorageError, match=r"x cannot be written: [^;]*; give another place$"),
+        begin("file", tmp_path / "file" / "x"),
+    ):
         pass

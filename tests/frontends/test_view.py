@@ -44,6 +44,9 @@ LAYOUTS: dict[str, Any] = {
     "Lightning in a store": {
         "model": {f"net.{key}": value for key, value in LLAMA.items()}, "lightning": {"optimizer_states": [OPTIMIZER]},
     },
+    "the optimizer beside the names of the model": {
+        key.removeprefix("model."): value for key, value in LLAMA.items()
+    } | {"optimizer": OPTIMIZER, "scheduler": {"last": W}, "epoch": 3},
     "DDP": {"model": {f"module.{key}": value for key, value in LLAMA.items()}, "optim": OPTIMIZER},
     "DDP around torch.compile": {f"module._orig_mod.{key}": value for key, value in LLAMA.items()},
     "activation checkpointing": {
@@ -55,7 +58,9 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_model_is_found_in_what_trainings_save(store: Store, layout: str) -> None:
     found = view(store, LAYOUTS[layout], model=True)
-    assert [one.name for one in found.tensors] == sorted(LLAMA)
+    assert [one.name.removeprefix("model.") for one in found.tensors] == [
+        n.removeprefix("model.") for n in sorted(LLAMA)
+    ]
     tensors = {one.name: one.entry.key for one in found.tensors}
     assert all(key.startswith(found.prefix) for key in tensors.values())
     everything = store.get("latest").tensors.keys()
@@ -67,6 +72,7 @@ UNCLEAR: dict[str, tuple[Any, tuple[str, ...]]] = {
     "averaged weights": ({"model": LLAMA, "ema": LLAMA, "optim": OPTIMIZER}, ("model.", "ema.")),
     "a head beside": ({"model": {"embed": {"weight": W}}, "lm_head": {"weight": W}}, ("model.", "lm_head.")),
     "flat names of both": (LLAMA | flat("optim.state.w.exp_avg"), ("model.",)),
+    "flat names of an optimizer": (flat("embed.w", "optim.state.w.exp_avg"), ("embed.",)),
     "several attributes of Lightning's": (
         {"state_dict": flat("net.w", "loss.weight"), "pytorch-lightning_version": "2"},
         ("state_dict.net.", "state_dict.loss."),

@@ -50,3 +50,11 @@ def test_a_bare_number_is_refused_and_what_may_be_meant_is_said(bare: Any) -> No
     text = str(bare).strip()
     with pytest.raises(InvalidInput, match=f"give {text}s or {text}d"):
         seconds_of(bare, "keep-within")
+
+
+@pytest.mark.parametrize("long", ["36501d", "999999999w", timedelta.max])
+def test_what_is_longer_than_any_clock_reckons_is_refused(long: Duration) -> None:
+    """A moment so long ago once was an OverflowError of whoever reckoned it."""
+    assert seconds_of("36500d") == 36500 * 86400
+    with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
+        seconds_of(long, "keep-within")

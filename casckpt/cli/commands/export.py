@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,15 @@ from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.text import count, name, printable, say, shortened, size, summed
 from casckpt.cli.types import RENAMING, SIZE
 
 _MOST = 8
+_NO_MODEL = {
+    "safetensors": "these are no names of a model; for a folder that from_pretrained loads: --format hf",
+    "hf": "this is a part of a model: from_pretrained would make the rest anew, of random weights",
+}
+"""Why a config.json that travelled along is not in a folder."""
 
 
 @store_command("export")
@@ -75,25 +79,19 @@ def command(session: Session, ref: str, out: str, *, rename: Sequence[tuple[str,
         "prefix": found.prefix,
     }
     is_file = len(found.files) == 1 and Path(found.files[0]).name == Path(out).name
-    session.give(brief(checkpoint) | result, partial(_text, is_file=is_file))
+    session.give(brief(checkpoint) | result, partial(_text, is_file=is_file, wanted=options["attachments"]))
 
 
-def _text(result: dict[str, Any], *, is_file: bool) -> None:
+def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
+    """``wanted``: were attachments?"""
     say(f"exported {name(result)}: {count(result['tensors'], 'tensor')}, {size(result['bytes'])}")
     for path in shortened(result["files"]):
         say(f"  {printable(path)}")
     if result["left_out"]:
-        say(f"left out: {printable(', '.join(shortened(list(_summed(result['left_out'])), _MOST)))}")
+        say(f"left out: {printable(', '.join(shortened(list(summed(result['left_out'])), _MOST)))}")
     if result["skipped"]:
         say(f"files left out: {printable(', '.join(shortened(result['skipped'], _MOST)))}")
-    if result["format"] == "safetensors" and "config.json" in result["skipped"]:
-        say("these are no names of a model; for a folder that from_pretrained loads: --format hf")
-    if result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
+    if wanted and "config.json" in result["skipped"] and result["format"] in _NO_MODEL:
+        say(_NO_MODEL[result["format"]])
+    elif result["format"] == "hf" and "config.json" not in result["attachments"] and not is_file:
         say("there is no config.json in it, which from_pretrained needs: put that of the model there")
-
-
-def _summed(keys: Sequence[str]) -> Iterator[str]:
-    """Keys by the first part of them, where several have it in common."""
-    for head, number in Counter(key.partition(".")[0] for key in keys).items():
-        same = (key for key in keys if key.partition(".")[0] == head)
-        yield next(same) if number == 1 else f"{head}.* ({number} keys)"

@@ -12,7 +12,7 @@ import click
 
 from casckpt.cli.completion import RUN
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, size, table
+from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def command(
         from casckpt.repository.refs import about_run
 
         log.warning("%s", about_run(session.repository, commits, run))
+    _warn_of_unknown(rows, show)
     if by is None:
         rows = rows[-limit:] if limit else rows
     else:
@@ -61,6 +62,15 @@ def command(
     session.give(rows, lambda rows: text(rows, show))
     if not session.as_json and run is None:
         _say_forgotten(session.repository, commits)
+
+
+def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
+    """An empty column may be a slip in its name."""
+    known = sorted({key for row in rows for key in row["metadata"] or {}})
+    for name in show:
+        if rows and name not in known:
+            there = f"; there are {', '.join(shortened(known))}" if known else ""
+            log.warning("no checkpoint in the list has %r in its metadata%s", name, there)
 
 
 _KEYS = {
@@ -129,7 +139,7 @@ def _say_forgotten(repo: Repository, commits: CommitList) -> None:
 
         found = freed_by_gc(repo, commits)
         frees = f"a gc frees {freed(found.now, found.later)}"
-    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}")
+    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import REF
+from casckpt.cli.completion import FORGOTTEN
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, say
 
 
 @store_command("restore")
-@click.argument("refs", type=REF, nargs=-1, required=True, metavar="ID...")
+@click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="ID...")
 def command(session: Session, refs: tuple[str, ...]) -> None:
     """Make forgotten checkpoints visible again.
 

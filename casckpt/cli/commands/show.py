@@ -10,13 +10,14 @@ import click
 
 from casckpt.cli.completion import REF
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, count, facts, moment, say, size, table
+from casckpt.cli.text import Column, count, facts, moment, say, shortened, size, summed, table
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.store import Store
 
 FEW = 20
+_FEW_VALUES = 8  # in one line; they may be hundreds, as of Lightning's loops
 _COLUMNS = (
     Column("TENSOR"),
     Column("DTYPE", fixed=True, spare=1),
@@ -104,7 +105,8 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
 
 
 def _few(keys: list[str]) -> str:
-    return ", ".join(keys[:FEW]) + (", ..." if len(keys) > FEW else "")
+    """All of a few keys, else how many there are by their first part."""
+    return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
 def _cells(one: dict[str, Any]) -> tuple[str, ...]:
