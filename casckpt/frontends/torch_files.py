@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_pkl
 from torch.serialization import skip_data
 
 from casckpt.checkpoint.arguments import Rename
@@ -315,7 +316,12 @@ def _is_read(value: Any) -> bool:
         return True
     buffer = BytesIO()
     torch.save(value, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     try:
+        # not what this process has registered besides, or a library that it has imported: others have not
+        if get_globals_in_pkl(BytesIO(pickled)) - _get_allowed_globals().keys():
+            return False
         torch.load(BytesIO(buffer.getbuffer()), weights_only=True)
     except pickle.UnpicklingError:
         return False

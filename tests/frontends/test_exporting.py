@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,14 @@ def test_no_folder_becomes_one_that_loads_as_random_weights(store: Store, tmp_pa
     found = store.export("latest", tmp_path / "all", format="safetensors", strip_prefix="model", force=True)
     assert (found.attachments, found.left_out) == (("config.json",), ("optim.m",))
     assert list(load_file(tmp_path / "all" / "model.safetensors")) == ["w"]
+
+
+def test_what_a_library_has_registered_is_left_out_all_the_same(store: Store, tmp_path: Path) -> None:
+    """Whoever reads the file may not have imported it: Megatron-core lets torch.load read paths and numpy's arrays."""
+    store.save({"path": PurePosixPath("x"), "w": torch.ones(2)}, step=1)
+    with torch.serialization.safe_globals([PurePosixPath]):
+        assert store.export("latest", tmp_path / "x.pt").left_out == ("path",)
+    assert list(torch.load(tmp_path / "x.pt")) == ["w"]
 
 
 def test_plain_torch_load_reads_what_a_training_loop_saved(store: Store, tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_a_writer_that_breaks_the_protocol_loses_data(
 ) -> None:
     def cast(play: Play) -> None:
         play.writer("w0", program)
+        play.writer("w1", program)
         play.gc("g0")
         play.user("user")
 
