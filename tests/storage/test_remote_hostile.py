@@ -134,7 +134,8 @@ def test_no_more_is_taken_than_was_wanted(kind: Callable[..., ObjectStore], host
             before = server.sent
             (error,) = outcomes(storage, {name: act}, attempts=1).values()
             fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
-            assert fine or isinstance(error, Refused if hostility is Hostility.BODY else StorageError), name
+            # Refused, unless the client stumbles over the bytes behind an answer first
+            assert fine or isinstance(error, Refused | StorageError), name
             most = 80 if kind is web else 30  # a page of a web server may have 64, an answer of S3 16
             assert server.sent - before < most * MIB, name
 
@@ -219,8 +220,8 @@ def test_a_slow_server_that_gets_on_is_waited_for() -> None:
         with storage.open("a") as reader:
             reader.read_into(0, [memoryview(bytearray(512 << 10))])
 
-    patience = {"request_timeout": 0.5, "call_timeout": 0.6}
-    with slow(0.06) as place:
+    patience = {"request_timeout": 2.0, "call_timeout": 2.5}  # a busy machine may stand still for a second
+    with slow(0.17) as place:
         given = {"key": "k", "secret": "s", "endpoint_url": f"http://{place}", **patience}
         for storage in (open_storage("s3://bucket/store", given), open_storage(f"http://{place}/store", patience)):
             found = outcomes(storage, {"get": lambda one: one.get("a", limit=MIB), "read": fill}, attempts=1)
