@@ -1,0 +1,260 @@
+"""Announcements: the log of a run, by which a save learns what changed without listing all of commits/.
+
+Before anybody creates the record N of a transaction, he announces (txid, N) at the next free number of the run's log. A
+host remembers up to which number it has read, what it knows of each transaction, and which announcements are undecided:
+those whose record it has not found yet. A look reads on in the run's log until there is nothing more, and then reads on
+in the logs of all undecided ones.
+
+A look must be as good as a listing that begins when it begins; then what `tests.model.commit_gc_model` proves of saves
+that list commits holds of saves that look. What need not be announced: `revoked` and `kept`, for they change nothing
+that was visible or known; and they decide what was announced.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tests.model.next.explorer import (
+    Goto,
+    Invariant,
+    Model,
+    Process,
+    Program,
+    Store,
+    create,
+    goto,
+    look,
+    network,
+    when_quiet,
+)
+from tests.model.next.logs import FORGOTTEN, KEPT, PURGED, RESTORED, REVOKED, append
+
+MUTANTS = {
+    "announced_after": "a record is announced when it is there",
+    "txid_cursor": "a host lists commits behind the greatest txid that it has seen",
+    "not_numbered": "a kind is announced and no number, and a record of that kind decides it",
+    "reads_once": "what was announced is read once, and counts as decided then",
+    "logs_first": "a look reads undecided logs first, and then what is announced",
+    "forgets_undecided": "a host keeps over a restart how far it has read, and not what is undecided",
+    "skips_number": "who has no answer for a number of the run's log goes on with the next one",
+    "joins_silently": "a process that joins a transaction relies on the announcement of who began it",
+    "purges_silently": "a gc does not announce what it purges",
+    "announces_once": "who finds the number of a record taken creates the next one without announcing that",
+    "nobody_settles": "a gc leaves alone what was announced by somebody who died",
+    "stops_at_undecided": "a look ends at the first announcement that it finds undecided",
+}
+COMMITTED = "committed"
+
+
+class Rules(NamedTuple):
+    """``lost``: puts into the run's log may have no answer, and arrive later, or never."""
+
+    mutant: str = ""
+    lost: bool = False
+
+
+# -- who changes something
+
+
+def changes(rules: Rules, plan: tuple[tuple[str, str], ...], *, joined: bool = False) -> Program:
+    """Creates records of these (txid, kind), one after the other. ``joined``: others create the same."""
+    if not plan:
+        return None
+    (txid, kind), *_ = plan
+    number = 0
+    if kind != COMMITTED:
+        number = yield look("reads the log", lambda store: len(store.under("commits", txid)))
+    silent = (joined, rules.mutant) == (True, "joins_silently") or (kind, rules.mutant) == (PURGED, "purges_silently")
+    if silent or rules.mutant == "announced_after":
+        return goto(records, rules, plan, number)
+    return goto(announces, rules, plan, number, 1, False)
+
+
+def announces(rules: Rules, plan: tuple[tuple[str, str], ...], record: int, number: int, after: bool) -> Program:
+    """Takes the next free number of the run's log; of one without an answer it first finds out whose it is."""
+    txid, kind = plan[0]
+    mine = (txid, record, kind)
+    follow = goto(changes, rules, plan[1:]) if after else goto(records, rules, plan, record)
+    found = yield look(f"reads runs/{number}", lambda store: store.get("runs", number))
+    if found is not None:
+        return follow if found == mine else goto(announces, rules, plan, record, number + 1, after)
+    won = yield create(("runs", number), mine, lost=rules.lost)
+    if won is None and rules.mutant == "skips_number":
+        won = yield create(("runs", number + 1), mine)
+    return follow if won else goto(announces, rules, plan, record, number, after)  # until somebody has it
+
+
+def records(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Program:
+    """Creates what was announced. Who finds it taken has lost, and announces before he tries another number."""
+    txid, kind = plan[0]
+    won = yield append(txid, number, kind)
+    if won and rules.mutant == "announced_after":
+        return goto(announces, rules, plan, number, 1, True)
+    if not won and number and number < 4:
+        return goto(records if rules.mutant == "announces_once" else retries, rules, plan, number + 1)
+    return goto(changes, rules, plan[1:])
+
+
+def retries(rules: Rules, plan: tuple[tuple[str, str], ...], number: int) -> Program:
+    yield from ()
+    return goto(announces, rules, plan, number, 1, False)
+
+
+def revokes(txid: str) -> Program:
+    """A gc gives up on a transaction, and tells nobody."""
+    yield append(txid, 0, REVOKED)
+    return None
+
+
+def settles() -> Program:
+    """A gc, when all have ended or died: what was announced and never came is decided by a record that says nothing."""
+    yield when_quiet()
+    return goto(settles_one)
+
+
+def settles_one() -> Program:
+    def undecided(store: Store) -> tuple[str, int] | None:
+        found = sorted((txid, number) for txid, number, _ in store.under("runs").values())
+        return next((one for one in found if store.get("commits", *one) is None), None)
+
+    found = yield look("looks for what is undecided", undecided)
+    if found is None:
+        return None
+    txid, number = found
+    yield append(txid, number, KEPT if number else REVOKED)
+    return goto(settles_one)
+
+
+# -- who looks
+
+
+class Memory(NamedTuple):
+    """What a host knows. ``read``: numbers of the run's log; ``logs``: records of each txid; ``open``: undecided."""
+
+    read: int
+    logs: tuple[tuple[str, tuple[str, ...]], ...]
+    open: frozenset[tuple[str, int, str]] = frozenset()
+
+    def log(self, txid: str) -> tuple[str, ...]:
+        return dict(self.logs).get(txid, ())
+
+    def with_log(self, txid: str, log: tuple[str, ...]) -> Memory:
+        return self._replace(logs=tuple(sorted({**dict(self.logs), txid: log}.items())))
+
+
+def host(rules: Rules, memory: Memory, looks: int) -> Program:
+    """Looks so many times."""
+    if not looks:
+        return None
+    yield look("BEGINS to look", lambda store: None, lambda store, _: store.with_(("ghost", "shown"), _shown(store)))
+    if rules.mutant == "forgets_undecided":
+        memory = memory._replace(open=frozenset())
+    if rules.mutant == "txid_cursor":
+        return goto(lists_behind, rules, memory, looks)
+    if rules.mutant == "logs_first":
+        return goto(reads_logs, rules, memory, looks, tuple(sorted(memory.open)), True)
+    return goto(reads_run, rules, memory, looks)
+
+
+def _shown(store: Store) -> frozenset[Any]:
+    """What a listing would show now, but for what need not be known."""
+    return frozenset(key for key, kind in store.under("commits").items() if kind not in {REVOKED, KEPT})
+
+
+def reads_run(rules: Rules, memory: Memory, looks: int) -> Program:
+    found = yield look(f"reads runs/{memory.read}", lambda store: store.get("runs", memory.read))
+    new = memory._replace(read=memory.read + 1, open=memory.open | {found})
+    if found is not None:
+        if rules.mutant == "stops_at_undecided" and (
+            (yield look("reads the record", lambda store: store.get("commits", *found[:2]))) is None
+        ):
+            return goto(reads_logs, rules, memory, looks, tuple(sorted(memory.open)), False)
+        return goto(reads_run, rules, new, looks)
+    if rules.mutant == "logs_first":
+        return goto(has_looked, rules, memory, looks)
+    return goto(reads_logs, rules, memory, looks, tuple(sorted(memory.open)), False)
+
+
+def reads_logs(rules: Rules, memory: Memory, looks: int, todo: tuple[Any, ...], first: bool) -> Program:
+    """Reads on in each log, record by record, until there is none."""
+    if not todo:
+        return goto(reads_run if first else has_looked, rules, memory, looks)
+    txid, number, kind = todo[0]
+    log = memory.log(txid)
+    found = yield look("reads the log", lambda store: store.get("commits", txid, len(log)))
+    if found is not None:
+        return goto(reads_logs, rules, memory.with_log(txid, (*log, found)), looks, todo, first)
+    decided = kind in log if rules.mutant == "not_numbered" else len(log) > number
+    if decided or rules.mutant == "reads_once":
+        memory = memory._replace(open=memory.open - {todo[0]})
+    return goto(reads_logs, rules, memory, looks, todo[1:], first)
+
+
+def lists_behind(rules: Rules, memory: Memory, looks: int) -> Program:
+    cursor = max(txid for txid, _ in memory.logs)
+    found = yield look("lists commits behind " + cursor, lambda s: frozenset(t for t, _ in _shown(s) if t > cursor))
+    for txid in sorted(found):
+        memory = memory.with_log(txid, (COMMITTED,))
+    return goto(has_looked, rules, memory, looks)
+
+
+def has_looked(rules: Rules, memory: Memory, looks: int) -> Program:
+    def missed(store: Store, _: Any) -> Store:
+        known = {(txid, number) for txid, log in memory.logs for number in range(len(log))}
+        late = frozenset(store.get("ghost", "shown") - known)
+        done = store.without(("ghost", "shown"))
+        return done.with_(("ghost", "missed"), late) if late else done
+
+    yield look("HAS LOOKED", lambda store: None, missed)
+    return goto(host, rules, memory, looks - 1)
+
+
+# -- what must hold
+
+AS_A_LISTING = Invariant(
+    "A look knows every record that was there when it began.", lambda store: not store.get("ghost", "missed")
+)
+DENSE = Invariant(
+    "The run's log has no hole.", lambda store: all(n == 0 or store.get("runs", n - 1) for (n,) in store.under("runs"))
+)
+DECIDED = Invariant(
+    "When all is quiet and a gc has run, what was announced is decided: no host reads it for ever.",
+    lambda store: all(store.get("commits", *one[:2]) is not None for one in store.under("runs").values()),
+)
+
+
+def model(
+    mutant: str = "",
+    *,
+    plans: tuple[tuple[tuple[str, str], ...], ...] = (),
+    joined: tuple[str, ...] = (),
+    revoked: str = "",
+    looks: int = 2,
+    lost: bool = False,
+    quiet: bool = False,
+) -> Model:
+    """``plans``: of each process; ``joined``: txids that two processes work on; ``quiet``: processes may die, a gc
+    settles what they leave, and nobody looks."""
+    rules = Rules(mutant, lost)
+    memory = Memory(1, (("T", (COMMITTED,)),))
+    found = [] if quiet else [Process("host", goto(host, rules, memory, looks))]
+    for index, plan in enumerate(plans):
+        found.append(Process(f"changer {index}", goto(changes, rules, plan), mortal=quiet))
+    for index, txid in enumerate(joined * 2):
+        one = goto(joins, rules, txid) if index % 2 else goto(changes, rules, ((txid, COMMITTED),))
+        found.append(Process(f"copy {index}", one, mortal=quiet))
+    found += [Process("gc", goto(revokes, revoked))] if revoked else []
+    found += [Process("last gc", goto(settles))] if quiet and mutant != "nobody_settles" else []
+    found += [Process("network", Goto(network), daemon=True)] if lost else []
+    first: dict[Any, Any] = {("commits", "T", 0): COMMITTED, ("runs", 0): ("T", 0, COMMITTED)}
+    return Model(Store(first), found, always=(AS_A_LISTING, DENSE), at_end=(DECIDED,) if quiet else ())
+
+
+def joins(rules: Rules, txid: str) -> Program:
+    yield from ()
+    return (yield from changes(rules, ((txid, COMMITTED),), joined=True))
+
+
+LATE = ((("W", COMMITTED),), (("A", COMMITTED),))  # a save; and a copy of an old one, or a transaction begun long ago
+TOGGLES = ((("T", FORGOTTEN), ("T", RESTORED), ("T", FORGOTTEN)),)
+RACES = ((("T", FORGOTTEN),), (("T", FORGOTTEN), ("T", PURGED)))

@@ -1,0 +1,24 @@
+"""What the tests of all concerns ask: that a model holds, that things happen in it, that its mutants die of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.model.next.explorer import Model, explore
+
+Make = Callable[..., Model]
+Setups = Mapping[str, Mapping[str, Any]]
+
+
+def check_holds(made: Model, happens: tuple[str, ...] = (), *, limit: int = 200_000) -> None:
+    """No invariant breaks; and each of ``happens`` stands in a step, for a model in which nothing happens holds too."""
+    verdict = explore(made, limit=limit)
+    assert not verdict.broken, f"{verdict.broken}\n" + "\n".join(verdict.trace)
+    missing = [what for what in happens if not any(what in label for label in verdict.done)]
+    assert not missing, f"in {verdict.states} states this never happens: {missing}"
+
+
+def check_dies(made: Model, says: str) -> None:
+    """The invariant that ``says`` this breaks, and no other before it."""
+    assert explore(made, limit=200_000).broken == says

@@ -1,0 +1,399 @@
+"""Tags and tags that expire (leases) against forget, restore, purge and rewrites.
+
+A tag is a name with numbered generations, of which the highest counts. Each names the id "X"; some expire, some never.
+Whoever sets one puts it, and then reads what the logs say: it is *granted* if X is visible then. gc reads the record
+that allows a purge, then the clock, then lists the tags, then takes the number right behind that record.
+
+Time is a number that grows; a lease is over when its `expires` is less than the clock. Too early an end is no harm, so
+the invariants speak of the true clock, and foreign clocks are not modelled: their error is the hour of slack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from tests.model.next import rewrites
+from tests.model.next.explorer import (
+    Goto,
+    Invariant,
+    Model,
+    Op,
+    Outcome,
+    Process,
+    Program,
+    Store,
+    choose,
+    create,
+    delete,
+    goto,
+    look,
+)
+from tests.model.next.logs import FORGOTTEN, PURGED, RESTORED, Committed, Logs, Replaced, append, listing, logs
+
+MUTANTS = {
+    "tags_first": "a gc lists tags before it reads the record that allows the purge",
+    "purges_later_number": "a gc whose number is taken takes the next one, if it reads `forgotten` again",
+    "grants_forgotten": "a lease is granted on a checkpoint that is live, and forgotten",
+    "log_first": "whoever sets a tag reads the log before he puts it",
+    "bars_own_txid": "a tag bars only the purge of the txid that it was set on, and of what replaced that",
+    "replaced_is_free": "what was replaced is purged whatever names it, though the rewrite dropped entries",
+    "adds_entries": "a rewrite has an entry that its base lacks, and is purged like any other when it is void",
+    "clock_last": "a gc reads the clock after it has listed tags",
+    "drops_old_generations": "a generation is deleted as soon as there is a newer one",
+    "drops_newest": "all generations of a name that is over are deleted, and its next one has number 0 again",
+    "late_renewal": "a lease is renewed when it is over already, and nobody looks whether it is granted",
+    "renewal_not_counted": "of a lease only the first generation counts",
+}
+NEVER = 99
+
+
+class Tag(NamedTuple):
+    """``txid``: of the commit that it was set on. ``expires``: the last instant at which it counts."""
+
+    txid: str
+    expires: int = NEVER
+
+
+class Rules(NamedTuple):
+    """``torn``: a listing of tags takes its time."""
+
+    mutant: str = ""
+    torn: bool = False
+
+
+def clock(until: int) -> Program:
+    """Time passes, at any instant."""
+
+    def tick(store: Store) -> Iterable[Outcome]:
+        now = store.get("clock")
+        if now < until:
+            yield Outcome(f"strikes {now + 1}", store.with_(("clock",), now + 1))
+
+    yield Op(tick)
+    return goto(clock, until)
+
+
+# -- who holds
+
+
+def entries(now: Logs) -> str:
+    """What is visible of X holds these entries."""
+    found = now.visible()
+    return now.get(found[0])[0].has if found else ""
+
+
+def _named(store: Store) -> str:
+    """The txid that a new tag on X gets."""
+    now = logs(store)
+    return next(iter((*now.visible(), *now.live())), "")
+
+
+class Lease(NamedTuple):
+    """One under way. ``left``: when its next generations expire, and then those of later leases. ``has``: entries."""
+
+    name: str
+    txid: str
+    number: int
+    left: tuple[tuple[int, ...], ...]
+    has: str = ""
+
+    def generation(self) -> tuple[Any, Tag]:
+        return ("tags", self.name, self.number), Tag(self.txid, self.left[0][0])
+
+
+def holder(rules: Rules, name: str, leases: tuple[tuple[int, ...], ...]) -> Program:
+    """One lease after the other, under one name; each is renewed once for each `expires` behind its first."""
+    if not leases:
+        return None
+    txid = yield look("lists commits", _named)
+    number = yield look("lists generations", lambda store: 1 + max(_generations(store, name), default=-1))
+    return goto(sets_lease, rules, Lease(name, txid, number, leases))
+
+
+def sets_lease(rules: Rules, lease: Lease) -> Program:
+    """The put comes first, then the look at the logs; only who finds X visible has the lease."""
+    if rules.mutant == "log_first":
+        seen = yield from listing(torn=rules.torn)
+        yield create(*lease.generation())
+    else:
+        yield create(*lease.generation())
+        seen = yield from listing(torn=rules.torn)
+    return goto(is_granted, rules, lease._replace(has=_entries_for(seen, rules)))
+
+
+def is_granted(rules: Rules, lease: Lease) -> Program:
+    expires, *later = lease.left[0]
+    if lease.has:
+        yield look("is granted the lease", lambda _: lease.has, lambda store, _: _granted(store, lease, expires))
+    if not later or not lease.has:
+        return goto(holder, rules, lease.name, lease.left[1:])
+    left = (tuple(later), *lease.left[1:])
+    return goto(renews, rules, lease._replace(number=lease.number + 1, left=left), expires)
+
+
+def renews(rules: Rules, lease: Lease, before: int) -> Program:
+    """The next generation. If the last one was over when this was there, it must be granted anew."""
+    yield create(*lease.generation())
+    in_time = True
+    if rules.mutant != "late_renewal":
+        in_time = yield look("reads the clock", lambda store: store.get("clock") <= before)
+    if not in_time:
+        lease = lease._replace(has=entries((yield from listing(torn=rules.torn))))
+    return goto(is_granted, rules, lease)
+
+
+def _entries_for(seen: Logs, rules: Rules) -> str:
+    """Entries of X, if it is to be granted."""
+    if rules.mutant == "grants_forgotten" and seen.live():
+        return str(seen.get(seen.live()[0])[0].has)
+    return entries(seen)
+
+
+def _generations(store: Store, name: str) -> list[int]:
+    return [number for key, number in store.under("tags") if key == name]
+
+
+def _granted(store: Store, lease: Lease, expires: int) -> Store:
+    return store.with_(("ghost", "held", lease.name, lease.number), (lease.has, expires))
+
+
+def tagger(rules: Rules, name: str) -> Program:
+    """Sets a permanent tag. One on a forgotten checkpoint restores it; of what was purged meanwhile there is none."""
+    txid = yield look("lists commits", _named)
+    tag = Lease(name, txid, 0, ((NEVER,),))
+    if rules.mutant == "log_first":
+        seen = yield from listing(torn=rules.torn)
+        yield create(*tag.generation())
+    else:
+        yield create(*tag.generation())
+        seen = yield from listing(torn=rules.torn)
+    return goto(tagger_restores, tag._replace(has=entries(seen)), _restorable(seen))
+
+
+def tagger_restores(tag: Lease, found: tuple[str, int] | None) -> Program:
+    if found and not tag.has:
+        won = yield append(*found, RESTORED)
+        tag = tag._replace(has="e" if won else "")
+    if tag.has:
+        yield look("has its tag", lambda _: tag.has, lambda store, _: _granted(store, tag, NEVER))
+    return None
+
+
+def _restorable(now: Logs) -> tuple[str, int] | None:
+    gone = [txid for txid in now.live() if now.state(txid) == FORGOTTEN and now.stands(txid)]
+    return (gone[-1], now.number(gone[-1])) if gone else None
+
+
+# -- who purges
+
+
+def gc(rules: Rules, records: int = 1) -> Program:
+    """Step 1, once for each record that it creates."""
+    if not records:
+        return None
+    if rules.mutant == "tags_first":
+        now = yield look("reads the clock", lambda store: store.get("clock"))
+        named = yield from _tags(rules, now)
+        return goto(gc_reads_logs, rules, records, named)
+    return goto(gc_reads_logs, rules, records, None)
+
+
+def gc_reads_logs(rules: Rules, records: int, named: Any) -> Program:
+    seen = yield from listing(torn=rules.torn)
+    return goto(gc_picks, rules, records, named, tuple(_due(seen, rules)))
+
+
+def _due(now: Logs, rules: Rules) -> Iterable[tuple[str, int, str, bool]]:
+    """(txid, number, record, do tags bar it): what is void has another that stands for its id."""
+    for txid, number, record in rewrites.actions(now):
+        yield txid, number, record, record == PURGED and not now.is_void(txid) and _needs(now, txid, rules)
+
+
+def _needs(now: Logs, txid: str, rules: Rules) -> bool:
+    """Does the purge of what was forgotten, or replaced, take anything away that a tag may count on?"""
+    state = now.state(txid)
+    if isinstance(state, Replaced):
+        first = now.get(state.by)[0]
+        return set(now.get(txid)[0].has) > set(first.has) and rules.mutant != "replaced_is_free"
+    return True
+
+
+def gc_picks(rules: Rules, records: int, named: Any, found: Any) -> Program:
+    if not found:
+        return None
+    txid, number, record, may_bar = yield choose(found)
+    if not may_bar:
+        yield append(txid, number, record)
+        return goto(gc, rules, records - 1)
+    if named is None:
+        return goto(gc_lists_tags, rules, records, txid, number)
+    return goto(gc_purges, rules, records, txid, number, named)
+
+
+def gc_lists_tags(rules: Rules, records: int, txid: str, number: int) -> Program:
+    now = None
+    if rules.mutant != "clock_last":
+        now = yield look("reads the clock", lambda store: store.get("clock"))
+    named = yield from _tags(rules, now)
+    return goto(gc_purges, rules, records, txid, number, named)
+
+
+def _tags(rules: Rules, now: int | None) -> Generator[Op, Any, frozenset[str]]:
+    """Txids of the tags that count at ``now``; None: at the clock after the listing."""
+    before: frozenset[Any] = frozenset()
+    if rules.torn:
+        before = yield look("begins to list tags", lambda store: frozenset(store.under("tags")))
+    shown = yield Op(lambda store: _listed(store, before if rules.torn else None))
+    if now is None:
+        now = yield look("reads the clock", lambda store: store.get("clock"))
+    newest = [(name, number) for name, number in shown if (name, number + 1) not in shown]
+    if rules.mutant == "renewal_not_counted":
+        newest = [key for key in shown if key[1] == 0]
+    counting: frozenset[str] = yield look("reads tags", lambda store: _counting(store, newest, now))
+    return counting
+
+
+def _counting(store: Store, newest: list[Any], now: int) -> frozenset[str]:
+    """What is gone since it was listed was over."""
+    found = [tag for key in newest if (tag := store.get("tags", *key))]
+    return frozenset(tag.txid for tag in found if tag.expires >= now)
+
+
+def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
+    """What is put or deleted while a listing runs may be in it or not; of what is deleted, the worst is shown."""
+    now = store.under("tags").keys()
+    late = sorted(now - before) if before is not None else []
+    for count in range(len(late) + 1):
+        for some in combinations(late, count):
+            keys = frozenset(now - {*some})
+            yield Outcome(f"has listed tags {sorted(keys)}", store, keys)
+
+
+def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozenset[str]) -> Program:
+    """Tags bar by id; all of a model name X, so any tag does."""
+    barred: Any = bool(named)
+    if rules.mutant == "bars_own_txid":
+        barred = yield look("follows the tags", lambda store: txid in _followed(logs(store), named))
+    if barred:
+        return goto(gc, rules, records - 1)
+    won = yield append(txid, number, PURGED)
+    if not won and rules.mutant == "purges_later_number":
+        again = yield look("reads the log", lambda s: logs(s).state(txid) == FORGOTTEN and logs(s).number(txid))
+        if again:
+            yield append(txid, again, PURGED)
+    return goto(gc, rules, records - 1)
+
+
+def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
+    """These, what replaced them, what replaced that."""
+    new = {record.by for txid in named for record in now.get(txid) if isinstance(record, Replaced)}
+    return named if new <= named else _followed(now, named | new)
+
+
+def cleaner(rules: Rules, name: str) -> Program:
+    """Deletes the generations of a name, once its newest one is over. That stays, or its number would be used again."""
+
+    def over(store: Store) -> tuple[int, ...]:
+        numbers = sorted(_generations(store, name))
+        newest = store.get("tags", name, numbers[-1]) if numbers else None
+        if newest and (newest.expires < store.get("clock") or rules.mutant == "drops_old_generations"):
+            return tuple(numbers if rules.mutant == "drops_newest" else numbers[:-1])
+        return ()
+
+    found = yield look("lists generations", over)
+    return goto(cleans, name, found)
+
+
+def cleans(name: str, found: tuple[int, ...]) -> Program:
+    for number in found:
+        yield delete(("tags", name, number))
+        return goto(cleans, name, found[1:])
+    return None
+
+
+# -- what must hold
+
+
+def holds_what_was_granted(store: Store) -> bool:
+    """For each lease and tag that was granted, is not over, and whose name nobody has set anew since."""
+    now = logs(store)
+    there = [set(now.get(txid)[0].has) for txid in now.live()]
+    newest: dict[str, int] = dict(sorted(store.under("tags")))
+    held = {name: of for (name, n), of in store.under("ghost", "held").items() if newest.get(name, n) == n}
+    return all(any(set(has) <= one for one in there) for has, expires in held.values() if expires >= store.get("clock"))
+
+
+HELD = Invariant(
+    "Until a lease is over, a live commit of its id has every entry that was visible when it was granted.",
+    holds_what_was_granted,
+)
+
+
+def user(times: tuple[str, ...]) -> Program:
+    """Forgets and restores, in this order; whatever of X there is to do that with."""
+    if not times:
+        return None
+
+    def options(store: Store) -> tuple[tuple[str, int], ...]:
+        now = logs(store)
+        if times[0] == FORGOTTEN:
+            found = now.visible()
+        else:
+            gone = [txid for txid in now.live() if not now.is_visible(txid) and not now.is_void(txid)]
+            found = [one for one in gone if now.state(one) == FORGOTTEN or isinstance(now.state(one), Replaced)]
+        return tuple((txid, now.number(txid)) for txid in found)
+
+    found = yield look("lists commits", options)
+    return goto(user_acts, times, found)
+
+
+def user_acts(times: tuple[str, ...], found: tuple[tuple[str, int], ...]) -> Program:
+    if found:
+        txid, number = yield choose(found)
+        yield append(txid, number, times[0])
+    return goto(user, times[1:])
+
+
+def rewriter(kept: tuple[str, ...], names: str = "VW") -> Program:
+    """Thins X, or repairs it, once for each of ``kept``: the entries that are left."""
+    if not kept:
+        return None
+    seen = yield look("lists commits", lambda s: next(((t, logs(s).number(t)) for t in logs(s).visible()), None))
+    return goto(rewrites_x, kept, names, *seen) if seen else None
+
+
+def rewrites_x(kept: tuple[str, ...], names: str, base: str, number: int) -> Program:
+    yield append(names[0], 0, Committed(replaces=(base, number), has=kept[0]))
+    won = yield append(base, number, Replaced(names[0]))
+    if won:
+        return goto(rewriter, kept[1:], names[1:])
+    yield append(names[0], 1, FORGOTTEN)
+    return None
+
+
+def model(
+    mutant: str = "",
+    *,
+    leases: tuple[tuple[int, ...], ...] = (),
+    tag: bool = False,
+    does: tuple[str, ...] = (FORGOTTEN,),
+    rewrite: tuple[str, ...] = (),
+    until: int = 0,
+    cleaners: int = 0,
+    torn: bool = False,
+    records: int = 1,
+) -> Model:
+    """``leases``: when each generation of each expires. ``does``: what a user does. ``rewrite``: entries
+    that each rewrite keeps. ``records``: that the gc may create."""
+    rules = Rules(mutant, torn)
+    found = [Process("gc", goto(gc, rules, records))]
+    found += [Process("holder", goto(holder, rules, "lease", leases))] if leases else []
+    found += [Process("tagger", goto(tagger, rules, "tag"))] if tag else []
+    found += [Process("user", goto(user, does))] if does else []
+    found += [Process("rewriter", goto(rewriter, ("efg",) if mutant == "adds_entries" else rewrite))] if rewrite else []
+    found += [Process(f"cleaner {index}", goto(cleaner, rules, "lease")) for index in range(cleaners)]
+    found += [Process("clock", Goto(clock, (until,)), daemon=True)] if until else []
+    first: dict[Any, Any] = {("commits", "T", 0): Committed(), ("clock",): 0}
+    return Model(Store(first), found, always=(HELD,))

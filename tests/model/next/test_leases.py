@@ -1,0 +1,76 @@
+"""Tags and leases: what was granted stays, whatever is forgotten, restored, thinned, repaired and purged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.next.checks import Setups, check_dies, check_holds
+from tests.model.next.leases import HELD, MUTANTS, NEVER, model
+from tests.model.next.logs import FORGOTTEN, RESTORED
+
+LEASE = ((NEVER,),)
+SAFE: Setups = {
+    "forgotten": {"leases": LEASE},
+    "forgotten again": {"leases": LEASE, "does": (FORGOTTEN, RESTORED, FORGOTTEN), "torn": True},
+    "a tag": {"tag": True, "does": (FORGOTTEN, RESTORED, FORGOTTEN), "torn": True},
+    "renewed": {"leases": ((0, 1),), "until": 2, "cleaners": 1, "torn": True},
+    "set anew under its name": {"leases": ((0,), (2,)), "until": 1, "cleaners": 2},
+    "thinned": {"leases": LEASE, "does": (), "rewrite": ("e",)},
+    "repaired, undone": {"leases": LEASE, "does": (RESTORED, FORGOTTEN), "rewrite": ("ef",), "records": 3},
+    "repaired, undone, torn": {"leases": LEASE, "does": (RESTORED, FORGOTTEN), "rewrite": ("ef",), "torn": True},
+    "a tag, repaired, undone": {"tag": True, "does": (RESTORED, FORGOTTEN), "rewrite": ("ef",), "records": 3},
+}
+LARGE: Setups = {
+    "repaired, then thinned": {"leases": LEASE, "does": (RESTORED, FORGOTTEN), "rewrite": ("ef", "e"), "records": 4},
+    "renewed twice": {"leases": ((0, 1, 2),), "until": 3, "cleaners": 2, "torn": True, "records": 2},
+    "thinned, undone, torn": {
+        "leases": LEASE,
+        "does": (RESTORED, FORGOTTEN, RESTORED),
+        "rewrite": ("e",),
+        "records": 3,
+        "torn": True,
+    },
+    "repaired, undone, torn": {
+        "leases": LEASE,
+        "tag": True,
+        "does": (RESTORED, FORGOTTEN),
+        "rewrite": ("ef",),
+        "records": 3,
+        "torn": True,
+    },
+}
+DIES = {
+    "tags_first": "forgotten",
+    "purges_later_number": "forgotten again",
+    "grants_forgotten": "forgotten",
+    "log_first": "forgotten",
+    "bars_own_txid": "repaired, undone",
+    "replaced_is_free": "thinned",
+    "adds_entries": "repaired, undone",
+    "clock_last": "renewed",
+    "drops_old_generations": "renewed",
+    "drops_newest": "set anew under its name",
+    "late_renewal": "renewed",
+    "renewal_not_counted": "renewed",
+}
+
+
+@pytest.mark.parametrize("setup", SAFE)
+def test_what_was_granted_stays(setup: str) -> None:
+    check_holds(model(**SAFE[setup]), ("= purged", "has its tag" if "tag" in SAFE[setup] else "is granted"))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setup", LARGE)
+def test_what_was_granted_stays_in_larger_models(setup: str) -> None:
+    check_holds(model(**LARGE[setup]), ("= purged", "is granted"), limit=4_000_000)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_small_change_takes_away_what_was_granted(mutant: str) -> None:
+    check_dies(model(mutant, **SAFE[DIES[mutant]]), HELD.says)
+
+
+def test_whoever_sets_a_tag_reads_the_log_after_that() -> None:
+    check_dies(model("log_first", **SAFE["a tag"]), HELD.says)
