@@ -21,9 +21,9 @@ What happens to the bytes on their way::
             tensors, filled in place <--- cells, each compared with its digest <--- ranged reads, merged blob by blob
 
 The packages of the code lie on that way, and each imports only from those below it: ``cli`` and ``frontends`` (how it
-is called), ``checkpoint`` (save and load), ``tensors`` (torch) beside ``repository`` (what is in a store, and for how
-long), ``plan`` (what to write and read), ``format`` (the bytes) beside ``storage`` (where they lie), ``errors`` beside
-``lazy``.
+is called), ``store`` (what a program holds), ``checkpoint`` (save and load) beside ``upkeep`` (gc, copies, repair),
+``tensors`` (torch) beside ``repository`` (what is in a store), ``plan`` (what to write and read), ``format`` (the
+bytes) beside ``storage`` (where they lie), ``errors``, ``lazy`` and ``parallel``.
 
 Names are imported when they are first used, so that what needs no tensor never waits for torch.
 """
@@ -35,12 +35,10 @@ from typing import TYPE_CHECKING, Any
 
 from casckpt import errors as errors
 from casckpt._version import __version__ as __version__
+from casckpt.store import exports as _exports
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint as Checkpoint
-    from casckpt.checkpoint.place import at as at
-    from casckpt.checkpoint.store import Store as Store
-    from casckpt.checkpoint.store import open as open
     from casckpt.cli.progress import progress_bar as progress_bar
     from casckpt.frontends.exporting import export as export
     from casckpt.frontends.trainer import Checkpointer as Checkpointer
@@ -50,6 +48,9 @@ if TYPE_CHECKING:
     from casckpt.frontends.training_state import unflatten_optimizer_state as unflatten_optimizer_state
     from casckpt.frontends.training_state import unshard_model_state as unshard_model_state
     from casckpt.frontends.training_state import unshard_optim_state as unshard_optim_state
+    from casckpt.store.opening import open as open
+    from casckpt.store.place import at as at
+    from casckpt.store.store import Store as Store
     from casckpt.tensors.values import PerRank as PerRank
     from casckpt.tensors.values import Shard as Shard
 
@@ -58,12 +59,12 @@ _HOME = {
     "Checkpointer": "casckpt.frontends.trainer",
     "PerRank": "casckpt.tensors.values",
     "Shard": "casckpt.tensors.values",
-    "Store": "casckpt.checkpoint.store",
-    "at": "casckpt.checkpoint.place",
+    "Store": "casckpt.store.store",
+    "at": "casckpt.store.place",
     "export": "casckpt.frontends.exporting",
     "flatten_optimizer_state": "casckpt.frontends.training_state",
     "load_model_and_optim_state": "casckpt.frontends.training_state",
-    "open": "casckpt.checkpoint.store",
+    "open": "casckpt.store.opening",
     "progress_bar": "casckpt.cli.progress",
     "save_model_and_optim_state": "casckpt.frontends.training_state",
     "unflatten_optimizer_state": "casckpt.frontends.training_state",
@@ -102,3 +103,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+_exports.exporter = lambda: __getattr__("export")  # formats lie above the store, which offers them

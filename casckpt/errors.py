@@ -24,7 +24,7 @@ last line of a message says what to do next. Code that retries catches `StorageE
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class CasckptError(Exception):
@@ -39,7 +39,7 @@ class CasckptError(Exception):
     checkpoints: tuple[str, ...] = ()
     rank: int | None = None
 
-    def __init__(self, message: str, **attributes: Any) -> None:
+    def __init__(self, message: str, **attributes: object) -> None:
         super().__init__(message)
         self.__dict__.update(attributes)
 

@@ -1,17 +1,18 @@
-"""What every test gets: fixed seeds (``--full``: seeds of the day), a cache folder of its own, a path for a store."""
+"""What every test gets: marks, fixed seeds (``--full``: seeds of the day), a cache folder, a path for a store."""
 
 from __future__ import annotations
 
 import secrets
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
-from tests.support import elsewhere
+from tests.support import elsewhere, kinds
 
 if TYPE_CHECKING:
     import casckpt
@@ -24,7 +25,8 @@ settings.register_profile("full", deadline=None, max_examples=1000, print_blob=T
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="long sweeps too, with new random seeds")
+    parser.addoption("--quick", action="store_true", help="what is plain: no ranks, no servers, no other processes")
+    parser.addoption("--full", action="store_true", help="long sweeps (the mark soak) too, with new random seeds")
     where = "the suites of repositories and checkpoints alone, their stores in buckets of this server"
     parser.addoption("--storage", choices=elsewhere.SERVERS, help=where)
 
@@ -32,6 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its own options
 def pytest_configure(config: pytest.Config) -> None:
     full = config.getoption("--full")
+    if full and config.getoption("--quick"):
+        raise pytest.UsageError("--quick and --full exclude each other")
+    for kind, needs in kinds.KINDS.items():
+        config.addinivalue_line("markers", f"{kind}: set by what the test reaches: {needs}")
     if config.getoption("--hypothesis-profile") is None:
         settings.load_profile("bucket" if config.getoption("--storage") else "full" if full else "ci")
     if full and config.getoption("--hypothesis-seed") is None:
@@ -48,18 +54,40 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"seeds: {_repeat(config)}"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--storage`` only the modules are looked at that have their stores in it."""
+    if not config.getoption("--storage") or collection_path.suffix != ".py":
+        return None
+    return str(collection_path.relative_to(config.rootpath)) not in elsewhere.MODULES or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for kind in kinds.kinds_of(item):
+            item.add_marker(kind)
     left_out = [item for item in items if not _wanted(config, item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if _wanted(config, item)]
 
 
 def _wanted(config: pytest.Config, item: pytest.Item) -> bool:
-    if item.get_closest_marker("full") and not config.getoption("--full"):
+    if item.get_closest_marker("soak") and not config.getoption("--full"):
+        return False
+    if config.getoption("--quick") and not _is_plain(item):
         return False
     if not config.getoption("--storage"):
         return True
     return item.nodeid.partition("::")[0] in elsewhere.MODULES and not item.get_closest_marker("in_memory")
+
+
+def _is_plain(item: pytest.Item) -> bool:
+    return not any(item.get_closest_marker(kind) for kind in kinds.KINDS)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    with kinds.on_its_own(item) if _is_plain(item) else nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

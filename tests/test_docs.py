@@ -46,12 +46,15 @@ PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
 EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-LAYERS = ("", "cli", "frontends", "checkpoint", "tensors", "repository", "plan", "format", "storage")
+LAYERS = (
+    "", "cli", "frontends", "store", "upkeep", "checkpoint", "tensors", "repository", "plan", "format", "storage",
+)  # fmt: skip
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
-    records.Revoked, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
+    records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.Mirrored,
-    manifest.Body, manifest.Blobs, manifest.Entry, manifest.ObjectEntry, manifest.Attachment, manifest.Places,
+    manifest.ManifestBody, manifest.Blobs, manifest.StreamEntry, manifest.ObjectEntry, manifest.Attachment,
+    manifest.BlobUploaders,
     extents.PackedExtents, extents.PackedWhole,
 )  # fmt: skip
 
@@ -241,6 +244,7 @@ def named_in_the_code() -> dict[str, Path]:
     return names
 
 
+@pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
 def test_what_docstrings_refer_to_is_there() -> None:
     broken = []
     for name, path in named_in_the_code().items():

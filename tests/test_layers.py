@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +14,22 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "casckpt"
 
-GROUND = frozenset({"errors", "lazy"})
+GROUND = frozenset({"errors", "lazy", "parallel"})
 BELOW: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "lazy": frozenset(),
+    "parallel": frozenset({"errors"}),
     "format": GROUND,
     "storage": GROUND,
     "plan": GROUND | frozenset({"format", "storage"}),
     "repository": GROUND | frozenset({"format", "storage", "plan"}),
     "tensors": GROUND | frozenset({"format", "storage", "plan"}),
+    "upkeep": GROUND | frozenset({"format", "storage", "plan", "repository"}),
     "checkpoint": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors"}),
-    "frontends": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors", "checkpoint"}),
-    "cli": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors", "checkpoint", "frontends"}),
+    "store": GROUND | frozenset({"format", "storage", "plan", "repository", "tensors", "upkeep", "checkpoint"}),
 }
+BELOW["frontends"] = BELOW["store"] | {"store"}
+BELOW["cli"] = BELOW["frontends"] | {"frontends"}
 """What each layer may import, beside itself."""
 
 FREE = {"__init__.py": "the public names", "_version.py": "imports nothing", "__main__.py": "is the command line"}
@@ -42,7 +46,7 @@ class Fence:
     but: tuple[str, ...] = ()  # inside the modules, and yet free
 
 
-TORCH = ("tensors/", "checkpoint/", "frontends/")
+TORCH = ("tensors/", "checkpoint/", "store/", "frontends/")
 FENCES = (
     Fence(("torch",), TORCH, "list, gc and verify start without torch"),
     Fence(
@@ -65,7 +69,7 @@ FENCES = (
     ),
     Fence(
         ("fsspec", "s3fs", "aiobotocore", "botocore", "aiohttp"),
-        ("storage/remote",),
+        ("storage/remote/",),
         "one adapter to remote storages, of a few modules",
     ),
     Fence(("sqlite_utils", "sqlite3"), ("repository/catalogue.py",), "the catalogue can be done without"),
@@ -79,8 +83,6 @@ FENCES = (
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("repository/opening.py", "os.environ"): "CASCKPT_CACHE_DIR is for programs too, which all open stores there",
-    ("checkpoint/store.py", "casckpt.frontends.exporting"): "a method of Store that every format is behind",
-    ("checkpoint/store.py", "casckpt.frontends.exported"): "what that method gives, for types alone",
 }
 """(module of the package, what it names although a fence is around it, or a layer is above it) -> why it must."""
 
@@ -186,6 +188,10 @@ def modules() -> list[str]:
     return sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
+MOST = 20
+"""Modules beside each other in one folder: more are no longer seen at a glance."""
+
+
 @pytest.mark.parametrize("path", modules())
 def test_imports_go_down_only(path: str) -> None:
     assert violations(path, (PACKAGE / path).read_text()) == []
@@ -199,43 +205,79 @@ def test_every_exception_is_still_needed() -> None:
     assert needless == []
 
 
+def imports() -> dict[str, set[str]]:
+    """Module -> the modules of the package that it imports, now or later."""
+    paths = {
+        ".".join(("casckpt", *path.removesuffix(".py").split("/"))): path for path in modules() if path not in FREE
+    }
+    found: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        named = {use.name for use in uses(path, (PACKAGE / path).read_text())}
+        parts = [name.split(".") for name in named]
+        outer = {".".join(some[:count]) for some in parts for count in range(2, len(some) + 1)}
+        found[module] = (outer & paths.keys()) - {module}
+    return found
+
+
+def circles(imported: dict[str, set[str]]) -> set[str]:
+    """Modules that import each other in a loop: what stays when those that import nothing left are taken away."""
+    left = dict(imported)
+    while ends := [module for module, others in left.items() if not others & left.keys()]:
+        for module in ends:
+            del left[module]
+    return set(left)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(imports()) == set()
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+
+
+def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
+    beside = Counter(path.rpartition("/")[0] for path in modules() if not path.endswith("__init__.py"))
+    assert {folder: count for folder, count in beside.items() if count > MOST} == {}
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("errors.py", "from casckpt.format.keys import check_run"),
-        ("format/keys.py", "from casckpt.storage.base import Entry"),
-        ("storage/local.py", "import casckpt.format.keys"),
+        ("format/keys.py", "from casckpt.storage.base import ListedObject"),
+        ("storage/local/store.py", "import casckpt.format.keys"),
         ("plan/reads.py", "from casckpt.repository import commits"),
-        ("plan/reads.py", "def late():\n    from casckpt.checkpoint.store import Store"),
+        ("plan/reads.py", "def late():\n    from casckpt.store.store import Store"),
         ("plan/reads.py", "from casckpt import open"),
         ("plan/reads.py", "import casckpt\ncasckpt.open('x')"),
         ("plan/reads.py", "from ..repository import commits"),
         ("plan/reads.py", "import importlib\nimportlib.import_module('casckpt.cli.main')"),
-        ("repository/gc.py", "from casckpt.tensors.values import Shard"),
+        ("upkeep/gc/gc.py", "from casckpt.tensors.values import Shard"),
         ("tensors/values.py", "from casckpt.repository.refs import resolve"),
-        ("checkpoint/store.py", "from casckpt.frontends import dcp"),
+        ("store/store.py", "from casckpt.frontends import dcp"),
         ("frontends/dcp.py", "from casckpt.cli.main import main"),
         ("surprise/new.py", ""),
         ("format/dtypes.py", "import torch"),
-        ("repository/gc.py", "def late():\n    import torch.nn as nn"),
+        ("upkeep/gc/gc.py", "def late():\n    import torch.nn as nn"),
         ("cli/main.py", "from torch import Tensor"),
         ("format/extents.py", "from functools import cached_property"),
         ("format/keys.py", "from datetime import datetime\ndatetime.strptime('x', '%Y')"),
-        ("repository/gc.py", "if TYPE_CHECKING:\n    import torch"),
+        ("upkeep/gc/gc.py", "if TYPE_CHECKING:\n    import torch"),
         ("tensors/values.py", "import torch.distributed as dist"),
         ("tensors/values.py", "import torch\ntorch.distributed.all_reduce(x)"),
         ("tensors/values.py", "import torch as t\nt.distributed.all_reduce(x)"),
         ("frontends/dcp.py", "from torch.distributed import ProcessGroup, all_gather"),
-        ("checkpoint/save.py", "from torch import distributed"),
-        ("checkpoint/save.py", "from torch.distributed.fsdp import FSDPModule"),
-        ("storage/local.py", "import fsspec"),
-        ("repository/gc.py", "from s3fs import S3FileSystem"),
-        ("repository/gc.py", "import sqlite3"),
-        ("checkpoint/save.py", "from blake3 import blake3"),
+        ("checkpoint/saving/save.py", "from torch import distributed"),
+        ("checkpoint/saving/save.py", "from torch.distributed.fsdp import FSDPModule"),
+        ("storage/local/store.py", "import fsspec"),
+        ("upkeep/gc/gc.py", "from s3fs import S3FileSystem"),
+        ("upkeep/gc/gc.py", "import sqlite3"),
+        ("checkpoint/saving/save.py", "from blake3 import blake3"),
         ("repository/commits.py", "import msgspec"),
-        ("storage/local.py", "import os\nos.environ['X']"),
-        ("storage/local.py", "from os import getenv"),
-        ("checkpoint/save.py", "from rich import print"),
+        ("storage/local/store.py", "import os\nos.environ['X']"),
+        ("storage/local/store.py", "from os import getenv"),
+        ("checkpoint/saving/save.py", "from rich import print"),
     ],
 )
 def test_a_wrong_import_is_seen(path: str, source: str) -> None:
@@ -249,14 +291,14 @@ def test_a_wrong_import_is_seen(path: str, source: str) -> None:
         ("format/manifest.py", "from casckpt import __version__"),
         ("plan/reads.py", "from casckpt.format import extents\nfrom casckpt.storage.base import Traits"),
         ("repository/catalogue.py", "import sqlite3, sqlite_utils"),
-        ("storage/remote.py", "import fsspec"),
-        ("storage/local.py", "import os\nos.open('x', os.O_RDONLY)"),
+        ("storage/remote/store.py", "import fsspec"),
+        ("storage/local/store.py", "import os\nos.open('x', os.O_RDONLY)"),
         ("checkpoint/ranks.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("tensors/values.py", "import torch\nfrom torch.distributed.tensor import DTensor"),
         ("frontends/dcp.py", "from torch.distributed.checkpoint import SavePlanner"),
-        ("checkpoint/store.py", "from torch.distributed import ProcessGroup"),
+        ("store/store.py", "from torch.distributed import ProcessGroup"),
         ("cli/main.py", "import os\nos.environ\nfrom casckpt.frontends import convert"),
-        ("__init__.py", "from casckpt.checkpoint.store import open"),
+        ("__init__.py", "from casckpt.store.opening import open"),
         ("plan/reads.py", "torch = 1\ntorch.distributed.all_reduce"),
     ],
 )
@@ -264,7 +306,7 @@ def test_a_right_import_is_left_alone(path: str, source: str) -> None:
     assert violations(path, source) == []
 
 
-LATE = ("checkpoint/archive.py", "checkpoint/handle.py", "checkpoint/place.py", "checkpoint/store.py")
+LATE = ("store/", "checkpoint/handle.py")
 """Modules of layers with torch that import it when a tensor comes: `casckpt list` stands on them."""
 
 

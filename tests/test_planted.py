@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import _mutants
 from planted import PLANTED, Planted
 from tests.test_packaging import ROOT
 
@@ -18,3 +21,24 @@ def test_a_planted_bug_has_its_place(planted: Planted) -> None:
 
 def test_names_are_told_apart() -> None:
     assert len({one.name for one in PLANTED}) == len(PLANTED)
+
+
+# docs/testing.md
+
+ROWS = _mutants.rows(_mutants.PAGE.read_text())
+TESTS = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)\(", path.read_text())}
+
+
+def test_the_table_has_the_bugs_that_are_planted() -> None:
+    assert list(ROWS) == [one.name for one in PLANTED], "run: tools/mutants --table, with a word of what is new"
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_the_default_run_kills_each_by_a_test_that_is_there(row: str) -> None:
+    _, quick, default, full = row.strip("| ").split(" | ")
+    assert default != "none"
+    assert full == "the same"
+    assert (quick != "none") == (default == "the same")
+    for file, test in re.findall(r"`(\w+\.py)::(?:\w+::)*(\w+)`", row):
+        assert list((ROOT / "tests").rglob(file))
+        assert test in TESTS

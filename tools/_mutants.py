@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -9,58 +10,133 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from planted import PLANTED, Planted
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- planted bugs -->\n", "<!-- end -->"
+RUNS = {"--quick": "`--quick`", "": "default", "--full": "`--full`"}  # each runs all that those before it run
 SECONDS = 600
 
 
-def copy_of_the_project(folder: Path) -> None:
+def copy_of_the_project(folder: Path) -> Path:
     """All files that git tracks, as they are now."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, tracked.split("\0")):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
+    return folder
 
 
-def outcome(folder: Path, planted: Planted) -> str:
-    """The first test that fails with the bug in place, "" if none does."""
+def outcome(folder: Path, planted: Planted, run: str) -> str:
+    """The first test that fails with the bug in place, and does not without it; "" if none does."""
     file = folder / planted.file
     before = file.read_text()
     file.write_text(before.replace(planted.before, planted.after))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *planted.tests.split()]
-    copied = os.environ | {"PYTHONPATH": str(folder)}  # else processes of tests find the project that is installed
     try:
-        done = subprocess.run(
-            command, cwd=folder, env=copied, capture_output=True, text=True, check=False, timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end within {SECONDS} s"
+        found = first_failure(folder, run, planted.tests.split())
     finally:
         file.write_text(before)
-    if done.returncode not in (0, 1):  # nothing was collected, a name is wrong, ...
-        sys.exit(f"{planted.name}: pytest left with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if found and first_failure(folder, run, [found]):
+        sys.exit(f"{found} fails without a bug, too")
+    return found
+
+
+def first_failure(folder: Path, run: str, tests: Sequence[str]) -> str:
+    """The first of them that fails, "" if none does. Stops the program where nothing can be said."""
+    chosen = [run] if run else []
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen, *tests]
+    copied = os.environ | {"PYTHONPATH": str(folder)}  # else processes of tests find the project that is installed
+    done = subprocess.run(command, cwd=folder, env=copied, capture_output=True, text=True, check=False, timeout=SECONDS)
+    nothing_plain = done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED and run == "--quick"
+    if done.returncode not in (0, 1) and not nothing_plain:  # a name is wrong, ...
+        sys.exit(f"pytest left with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    found = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.MULTILINE)
     return found[1] if found else ""
+
+
+def killers(folder: Path, planted: Planted, runs: Sequence[str]) -> dict[str, str]:
+    """For each of ``runs`` a test that fails; "" if none does. What a shorter run has is not asked of a longer one."""
+    found = ""
+    by_run = {}
+    for run in runs:
+        found = found or outcome(folder, planted, run)
+        by_run[run] = found
+    return by_run
+
+
+def all_killers(chosen: Sequence[Planted], runs: Sequence[str], jobs: int) -> Iterator[tuple[Planted, dict[str, str]]]:
+    """Of one bug after the other; ``jobs`` of them at a time, each in a copy of its own."""
+    with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name, ThreadPoolExecutor(jobs) as pool:
+        copies = [copy_of_the_project(Path(name, str(number))) for number in range(jobs)]
+
+        def plant(planted: Planted) -> tuple[Planted, dict[str, str], float]:
+            began, folder = time.monotonic(), copies.pop()
+            try:
+                return planted, killers(folder, planted, runs), time.monotonic() - began
+            finally:
+                copies.append(folder)
+
+        for planted, found, seconds in pool.map(plant, chosen):
+            print(f"{seconds:5.0f} s  {planted.name}", flush=True)
+            for run, test in found.items():
+                print(f"         {RUNS[run]}: {test or 'SURVIVED'}", flush=True)
+            yield planted, found
+
+
+def row(planted: Planted, found: dict[str, str]) -> str:
+    """A line of the table."""
+    cells, before = list[str](), ""
+    for test in found.values():
+        cells.append("none" if not test else "the same" if test == before else f"`{test.rpartition('/')[2]}`")
+        before = test
+    return f"| {planted.name} | {' | '.join(cells)} |"
+
+
+def rows(page: str) -> dict[str, str]:
+    """The lines of the table that a page has, by the names of the bugs."""
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
+
+
+def with_rows(page: str, new: dict[str, str]) -> str:
+    """The page with these lines instead of those it had; what is no longer planted goes."""
+    old = rows(page)
+    lines = [new.get(one.name) or old.get(one.name) for one in PLANTED]
+    head = [f"| planted bug | {' | '.join(RUNS.values())} |", "|---|---|---|---|"]
+    table = "\n".join([*head, *filter(None, lines)])
+    return f"{page.partition(BEGIN)[0]}{BEGIN}{table}\n{END}{page.partition(BEGIN)[2].partition(END)[2]}"
+
+
+def arguments() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(prog="tools/mutants", description="Plant bugs, and see that tests notice.")
+    parser.add_argument("words", nargs="*", help="those whose names hold one of these; none: all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_const", dest="run", const="--quick", help="by tools/test --quick alone")
+    which.add_argument("--full", action="store_const", dest="run", const="--full", help="by tools/test --full")
+    which.add_argument("--table", action="store_true", help="by each of the three, into docs/testing.md")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Plant all, or those whose names hold one of the words given."""
-    words = sys.argv[1:]
-    chosen = [one for one in PLANTED if not words or any(word in one.name for word in words)]
+    asked = arguments()
+    chosen = [one for one in PLANTED if not asked.words or any(word in one.name for word in asked.words)]
+    runs = tuple(RUNS) if asked.table else (asked.run or "",)
     survived = 0
-    with tempfile.TemporaryDirectory(prefix="casckpt-mutants-") as name:
-        folder = Path(name)
-        copy_of_the_project(folder)
-        for planted in chosen:
-            began = time.monotonic()
-            killer = outcome(folder, planted)
-            survived += not killer
-            told = killer.rpartition("/")[2] or "SURVIVED"
-            print(f"{time.monotonic() - began:5.0f} s  {planted.name}\n         {told}", flush=True)
+    for one, tests in all_killers(chosen, runs, asked.jobs):
+        survived += not tests[runs[-1]]
+        if asked.table:
+            PAGE.write_text(with_rows(PAGE.read_text(), {one.name: row(one, tests)}))
     print(f"{len(chosen)} planted, {survived} survived")
     sys.exit(survived > 0)
 

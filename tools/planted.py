@@ -19,44 +19,44 @@ class Planted:
 PLANTED = (
     Planted(
         "a save lists commits before its transaction begins",
-        "casckpt/checkpoint/leader.py",
+        "casckpt/checkpoint/saving/leader.py",
         """        self._commits = list_commits(self.repo)
         return self._transaction.txid""",
         """        self._commits = earlier
         return self._transaction.txid""",
-        "tests/checkpoint/test_promises.py",
+        "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
         "a save reuses what only a purged checkpoint names",
         "casckpt/repository/commits.py",
         "[commit for commit in self._sorted if commit.live]",
         "[commit for commit in self._sorted if commit.last != 'revoked']",
-        "tests/checkpoint/test_promises.py tests/repository/test_gc.py",
+        "tests/checkpoint/saving/test_promises.py tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "forgotten checkpoints are no roots of a gc",
-        "casckpt/repository/marking.py",
+        "casckpt/upkeep/gc/marking.py",
         "return commit.live or (commit.txid not in ended",
         "return commit.visible or (not commit.live and commit.txid not in ended",
-        "tests/repository/test_waiting.py",
+        "tests/upkeep/gc/test_waiting.py",
     ),
     Planted(
         "tags are not listed again right before a purge",
-        "casckpt/repository/retiring.py",
+        "casckpt/upkeep/gc/retiring.py",
         "    tagged = _tagged(repo)  # again: a tag",
         "    tagged: set[TxId] = set()  # again: a tag",
-        "tests/repository/test_gc.py",
+        "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "the mirror is not asked again right before a purge",
-        "casckpt/repository/retiring.py",
+        "casckpt/upkeep/gc/retiring.py",
         "    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}",
         "    unsafe = {commit.txid for commit in unmirrored(repo, due, None)}",
-        "tests/repository/test_gc.py",
+        "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "errors of a delete are ignored",
-        "casckpt/repository/gc.py",
+        "casckpt/upkeep/gc/gc.py",
         """        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
             progress(1)
 """,
@@ -67,21 +67,21 @@ PLANTED = (
                 pass
             progress(1)
 """,
-        "tests/repository/test_marking.py",
+        "tests/upkeep/gc/test_marking.py",
     ),
     Planted(
         "cells that a load wants in part are not compared",
-        "casckpt/checkpoint/download.py",
+        "casckpt/checkpoint/loading/download.py",
         "        if unit.digest is not None and cell_digest(data) != unit.digest:",
         "        if direct and unit.digest is not None and cell_digest(data) != unit.digest:",
-        "tests/checkpoint/test_damage.py",
+        "tests/store/test_damage.py",
     ),
     Planted(
         "only half of a digest is compared",
-        "casckpt/checkpoint/download.py",
+        "casckpt/checkpoint/loading/download.py",
         "        if unit.digest is not None and cell_digest(data) != unit.digest:",
         "        if unit.digest is not None and cell_digest(data)[:16] != unit.digest[:16]:",
-        "tests/checkpoint/test_damage.py",
+        "tests/store/test_damage.py",
     ),
     Planted(
         "an extent may end one past its blob",
@@ -99,31 +99,31 @@ PLANTED = (
     ),
     Planted(
         "a copy does not settle the names of its blobs",
-        "casckpt/repository/replicating.py",
+        "casckpt/upkeep/copies/replicating.py",
         "        self.target.storage.settle(uploader_folder(own))\n",
         "",
-        "tests/repository/test_replicating.py",
+        "tests/upkeep/copies/test_replicating.py",
     ),
     Planted(
         "another's manifest in a joined copy is not looked at",
-        "casckpt/repository/replicating.py",
+        "casckpt/upkeep/copies/replicating.py",
         "            if blobs.check(self.target, there.blobs):",
         "            if False:",
-        "tests/repository/test_replicating.py",
+        "tests/upkeep/copies/test_replicating.py",
     ),
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
-        "casckpt/checkpoint/upload.py",
+        "casckpt/checkpoint/saving/upload.py",
         "self._claim(cell, cell_digest(target), number, at)",
         "self._claim(cell, _digest_of(cell), number, at)",
-        "tests/checkpoint/test_promises.py",
+        "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
         "a new file is not synced",
-        "casckpt/storage/newfile.py",
+        "casckpt/storage/local/newfile.py",
         "                self._fill(fd, data)\n                syscalls.link_unnamed",
         "                write_all(fd, data, 0)\n                syscalls.link_unnamed",
-        "tests/storage/test_local_crash.py tests/storage/test_newfile.py",
+        "tests/storage/local/test_crash.py tests/storage/local/test_newfile.py",
     ),
     Planted(
         "a create in memory replaces",
@@ -138,43 +138,43 @@ PLANTED = (
     ),
     Planted(
         "a create in a folder replaces",
-        "casckpt/storage/newfile.py",
+        "casckpt/storage/local/newfile.py",
         "                syscalls.link_unnamed(fd, folder, name)",
         "                with suppress(FileNotFoundError):\n                    os.unlink(name, dir_fd=folder)\n"
         "                syscalls.link_unnamed(fd, folder, name)",
-        "tests/storage/test_local.py",
+        "tests/storage/local/test_store.py",
     ),
     Planted(
         "reused blobs are not looked at before the commit",
-        "casckpt/checkpoint/save.py",
+        "casckpt/checkpoint/saving/save.py",
         "    lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])",
         "    lost = blobs.check(repo, [])",
-        "tests/checkpoint/test_damage.py tests/checkpoint/test_reuse.py",
+        "tests/store/test_damage.py tests/checkpoint/saving/test_reuse.py",
     ),
     Planted(
         "what was committed while gc waited is no root",
-        "casckpt/repository/gc.py",
+        "casckpt/upkeep/gc/gc.py",
         "        spare_roots(self.repo, paused.candidates, commits)\n",
         "",
-        "tests/repository/test_interleavings.py",
+        "tests/upkeep/gc/test_interleavings.py",
     ),
     Planted(
         "gc does not wait for open transactions",
-        "casckpt/repository/gc.py",
+        "casckpt/upkeep/gc/gc.py",
         "        if waited.still:\n            return False",
         "        if False:\n            return False",
-        "tests/repository/test_waiting.py",
+        "tests/upkeep/gc/test_waiting.py",
     ),
     Planted(
         "a minimum age is ignored",
-        "casckpt/repository/retiring.py",
+        "casckpt/upkeep/gc/retiring.py",
         "        elif until > now:",
         "        elif until > now + (1 << 60):",
-        "tests/repository/test_gc.py",
+        "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "a mirror is noted before the copy",
-        "casckpt/repository/copying.py",
+        "casckpt/upkeep/copies/copying.py",
         """        replica = replicate(source, target, commit, work)
         if is_mirror:
             note(source, commit, target.storage.url)
@@ -183,7 +183,7 @@ PLANTED = (
             note(source, commit, target.storage.url)
         replica = replicate(source, target, commit, work)
 """,
-        "tests/repository/test_replicating.py",
+        "tests/upkeep/copies/test_replicating.py",
     ),
     Planted(
         "the newest of a run goes with a rule",
@@ -208,45 +208,45 @@ PLANTED = (
     ),
     Planted(
         "lost records are no reason to refuse",
-        "casckpt/repository/gc.py",
+        "casckpt/upkeep/gc/gc.py",
         "        check_recorded(self.repo, paused.candidates.sizes, commits.commits)\n",
         "",
-        "tests/repository/test_lost.py",
+        "tests/upkeep/test_lost.py",
     ),
     Planted(
         "a rule chooses although records are lost",
-        "casckpt/repository/gc.py",
+        "casckpt/upkeep/gc/gc.py",
         "        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)\n",
         "",
-        "tests/repository/test_lost.py",
+        "tests/upkeep/test_lost.py",
     ),
     Planted(
         "marked blobs are reused",
-        "casckpt/checkpoint/known.py",
+        "casckpt/checkpoint/saving/known.py",
         "if mark.state != blobs.REPAIRED)",
         "if mark.state not in (blobs.REPAIRED, blobs.DAMAGED))",
-        "tests/checkpoint/test_reuse.py",
+        "tests/checkpoint/saving/test_reuse.py",
     ),
     Planted(
         "ranks may name different references",
-        "casckpt/checkpoint/asked.py",
+        "casckpt/checkpoint/agreement.py",
         "    if len(ranks_of) > 1:",
         "    if len(ranks_of) > len(given):",
-        "tests/checkpoint/test_asked.py",
+        "tests/checkpoint/test_agreement.py",
     ),
     Planted(
         "ranks may use different stores",
-        "casckpt/checkpoint/asked.py",
+        "casckpt/checkpoint/agreement.py",
         '            raise self._apart(repo, "a copy")',
         "            return",
-        "tests/checkpoint/test_asked.py tests/checkpoint/test_save_ranks_failing.py",
+        "tests/checkpoint/test_agreement.py tests/checkpoint/saving/test_save_ranks_failing.py",
     ),
     Planted(
         "autograd is not told of a load",
-        "casckpt/checkpoint/download.py",
+        "casckpt/checkpoint/loading/download.py",
         "            want.sink.note_write()",
         "            pass",
-        "tests/checkpoint/test_load_autograd.py",
+        "tests/checkpoint/loading/test_load_autograd.py",
     ),
     Planted(
         "a manifest's hash is not compared",
@@ -257,16 +257,101 @@ PLANTED = (
     ),
     Planted(
         "rotation takes what is not safe in the mirror",
-        "casckpt/repository/retiring.py",
+        "casckpt/upkeep/gc/retiring.py",
         "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}",
         "    unsafe: set[TxId] = set()",
         "tests/frontends/trainer/test_retention.py",
     ),
     Planted(
         "ranks are not compared at all before a load",
-        "casckpt/checkpoint/load.py",
+        "casckpt/checkpoint/loading/load.py",
         "        check_same([one.ref for one in told])\n",
         "",
-        "tests/checkpoint/test_asked.py",
+        "tests/checkpoint/test_agreement.py",
+    ),
+    Planted(
+        "a create in a bucket replaces",
+        "casckpt/storage/remote/s3/client.py",
+        'self._put(key, data, put_id, IfNoneMatch="*")',
+        "self._put(key, data, put_id)",
+        "tests/storage/remote/test_store.py",
+    ),
+    Planted(
+        "a put whose answer was lost is taken for another's",
+        "casckpt/storage/remote/store.py",
+        "            if self._put_id(key) != put_id:\n                raise\n",
+        "            raise\n",
+        "tests/storage/remote/test_faults.py",
+    ),
+    Planted(
+        "another's object is taken for what we put",
+        "casckpt/storage/remote/store.py",
+        "            if self._put_id(key) != put_id:",
+        "            if self._put_id(key) is None:",
+        "tests/storage/remote/test_store.py",
+    ),
+    Planted(
+        "a listing of a bucket ends with its first page",
+        "casckpt/storage/remote/store.py",
+        "            yield from entries\n            if after is None:",
+        "            yield from entries\n            if True:",
+        "tests/storage/remote/test_store.py",
+    ),
+    Planted(
+        "a read in a bucket ends a byte early",
+        "casckpt/storage/remote/s3/client.py",
+        'f"bytes={offset}-{end - 1}"',
+        'f"bytes={offset}-{end - 2}"',
+        "tests/storage/remote/test_store.py",
+    ),
+    Planted(
+        "a delete that a bucket refuses counts as done",
+        "casckpt/storage/remote/s3/client.py",
+        """            answer = self.call("delete_object", Key=self.prefix + key)
+        except ClientError as error:
+            if status_of(error) != 404:""",
+        """            answer = self.call("delete_object", Key=self.prefix + key)
+        except ClientError as error:
+            if status_of(error) not in (403, 404):""",
+        "tests/storage/remote/test_faults.py",
+    ),
+    Planted(
+        "a reader in a bucket mixes objects of one size",
+        "casckpt/storage/remote/s3/client.py",
+        "        if (self._etag, self._size) != (etag, size):",
+        "        if self._size != size:",
+        "tests/storage/remote/test_store.py",
+    ),
+    Planted(
+        "what fails for a moment is not tried again",
+        "casckpt/storage/remote/store.py",
+        "pause = next(pauses, None) if failure.again else None",
+        "pause = None",
+        "tests/storage/remote/test_faults.py",
+    ),
+    Planted(
+        "a silent server is waited for without an end",
+        "casckpt/storage/remote/patience.py",
+        "        return self._seconds - self._spent\n",
+        "        return 1e9\n",
+        "tests/storage/remote/test_patience.py",
+    ),
+    Planted(
+        "a commit whose answer was lost counts as failed",
+        "casckpt/repository/transactions.py",
+        """            try:
+                record = self._committed(record)
+            except CasckptError:
+                raise error from None
+""",
+        "            raise\n",
+        "tests/repository/test_transactions.py tests/upkeep/repair/test_repair.py",
+    ),
+    Planted(
+        "whatever was committed under a transaction's name counts as its checkpoint",
+        "casckpt/repository/transactions.py",
+        "        if isinstance(found, Committed) and found.manifest == wanted.manifest:",
+        "        if isinstance(found, Committed):",
+        "tests/repository/test_transactions.py",
     ),
 )

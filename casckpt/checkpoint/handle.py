@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,7 +20,9 @@ from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import Manifest
+    from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+
+_SHOWN = 20  # checkpoints in a notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,19 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.commit.txid)
+
+
+def html_of(url: str, found: Sequence[Checkpoint]) -> str:
+    """What a notebook shows of the store at ``url``, which holds the checkpoints ``found``: the last of them."""
+    rows = [
+        (
+            one.run, one.step, f"{one.created_at:%Y-%m-%d %H:%M} UTC", format_size(one.stats.bytes_total),
+            format_size(one.stats.bytes_written), one.id[:12],
+        )
+        for one in found[-_SHOWN:]
+    ]  # fmt: skip
+    more = f", of which the last {_SHOWN}" if len(found) > _SHOWN else ""
+    return html_table(f"{url}: {len(found)} checkpoints{more}", ("RUN", "STEP", "CREATED", "SIZE", "NEW", "ID"), rows)
 
 
 def warn_if_forgotten(commit: Commit) -> None:

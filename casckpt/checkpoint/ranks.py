@@ -168,24 +168,15 @@ class GroupRanks:
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
         """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
-        self._parent = ref(parent)
-        self._name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
+        self.parent = ref(parent)
+        self.name = f"casckpt/{parent.group_name}/{purpose}/{generation}"
         self.generation = generation
         self.dropped = False
         self.rank, self.size = torch.distributed.get_rank(parent), torch.distributed.get_world_size(parent)
         self.exchanges = 0
-        self._wire = _connect(parent, self._name, self.rank, self.size)
+        self._wire = _connect(parent, self.name, self.rank, self.size)
         self._dead: RankFailed | None = None
         self._lock = Lock()
-
-    @property
-    def name(self) -> str:
-        """See `Ranks.name`."""
-        return self._name
-
-    def is_for(self, parent: ProcessGroup) -> bool:
-        """Is it of this very process group, not of an earlier one of the same name?"""
-        return self._parent() is parent
 
     def fail(self, error: CasckptError) -> NoReturn:
         """See `Ranks.fail`."""
@@ -336,7 +327,7 @@ class _Groups:
         key = (parent.group_name, purpose)
         with self._lock:
             found = self._made.get(key)
-            if found is None or not found.is_for(parent):
+            if found is None or found.parent() is not parent:  # it was of an earlier one of the same name
                 found = self._made[key] = GroupRanks(parent, purpose, 0)
             elif found.dropped:
                 found = self._made[key] = GroupRanks(parent, purpose, found.generation + 1)

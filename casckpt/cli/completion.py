@@ -1,4 +1,4 @@
-"""What a shell offers when somebody presses Tab: folders for STORE, and the runs and references that a store has."""
+"""Shell completion: folders for STORE, and the runs and references that a store has."""
 
 from __future__ import annotations
 

@@ -1,25 +1,45 @@
-"""Checkpoints as plain data, as the JSON output shows them, and what is said of a run that has none."""
+"""Results as the plain data of the JSON output, and the warning about a run that has no checkpoint."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint
-    from casckpt.repository.repository import Repository
+    from casckpt.repository.commits import Commit
+    from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
 
 
-def brief(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What names a checkpoint."""
+def plain(value: Any) -> Any:
+    """Convert a result: its fields by name, checkpoints to what names them, times to ISO 8601, tuples to lists."""
+    from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.repository.commits import Commit
+
+    if isinstance(value, Checkpoint | Commit):
+        return brief(value)
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return list(map(plain, value)) if isinstance(value, list | tuple) else value
+
+
+def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
+    """Name a checkpoint."""
     return {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What its commit says, and what its save did. Reads no manifest."""
+    """Say what its commit says, and what its save did. Reads no manifest."""
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
@@ -28,11 +48,10 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def doubt(repo: Repository, run: str) -> None:
+def doubt(store: Store, run: str) -> None:
     """Say so, if nothing of ``run`` is there, not even forgotten: it may be a slip of the pen."""
-    from casckpt.repository.commits import list_commits
-    from casckpt.repository.refs import about_run
+    if not store.checkpoints(run, forgotten=True):
+        from casckpt.repository.commits import list_commits
+        from casckpt.repository.refs import about_run
 
-    commits = list_commits(repo)
-    if all(commit.run != run for commit in commits.live()):
-        log.warning("%s", about_run(repo, commits, run))
+        log.warning("%s", about_run(store.repository, list_commits(store.repository), run))

@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -19,11 +19,6 @@ from casckpt.errors import CasckptError
 FAILED: Final = 1
 INTERRUPTED: Final = 130
 _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help
-
-
-def exit_status(result: Any) -> int:
-    """What a command gave: a status, or nothing where all is well."""
-    return result if isinstance(result, int) else 0
 
 
 @dataclass

@@ -12,19 +12,21 @@ from typing import Any, Final
 
 import click
 
-from casckpt import __version__
+from casckpt._version import __version__
 from casckpt.cli import commands
-from casckpt.cli.failures import Reported, exit_status
+from casckpt.cli.failures import Reported
 
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
+_BESIDE: Final = {"stats": "report"}
+"""Commands that lie in the module of another one, under their own names."""
 
 
 @cache
 def command_modules() -> dict[str, str]:
     """Names of the commands, and of the modules that hold them."""
     found = (module.name for module in pkgutil.iter_modules(commands.__path__))
-    return {name.rstrip("_"): name for name in found}
+    return {name.rstrip("_"): name for name in found} | _BESIDE
 
 
 class Commands(click.Group):
@@ -36,10 +38,12 @@ class Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """One command; None if there is none of that name."""
-        module = command_modules().get(_ALIASES.get(cmd_name, cmd_name))
+        name = _ALIASES.get(cmd_name, cmd_name)
+        module = command_modules().get(name)
         if module is None:
             return None
-        found: click.Command = import_module(f"{commands.__name__}.{module}").command
+        holder = import_module(f"{commands.__name__}.{module}")
+        found: click.Command = getattr(holder, name if name in _BESIDE else "command")
         return found
 
     def resolve_command(
@@ -58,7 +62,7 @@ class Commands(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        **extra: Any,
+        **extra: Any,  # click's
     ) -> Any:
         """Run, and leave with the exit status; without ``standalone_mode``, give what the command gives, or raise."""
         given = list(sys.argv[1:] if args is None else args)
@@ -66,7 +70,8 @@ class Commands(click.Group):
         if not standalone_mode:
             return run(given, NAME, complete_var, standalone_mode=False, **extra)
         with Reported(as_json="--json" in given, debug="--debug" in given) as outcome:
-            outcome.status = exit_status(run(given, NAME, complete_var, standalone_mode=False, **extra))
+            result = run(given, NAME, complete_var, standalone_mode=False, **extra)
+            outcome.status = result if isinstance(result, int) else 0
             if sys.stdout is not None:  # it was closed
                 sys.stdout.flush()  # a reader that is gone shows here, not at the end of the process
         sys.exit(outcome.status)

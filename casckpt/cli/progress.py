@@ -1,4 +1,4 @@
-"""How far something is that takes long: a bar on a terminal, and a line each half minute where there is none."""
+"""Progress of what takes long: a bar on a terminal, and a line each half minute where there is none."""
 
 from __future__ import annotations
 
@@ -86,17 +86,13 @@ def _bars(of_bytes: bool) -> Progress:
 
 def _columns(of_bytes: bool) -> list[ProgressColumn]:
     """What fits: 40 columns have room for the name, a bar and the amount; wider ones for the rate and the time too."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich import progress as rich
 
-    columns = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=None)]
-    columns.append(DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn())
+    columns: list[ProgressColumn] = [
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(bar_width=None),
+    ]
+    columns.append(rich.DownloadColumn(binary_units=True) if of_bytes else rich.MofNCompleteColumn())
     if shutil.get_terminal_size().columns >= _NARROW:
-        columns += [TransferSpeedColumn()] * of_bytes + [TimeRemainingColumn()]
+        columns += [rich.TransferSpeedColumn()] * of_bytes + [rich.TimeRemainingColumn()]
     return columns

@@ -1,4 +1,4 @@
-"""What all commands share: STORE as the first argument, the common options, and how a result is given out."""
+"""The common part of all commands: STORE as the first argument, the options, and how a result is printed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from casckpt.cli.types import SETTING
 from casckpt.lazy import cached_property
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.store import Store
     from casckpt.repository.repository import Repository
+    from casckpt.store.store import Store
 
 Function: TypeAlias = Callable[..., int | None]
 """The body of a command; it gives an exit status, or None for 0."""
@@ -58,16 +58,13 @@ class Session(Output):
         from casckpt.repository.opening import open_repository
 
         return open_repository(
-            self.url,
-            storage_options=self.storage_options,
-            cache_dir=self.cache_dir,
-            single_writer=self.single_writer,
+            self.url, storage_options=self.storage_options, cache_dir=self.cache_dir, single_writer=self.single_writer
         )
 
     @cached_property
     def store(self) -> Store:
         """The store."""
-        from casckpt.checkpoint.store import Store
+        from casckpt.store.store import Store
 
         return Store(self.repository)
 
@@ -140,7 +137,7 @@ class StoreCommand(click.Command):
 
 
 def _about_store(error: click.UsageError) -> str:
-    """What somebody should know of STORE whose line is wrong, if anything."""
+    """Give what somebody should know of STORE whose line is wrong, if anything."""
     if os.environ.get(ENV_STORE):
         return f"{ENV_STORE} names the store, so STORE is left out here; -s names another one"
     is_missing = isinstance(error, click.MissingParameter) and error.param is STORE_ARGUMENT
@@ -159,7 +156,7 @@ def store_command(name: str) -> Callable[[Function], click.Command]:
             single_writer: bool,
             named_store: str | None,
             store: str = "",
-            **options: Any,
+            **options: Any,  # of the one command, by the names that click gives them
         ) -> int | None:
             as_json, url = _take_common(options), named_store or store
             return function(Session(as_json, url, dict(storage_options), cache_dir, single_writer), **options)
@@ -176,7 +173,7 @@ def plain_command(name: str) -> Callable[[Function], click.Command]:
 
     def decorate(function: Function) -> click.Command:
         @wraps(function)
-        def call(**options: Any) -> int | None:
+        def call(**options: Any) -> int | None:  # see `store_command`
             return function(Output(_take_common(options)), **options)
 
         made = click.command(name)(call)

@@ -1,4 +1,4 @@
-"""What a person reads: tables that fit into the terminal, sizes, times, and no control characters out of a store."""
+"""Text for people: tables that fit into the terminal, sizes, times, and no control characters out of a store."""
 
 from __future__ import annotations
 
@@ -69,6 +69,12 @@ def shortened(items: Sequence[str], most: int = _MANY) -> list[str]:
     return [*items[:most], f"... and {len(items) - most} more (--json lists all)"]
 
 
+def say_some(items: Sequence[str], most: int = _MANY) -> None:
+    """Print the first ``most`` items, a line each, and how many more there are."""
+    for line in shortened(items, most):
+        say(line)
+
+
 def summed(keys: Sequence[str]) -> Iterator[str]:
     """Keys by the first part of them, where several have it in common."""
     for head, number in Counter(key.partition(".")[0] for key in keys).items():
@@ -113,7 +119,7 @@ def terminal_width() -> int:
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """Which columns are shown: as many as have room when what may be cut is."""
+    """Tell which columns are shown: as many as have room when what may be cut is."""
     kept = list(range(len(columns)))
     least = [width if c.fixed else min(width, _LEAST) for c, width in zip(columns, widths, strict=True)]
     for i in sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare):
@@ -154,7 +160,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def cell_width(text: str) -> int:
-    """How many places of a terminal's line ``text`` takes."""
+    """Tell how many places of a terminal's line ``text`` takes."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +33,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
-        """What was given, as a timedelta."""
+        """Make a timedelta of what was given."""
         try:
             return timedelta(seconds=seconds_of(value))
         except InvalidInput as error:
@@ -57,19 +58,22 @@ class Setting(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes non
             return key, text
 
 
-class Renaming(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """REGEX=NAME: what matches, and what it becomes; after the last "=" there is no more of the expression."""
+class Pair(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """Two texts, neither of them empty but perhaps the second. ``split``: at which "="."""
 
-    name = "regex=name"
+    def __init__(self, form: str, split: Callable[[str, str], tuple[str, str, str]], *, may_be_empty: bool) -> None:
+        self.name, self._form, self._split, self._may_be_empty = form.lower(), form, split, may_be_empty
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """The regular expression and its replacement."""
+        """Split it."""
         if isinstance(value, tuple):
             return value
-        pattern, equals, replacement = value.rpartition("=")
-        if not pattern or not equals:
-            self.fail(f"{value!r} is not REGEX=NAME", param, ctx)
-        return pattern, replacement
+        first, equals, second = self._split(value, "=")
+        if not first or not equals or not (second or self._may_be_empty):
+            self.fail(f"{value!r} is not {self._form}", param, ctx)
+        return first, second
 
 
-SIZE, DURATION, SETTING, RENAMING = Size(), Duration(), Setting(), Renaming()
+SIZE, DURATION, SETTING = Size(), Duration(), Setting()
+TEXT_SETTING = Pair("NAME=VALUE", str.partition, may_be_empty=False)
+RENAMING = Pair("REGEX=NAME", str.rpartition, may_be_empty=True)  # the last "=" ends the expression

@@ -43,7 +43,7 @@ _HEADER: Decoder[dict[str, _Tensor]] = Decoder(dict[str, _Tensor])  # made here:
 
 @cache
 def order(dtype: str) -> tuple[int, str]:
-    """Sort key of a cell's dtype inside a blob: largest elements first, so that every tensor of the file is aligned.
+    """Return the sort key of a cell's dtype in a blob: largest elements first, which aligns every tensor.
 
     Cells of one stored dtype lie together, which keeps the number of runs small. Raises Refused for an unknown dtype.
     """
@@ -51,7 +51,7 @@ def order(dtype: str) -> tuple[int, str]:
 
 
 def encode_header(runs: Sequence[tuple[str, int]]) -> bytes:
-    """The first `DATA_OFFSET` bytes of a blob whose data is ``runs``: (dtype as torch names it, bytes), in order.
+    """Encode the first `DATA_OFFSET` bytes of a blob that holds ``runs``: (torch's name of the dtype, bytes), in order.
 
     Neighbours that are stored under one name become one tensor; runs of no bytes are left out. Raises InvalidInput
     for a length that is no multiple of the element size, a run that would not be aligned, or too many runs.
@@ -60,7 +60,7 @@ def encode_header(runs: Sequence[tuple[str, int]]) -> bytes:
 
 
 def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]]:
-    """The runs of a blob file of ``size`` bytes that starts with ``header``: (dtype as stored, bytes), in order.
+    """Decode the runs of a blob file of ``size`` bytes from its ``header``: (dtype as stored, bytes), in order.
 
     Raises Refused for anything that `encode_header` does not make.
     """

@@ -12,12 +12,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 def cell_digest(data: Buffer) -> CellDigest:
-    """Digest of the bytes of a cell: 32 bytes. Releases the GIL for all but tiny cells."""
+    """Compute the 32-byte digest of a cell. Releases the GIL for all but tiny cells."""
     return CellDigest(blake3(data).digest())
 
 
 def hex_digest(data: Buffer) -> str:
-    """Digest of a whole object, 64 hex digits: what b3sum prints."""
+    """Compute the digest of a whole object: 64 hex digits, as b3sum prints them."""
     return blake3(data).hexdigest()
 
 
@@ -32,5 +32,5 @@ class Hasher:
         self._state.update(data)
 
     def hexdigest(self) -> str:
-        """64 hex digits of all bytes so far."""
+        """Return the digest of all bytes so far, as 64 hex digits."""
         return self._state.hexdigest()

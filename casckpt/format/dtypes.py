@@ -45,18 +45,18 @@ DTYPES: dict[str, tuple[int, str]] = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element. Raises Refused for a dtype that this version does not know."""
+    """Return the bytes of an element. Raises Refused for a dtype that this version does not know."""
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype[:40]!r} is not known to this version of casckpt")
     return DTYPES[dtype][0]
 
 
 def stored_name(dtype: str) -> str:
-    """What the header of a blob calls it."""
+    """Return the dtype's name in the header of a blob."""
     itemsize(dtype)
     return DTYPES[dtype][1]
 
 
 def stored_itemsize(dtype: str) -> int:
-    """Bytes of an element as the header of a blob counts them: 1 for what is stored as U8."""
+    """Return the bytes of an element as the header of a blob counts them: 1 for what is stored as U8."""
     return 1 if stored_name(dtype) == _RAW else itemsize(dtype)

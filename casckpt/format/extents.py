@@ -2,14 +2,15 @@
 
 An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells are cut at the multiples of the
 cell size in the row-major order of the extent's box, so their ends need not be stored: a boundary elsewhere begins a
-new extent. Extents are kept and written as columns of numbers, each in the narrowest unsigned type that fits.
+new extent. Extents are kept and written as columns of numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -18,32 +19,12 @@ import numpy.typing as npt
 
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.lazy import cached_property
 
-Ints: TypeAlias = npt.NDArray[np.int64]
 DIGEST_BYTES = 32
-_WIDTHS = (1, 2, 4, 8)
-
-
-def pack(values: npt.ArrayLike) -> bytes:
-    """A column: one byte that gives the width of an item in bytes, then little-endian unsigned items."""
-    array = np.asarray(values, dtype=np.int64).reshape(-1)
-    top = int(array.max()) if array.size else 0
-    width = next(w for w in _WIDTHS if top < 1 << min(8 * w, 63))
-    return bytes([width]) + array.astype(f"<u{width}").tobytes()
-
-
-def unpack(data: bytes) -> Ints:
-    """The items of a column as int64. Raises Refused for anything that `pack` does not make."""
-    width = data[0] if data else 0
-    if width not in _WIDTHS or (len(data) - 1) % width:
-        raise Refused("a column of the manifest has no valid width or length")
-    array = np.frombuffer(data, dtype=f"<u{width}", offset=1)
-    if width == 8 and array.size and int(array.max()) > 2**62:
-        raise Refused("a column of the manifest holds a number beyond 2**62")
-    return array.astype(np.int64)
 
 
 class PackedExtents(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -71,15 +52,42 @@ class PackedWhole(msgspec.Struct, frozen=True, array_like=True, tag=1):
 Packed: TypeAlias = PackedExtents | PackedWhole
 
 
-class CellPlace(NamedTuple):
-    """One cell: its region in flat order of its box, where it lies, its digest. ``nbytes``: its length in bytes."""
+class StoredCell(NamedTuple):
+    """One cell: the elements [lo, hi) in the row-major order of ``box``, where they lie, and their digest.
 
-    region: Region
+    ``nbytes`` = (hi - lo) * itemsize.
+    """
+
     blob: int
     offset: int
     nbytes: int
+    box: Box
+    lo: int
+    hi: int
     digest: CellDigest
     unhashed: bool = False
+
+    @property
+    def region(self) -> Region:
+        """The elements as a region."""
+        return Region(self.box, self.lo, self.hi)
+
+
+class Extent(NamedTuple):
+    """One extent: the elements [lo, hi) of ``box`` at ``offset`` of a blob. ``row``: of its first cell's digest."""
+
+    box: Box
+    lo: int
+    hi: int
+    blob: int
+    offset: int
+    unhashed: bool
+    row: int
+
+    @property
+    def region(self) -> Region:
+        """The elements as a region."""
+        return Region(self.box, self.lo, self.hi)
 
 
 class Columns(NamedTuple):
@@ -102,134 +110,135 @@ class ExtentTable:
     order of the box. ``blob``: index into the manifest's blobs. ``offset``: bytes from the start of the blob file.
     ``digests``: uint8 [cells, 32]. ``unhashed``: bool, True where the bytes were taken on the caller's word (frozen).
     ``cell``: elements of a cell. ``itemsize``: bytes of an element.
-
-    ``whole``: set where a single extent is the whole tensor. Most tables are like that, and so need no columns unless
-    they are asked for.
     """
 
     shape: Shape
     itemsize: int
     cell: int
     boxes: tuple[Box, ...]
-    given: Columns | None
-    whole: PackedWhole | None = None
+    _form: Columns | PackedWhole  # most tables are one extent, and need no columns unless somebody asks for them
 
     @cached_property
     def columns(self) -> Columns:
         """All columns."""
-        if self.given is not None or self.whole is None:
-            return self.given or _NOTHING
-        one = np.array([0, 0, self.boxes[0].numel, self.whole.blob, self.whole.offset], dtype=np.int64)
-        digests = np.frombuffer(self.whole.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-        return Columns(one[0:1], one[1:2], one[2:3], one[3:4], one[4:5], digests, np.array([self.whole.unhashed]))
-
-    @property
-    def box(self) -> Ints:
-        """Index of the box of each extent."""
-        return self.columns.box
-
-    @property
-    def lo(self) -> Ints:
-        """First element of each extent."""
-        return self.columns.lo
-
-    @property
-    def hi(self) -> Ints:
-        """Element behind the last one of each extent."""
-        return self.columns.hi
-
-    @property
-    def blob(self) -> Ints:
-        """Blob of each extent."""
-        return self.columns.blob
-
-    @property
-    def offset(self) -> Ints:
-        """Byte of the blob file at which each extent starts."""
-        return self.columns.offset
-
-    @property
-    def digests(self) -> npt.NDArray[np.uint8]:
-        """Digests of all cells, in order."""
-        return self.columns.digests
-
-    @property
-    def unhashed(self) -> npt.NDArray[np.bool_]:
-        """Which extents were not hashed when they were saved."""
-        return self.columns.unhashed
+        form = self._form
+        if isinstance(form, Columns):
+            return form
+        one = np.array([0, 0, self.boxes[0].numel, form.blob, form.offset], dtype=np.int64)
+        digests = np.frombuffer(form.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+        return Columns(one[0:1], one[1:2], one[2:3], one[3:4], one[4:5], digests, np.array([form.unhashed]))
 
     def __len__(self) -> int:
-        return 1 if self.whole is not None else len(self.lo)
+        return len(self._form.lo) if isinstance(self._form, Columns) else 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Is a single extent the whole tensor?"""
+        form = self._form
+        if isinstance(form, PackedWhole):
+            return True
+        return len(form.lo) == 1 and not form.box[0] and not form.lo[0] and bool(form.hi[0] == self.boxes[0].numel)
 
     @cached_property
     def cells(self) -> Ints:
         """Number of cells of each extent."""
-        return np.asarray(-(-self.hi // self.cell) - self.lo // self.cell)
+        return np.asarray(-(-self.columns.hi // self.cell) - self.columns.lo // self.cell)
 
     @cached_property
     def first_cell(self) -> Ints:
         """Row in ``digests`` of each extent's first cell."""
         return np.asarray(np.cumsum(self.cells) - self.cells)
 
-    @property
-    def nbytes(self) -> Ints:
-        """Bytes of each extent."""
-        return (self.hi - self.lo) * self.itemsize
-
     def region(self, index: int) -> Region:
-        """Region of one extent."""
-        return Region(self.boxes[self.box[index]], int(self.lo[index]), int(self.hi[index]))
+        """Return the region of one extent."""
+        columns = self.columns
+        return Region(self.boxes[columns.box[index]], int(columns.lo[index]), int(columns.hi[index]))
 
-    def places(self, index: int) -> Iterable[CellPlace]:
-        """The cells of one extent, in order."""
-        lo, hi, first = int(self.lo[index]), int(self.hi[index]), int(self.first_cell[index])
-        box, blob, offset = self.boxes[self.box[index]], int(self.blob[index]), int(self.offset[index])
-        unhashed, start = bool(self.unhashed[index]), lo
-        for row in range(first, first + int(self.cells[index])):
-            end = min((start // self.cell + 1) * self.cell, hi)
-            digest = CellDigest(self.digests[row].tobytes())
-            at, nbytes = offset + (start - lo) * self.itemsize, (end - start) * self.itemsize
-            yield CellPlace(Region(box, start, end), blob, at, nbytes, digest, unhashed)
-            start = end
+    def stored_cells(self, rows: Iterable[int] | None = None) -> Iterator[StoredCell]:
+        """Iterate over the cells of these extents (None: of all extents), in order."""
+        extents = self._extents(self.columns, range(len(self)) if rows is None else rows)
+        return chain.from_iterable(self._cells(extent, 0, extent.hi) for extent in extents)
+
+    def cells_in(self, box: int, lo: int, hi: int) -> Iterator[StoredCell]:
+        """Iterate over the cells that hold any of the elements [lo, hi) of a box (by its number), in order."""
+        form = self._form
+        if isinstance(form, PackedWhole):
+            return self._cells_of_whole(form, lo, hi)
+        return chain.from_iterable(self._cells(extent, lo, hi) for extent in self.extents_in(box, lo, hi))
+
+    def extents_in(self, box: int, lo: int, hi: int) -> Iterator[Extent]:
+        """Iterate over the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""
+        form, first, last = self._form, 0, len(self)
+        if isinstance(form, PackedWhole):
+            only = Extent(self.boxes[0], 0, self.boxes[0].numel, form.blob, form.offset, form.unhashed, 0)
+            return iter((only,))
+        if len(self.boxes) > 1:
+            first, last = (int(i) for i in np.searchsorted(form.box, [box, box + 1]))
+        begin = first + int(np.searchsorted(form.hi[first:last], lo, side="right"))
+        return self._extents(form, range(begin, first + int(np.searchsorted(form.lo[first:last], hi, side="left"))))
+
+    def _extents(self, columns: Columns, rows: Iterable[int]) -> Iterator[Extent]:
+        box, lo, hi, blob, offset, _, unhashed = columns
+        boxes, first_cell = self.boxes, self.first_cell
+        for i in rows:
+            place = int(blob[i]), int(offset[i])
+            yield Extent(boxes[box[i]], int(lo[i]), int(hi[i]), *place, bool(unhashed[i]), int(first_cell[i]))
+
+    def _cells(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
+        """Iterate over the cells of one extent that hold any of the elements [lo, hi)."""
+        box, first, last, blob, offset, unhashed, row = extent
+        size, step = self.itemsize, self.cell
+        numbers = range(max(first, lo) // step, -(-min(last, hi) // step))
+        row += numbers.start - first // step
+        digests = self.columns.digests[row : row + len(numbers)].tobytes()
+        start, at = max(first, numbers.start * step), 0
+        for number in numbers:
+            stop = min((number + 1) * step, last)
+            nbytes, digest = (stop - start) * size, CellDigest(digests[at : at + DIGEST_BYTES])
+            yield StoredCell(blob, offset + (start - first) * size, nbytes, box, start, stop, digest, unhashed)
+            start, at = stop, at + DIGEST_BYTES
+
+    def _cells_of_whole(self, form: PackedWhole, lo: int, hi: int) -> Iterator[StoredCell]:
+        """Iterate over the cells of the short form without making columns: most tensors are small and many."""
+        box, size, step = self.boxes[0], self.itemsize, self.cell
+        end = box.numel
+        for number in range(lo // step, -(-hi // step)):
+            start, at = number * step, number * DIGEST_BYTES
+            stop, digest = min(start + step, end), CellDigest(form.digests[at : at + DIGEST_BYTES])
+            place = form.offset + start * size
+            yield StoredCell(form.blob, place, (stop - start) * size, box, start, stop, digest, form.unhashed)
 
     def packed(self) -> Packed:
-        """As it is stored."""
-        return self.packed_columns() if self.whole is None else self.whole
+        """Encode the extents as they are stored."""
+        return self._form if isinstance(self._form, PackedWhole) else self.packed_columns()
 
     def packed_columns(self) -> PackedExtents:
-        """The long form, which every table has."""
+        """Encode the extents in the long form, which every table has."""
+        box, lo, hi, blob, offset, digests, unhashed = self.columns
         numbers = [number for box in self.boxes[1:] for number in (*box.offset, *box.shape)]
-        unhashed = np.packbits(self.unhashed).tobytes() if self.unhashed.any() else b""
-        return PackedExtents(
-            pack(numbers),
-            pack(self.box),
-            pack(self.lo),
-            pack(self.hi),
-            pack(self.blob),
-            pack(self.offset),
-            self.digests.tobytes(),
-            unhashed,
-        )
+        bits = np.packbits(unhashed).tobytes() if unhashed.any() else b""
+        rows = pack(box), pack(lo), pack(hi), pack(blob), pack(offset)
+        return PackedExtents(pack(numbers), *rows, digests.tobytes(), bits)
 
 
-def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[CellPlace]) -> ExtentTable:
-    """A table from cells in any order: sorted, and joined to extents where they follow each other."""
-    if len(cells) == 1 and cells[0].region == whole(shape):
-        one = cells[0]
+def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
+    """Build a table from cells in any order; cells that follow each other become one extent."""
+    one, frame = cells[0] if len(cells) == 1 else None, whole(shape)
+    if one is not None and (one.box, one.lo, one.hi) == (frame.box, 0, frame.hi):
         packed = PackedWhole(one.blob, one.offset, one.digest, one.unhashed)
-        return ExtentTable(shape, itemsize, cell, _only_box(shape), None, packed)
-    order = sorted(cells, key=lambda c: (c.region.box.offset, c.region.box.shape, c.region.lo))
+        return ExtentTable(shape, itemsize, cell, _only_box(shape), packed)
+    order = sorted(cells, key=lambda c: (c.box.offset, c.box.shape, c.lo))
     boxes: dict[Box, int] = {full_box(shape): 0}
     rows: list[tuple[int, int, int, int, int, bool]] = []
     for one in order:
-        number = boxes.setdefault(one.region.box, len(boxes))
+        number = boxes.setdefault(one.box, len(boxes))
         if rows:
             last, begin, end, where, at, word = rows[-1]
-            follows = last == number and end == one.region.lo and end % cell == 0 and where == one.blob
+            follows = last == number and end == one.lo and end % cell == 0 and where == one.blob
             if follows and at + (end - begin) * itemsize == one.offset and word == one.unhashed:
-                rows[-1] = (number, begin, one.region.hi, where, at, word)
+                rows[-1] = (number, begin, one.hi, where, at, word)
                 continue
-        rows.append((number, one.region.lo, one.region.hi, one.blob, one.offset, one.unhashed))
+        rows.append((number, one.lo, one.hi, one.blob, one.offset, one.unhashed))
     digests = np.frombuffer(b"".join(c.digest for c in order), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
     numbers = np.array([row[:5] for row in rows], dtype=np.int64).reshape(-1, 5)
     box, lo, hi, blob, offset = numbers.T
@@ -240,16 +249,12 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[CellPlace]) ->
 
 
 def _shortened(table: ExtentTable) -> ExtentTable:
-    """The same, in the short form if it has one."""
-    columns = table.given
-    if columns is None or len(columns.lo) != 1 or columns.box[0] or columns.lo[0]:
+    """Return the table in the short form if it has one."""
+    if not table.is_whole:
         return table
-    if columns.hi[0] != table.boxes[0].numel:
-        return table
-    packed = PackedWhole(
-        int(columns.blob[0]), int(columns.offset[0]), columns.digests.tobytes(), bool(columns.unhashed[0])
-    )
-    return replace(table, boxes=table.boxes[:1], given=None, whole=packed)
+    _, _, _, blob, offset, digests, unhashed = table.columns
+    packed = PackedWhole(int(blob[0]), int(offset[0]), digests.tobytes(), bool(unhashed[0]))
+    return replace(table, boxes=table.boxes[:1], _form=packed)
 
 
 @lru_cache(maxsize=4096)
@@ -258,7 +263,7 @@ def _only_box(shape: Shape) -> tuple[Box, ...]:
 
 
 def join(tables: Sequence[ExtentTable]) -> ExtentTable:
-    """The extents of several tables of one tensor as one, sorted; they may overlap, which is for others to see."""
+    """Join the extents of several tables of one tensor, sorted. Overlaps are not checked here."""
     if len(tables) == 1:
         return tables[0]
     first = tables[0]
@@ -266,37 +271,35 @@ def join(tables: Sequence[ExtentTable]) -> ExtentTable:
     rows = []
     for table in tables:
         numbers = np.array([boxes.setdefault(box, len(boxes)) for box in table.boxes], dtype=np.int64)
-        rows.append(table.columns._replace(box=numbers[table.box]))
+        rows.append(table.columns._replace(box=numbers[table.columns.box]))
     columns = Columns(*(np.concatenate(column) for column in zip(*rows, strict=True)))
     joined = ExtentTable(first.shape, first.itemsize, first.cell, tuple(boxes), columns)
-    return _reordered(joined, np.lexsort((joined.lo, joined.box)))
+    return _reordered(joined, np.lexsort((columns.lo, columns.box)))
 
 
 def with_blobs(table: ExtentTable, numbers: Ints) -> ExtentTable:
-    """The same extents in other blobs: ``numbers[i]`` in place of blob i."""
-    if table.whole is not None:
-        short = table.whole
-        moved = PackedWhole(int(numbers[short.blob]), short.offset, short.digests, short.unhashed)
-        return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, None, moved)
-    if not len(table):
-        return table
-    columns = table.columns._replace(blob=numbers[table.blob])
-    return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, columns)
+    """Return the same extents in other blobs: ``numbers[i]`` in place of blob i."""
+    form: Columns | PackedWhole = table._form
+    if isinstance(form, PackedWhole):
+        form = PackedWhole(int(numbers[form.blob]), form.offset, form.digests, form.unhashed)
+    elif len(table):
+        form = form._replace(blob=numbers[form.blob])
+    return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, form)
 
 
 def _reordered(table: ExtentTable, order: npt.NDArray[np.intp]) -> ExtentTable:
     counts = table.cells[order]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    digests = table.digests[np.repeat(table.first_cell[order], counts) + within]
-    box, lo, hi, blob, offset, _, unhashed = table.columns
+    box, lo, hi, blob, offset, digests, unhashed = table.columns
+    digests = digests[np.repeat(table.first_cell[order], counts) + within]
     columns = Columns(box[order], lo[order], hi[order], blob[order], offset[order], digests, unhashed[order])
     return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, columns)
 
 
 def unpacked(packed: Packed, shape: Shape, itemsize: int, cell: int, blob_sizes: Ints) -> ExtentTable:
-    """A table from what is stored. Raises Refused for anything that does not fit the tensor or the blobs.
+    """Decode a stored table. Raises Refused for anything that does not fit the tensor or the blobs.
 
-    After it, no number of the table points outside the tensor, a box, a blob or the digests.
+    No number of the returned table points outside the tensor, a box, a blob or the digests.
     """
     if isinstance(packed, PackedExtents):
         return _unpacked_columns(packed, (shape, itemsize, cell), blob_sizes)
@@ -308,7 +311,7 @@ def unpacked(packed: Packed, shape: Shape, itemsize: int, cell: int, blob_sizes:
         raise Refused("an extent lies outside its blob")
     if len(packed.digests) != -(-count // cell) * DIGEST_BYTES:
         raise Refused("an extent table has another number of digests than of cells")
-    return ExtentTable(shape, itemsize, cell, boxes, None, packed)
+    return ExtentTable(shape, itemsize, cell, boxes, packed)
 
 
 def _unpacked_columns(packed: PackedExtents, frame: tuple[Shape, int, int], blob_sizes: Ints) -> ExtentTable:
@@ -341,7 +344,7 @@ def _unpacked_columns(packed: PackedExtents, frame: tuple[Shape, int, int], blob
 
 
 def _sorted(box: Ints, lo: Ints, hi: Ints) -> bool:
-    """Sorted by (box, lo), and disjoint inside each box."""
+    """Tell whether extents are sorted by (box, lo), and disjoint inside each box."""
     same = box[1:] == box[:-1]
     return bool(((box[1:] > box[:-1]) | (same & (lo[1:] >= hi[:-1]))).all())
 
@@ -353,7 +356,40 @@ def _boxes(numbers: Ints, shape: Shape) -> Iterable[Box]:
     return (Box(tuple(offset), tuple(extent)) for offset, extent in numbers.tolist())
 
 
-_ZERO = np.empty(0, dtype=np.int64)
-_NOTHING = Columns(
-    _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, np.empty((0, DIGEST_BYTES), dtype=np.uint8), np.empty(0, dtype=bool)
-)
+def cell_locations(tables: Iterable[ExtentTable]) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
+    """Return (digests, blobs, offsets) of all cells of some tables, in any order; digests: uint8 [cells, 32]."""
+    short, found = [], []
+    for table in tables:
+        form = table._form
+        if isinstance(form, PackedWhole) and len(form.digests) == DIGEST_BYTES:
+            short.append(form)
+        else:
+            found.append((table.columns.digests, *_locations(table)))
+    digests = np.frombuffer(b"".join([one.digests for one in short]), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+    blobs = np.array([one.blob for one in short], dtype=np.int64)
+    offsets = np.array([one.offset for one in short], dtype=np.int64)
+    if found:
+        columns = zip((digests, blobs, offsets), *found, strict=True)
+        digests, blobs, offsets = (np.concatenate(column) for column in columns)
+    return digests, blobs, offsets
+
+
+def _locations(table: ExtentTable) -> tuple[Ints, Ints]:
+    rows = np.repeat(np.arange(len(table)), table.cells)
+    number = np.arange(len(rows)) - table.first_cell[rows]
+    lo, blob, offset = (column[rows] for column in (table.columns.lo, table.columns.blob, table.columns.offset))
+    starts = np.where(number == 0, lo, (lo // table.cell + number) * table.cell)
+    return blob, offset + (starts - lo) * table.itemsize
+
+
+def byte_ranges(tables: Iterable[ExtentTable]) -> Ints:
+    """Return (blob, first byte, byte after the last) of each extent of some tables, unordered: int64 [extents, 3]."""
+    short, found = [], []
+    for table in tables:
+        form = table._form
+        if isinstance(form, PackedWhole):
+            short.append((form.blob, form.offset, form.offset + table.boxes[0].numel * table.itemsize))
+        else:
+            nbytes = (form.hi - form.lo) * table.itemsize
+            found.append(np.stack([form.blob, form.offset, form.offset + nbytes], axis=1))
+    return np.concatenate([np.array(short, dtype=np.int64).reshape(-1, 3), *found])

@@ -44,12 +44,12 @@ _TIME = "%Y%m%dT%H%M%S%f"
 
 
 def run_hash(run: str) -> str:
-    """16 hex digits that stand for a run's name in a txid."""
+    """Return the 16 hex digits that stand for a run's name in a txid."""
     return hex_digest(run.encode())[:16]
 
 
 def make_txid(time: datetime, entropy: bytes, run: str, step: int) -> TxId:
-    """A new txid. ``time``: aware; ``entropy``: 8 random bytes."""
+    """Make a new txid. ``time``: aware; ``entropy``: 8 random bytes."""
     stamp = time.astimezone(UTC).strftime(_TIME)
     return TxId(f"{stamp}Z-{entropy.hex()}-{run_hash(run)}-{step}")
 
@@ -73,9 +73,9 @@ def parse_txid(txid: TxId) -> TxName:
 
 
 def copied_txid(txid: TxId, attempt: int) -> TxId:
-    """Under which id a copy of transaction ``txid`` is committed in another store: its own, if ``attempt`` is 0.
+    """Return the id of a copy of transaction ``txid`` in another store: the same one if ``attempt`` is 0.
 
-    The next ones, for where that one has ended, sort right behind it; all who copy it find the same.
+    Further attempts, after that one has ended, sort right after it. All who copy it compute the same ids.
     """
     if attempt == 0:
         return check_txid(txid)
@@ -85,27 +85,27 @@ def copied_txid(txid: TxId, attempt: int) -> TxId:
 
 
 def later_than(time: datetime, others: list[TxId]) -> datetime:
-    """``time``, or one microsecond after the latest of ``others``: a new txid sorts after what it has seen."""
+    """Return ``time``, or one microsecond after the latest of ``others``: a new txid sorts after all it has seen."""
     latest = max((parse_txid(other).time for other in others), default=time)
     return max(time, latest + timedelta(microseconds=1)) if others else time
 
 
 def check_txid(text: str) -> TxId:
-    """``text`` as a txid, else `Refused`."""
+    """Return ``text`` as a txid. Raises `Refused` if it is not one."""
     if not _TXID_RE.fullmatch(text):
         raise Refused(f"not a transaction id: {text[:120]!r}")
     return TxId(text)
 
 
 def check_hash(text: str) -> str:
-    """``text`` if it is 64 lower-case hex digits, else `Refused`."""
+    """Return ``text`` if it is 64 lower-case hex digits. Raises `Refused` if not."""
     if not _HEX64_RE.fullmatch(text):
         raise Refused(f"not a BLAKE3 hash: {text[:120]!r}")
     return text
 
 
 def check_run(run: str) -> str:
-    """A run's name, else `InvalidInput`."""
+    """Return a valid name of a run. Raises `InvalidInput` for any other."""
     if type(run) is not str or not _RUN_RE.fullmatch(run):
         raise InvalidInput(
             f"run {run!r} is not a usable name: use up to 200 of A-Z a-z 0-9 . _ - /, beginning with a letter or digit"
@@ -114,14 +114,14 @@ def check_run(run: str) -> str:
 
 
 def check_step(step: Any) -> int:
-    """A step as an int, else `InvalidInput`."""
+    """Return a step as an int. Raises `InvalidInput` for anything else."""
     if isinstance(step, bool) or not isinstance(step, Integral) or not 0 <= int(step) <= MAX_STEP:
         raise InvalidInput(f"step {step!r} is not usable: give an int from 0 to 2**63 - 1")
     return int(step)  # it may be numpy's
 
 
 def check_tag(name: str) -> str:
-    """A tag's name, else `InvalidInput`."""
+    """Return a valid name of a tag. Raises `InvalidInput` for any other."""
     if type(name) is not str or not _TAG_RE.fullmatch(name):
         raise InvalidInput(
             f"tag {name!r} is not a usable name: use up to 100 of a-z 0-9 . _ -, beginning with a letter or digit"
@@ -130,31 +130,31 @@ def check_tag(name: str) -> str:
 
 
 def check_attachment_name(name: str) -> str:
-    """``name`` if it is a relative path without "..", so that an export can make a file of it, else `InvalidInput`."""
+    """Return ``name`` if an export can make a file of it: a relative path without "..". Else raises `InvalidInput`."""
     if not is_attachment_name(name):
         raise InvalidInput(f"attachment name {name!r} is not usable: give a relative path without '..', in UTF-8")
     return name
 
 
 def is_attachment_name(name: Any) -> bool:
-    """Is it a relative path without "..", of characters that a file and a manifest can have in a name?"""
+    """Tell whether it is a relative path without ".." whose characters a file and a manifest allow in a name."""
     if type(name) is not str or len(name) > _MAX_ATTACHMENT_NAME or _UNFIT_RE.search(name):
         return False
     return not any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def blob_key(uploader: TxId, blob: BlobHash) -> str:
-    """Key of a blob."""
+    """Return the key of a blob."""
     return f"objects/{uploader}/{blob}.safetensors"
 
 
 def manifest_key(uploader: TxId, manifest: ManifestId) -> str:
-    """Key of a manifest."""
+    """Return the key of a manifest."""
     return f"objects/{uploader}/{manifest}.manifest"
 
 
 def uploader_folder(uploader: TxId) -> str:
-    """Folder of all that one transaction uploads."""
+    """Return the folder of all that one transaction uploads."""
     return f"objects/{uploader}"
 
 
@@ -168,66 +168,66 @@ class ObjectName:
 
 
 def parse_object(key: str) -> ObjectName | None:
-    """A key under objects/; None if it is no key of ours."""
+    """Parse a key under objects/. Returns None for any other key."""
     found = _OBJECT_RE.fullmatch(key)
     return ObjectName(TxId(found[1]), found[2], found[3]) if found else None
 
 
 def commit_key(txid: TxId, number: int = 0) -> str:
-    """Key of record ``number`` of a transaction's log in commits/; the first one, 0, has no suffix."""
+    """Return the key of record ``number`` of a transaction's log in commits/. The first one, 0, has no suffix."""
     return f"commits/{txid}.{number}" if number else f"commits/{txid}"
 
 
 def transaction_key(txid: TxId, number: int = 0) -> str:
-    """Key of an open transaction (0) or of one of its signs of life."""
+    """Return the key of an open transaction (0) or of one of its signs of life."""
     return f"transactions/{txid}.{number}" if number else f"transactions/{txid}"
 
 
 def parse_log(key: str) -> tuple[TxId, int] | None:
-    """(txid, number) of a key under commits/ or transactions/; None if it is no key of ours."""
+    """Parse (txid, number) of a key under commits/ or transactions/. Returns None for any other key."""
     found = _LOG_RE.fullmatch(key)
     return (TxId(found[1]), int(found[2] or 0)) if found else None
 
 
 def tag_key(name: str, number: int) -> str:
-    """Key of a generation of a tag."""
+    """Return the key of a generation of a tag."""
     return f"tags/{name}/{number}"
 
 
 def parse_tag(key: str) -> tuple[str, int] | None:
-    """(name, generation) of a key under tags/; None if it is no key of ours."""
+    """Parse (name, generation) of a key under tags/. Returns None for any other key."""
     found = _TAG_KEY_RE.fullmatch(key)
     return (found[1], int(found[2])) if found else None
 
 
 def damaged_key(uploader: TxId, blob: BlobHash, number: int) -> str:
-    """Key of a mark on a blob."""
+    """Return the key of a mark on a blob."""
     return f"damaged/{uploader}/{blob}/{number}"
 
 
 def parse_damaged(key: str) -> tuple[TxId, BlobHash, int] | None:
-    """(uploader, blob, number) of a key under damaged/; None if it is no key of ours."""
+    """Parse (uploader, blob, number) of a key under damaged/. Returns None for any other key."""
     found = _DAMAGED_RE.fullmatch(key)
     return (TxId(found[1]), BlobHash(found[2]), int(found[3])) if found else None
 
 
 def settings_key(number: int) -> str:
-    """Key of a generation of the settings."""
+    """Return the key of a generation of the settings."""
     return f"settings/{number}"
 
 
 def parse_settings(key: str) -> int | None:
-    """Generation of a key under settings/; None if it is no key of ours."""
+    """Parse the generation of a key under settings/. Returns None for any other key."""
     found = _SETTINGS_RE.fullmatch(key)
     return int(found[1]) if found else None
 
 
 def parse_mirrored(key: str) -> TxId | None:
-    """Transaction of a key under mirrored/; None if it is no key of ours."""
+    """Parse the transaction of a key under mirrored/. Returns None for any other key."""
     found = _MIRRORED_RE.fullmatch(key)
     return TxId(found[1]) if found else None
 
 
 def mirrored_key(txid: TxId) -> str:
-    """Key of the note that a commit is safe in the mirror."""
+    """Return the key of the note that a commit is safe in the mirror."""
     return f"mirrored/{txid}"

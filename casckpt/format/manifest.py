@@ -4,8 +4,8 @@
 
     8 bytes   b"CASCKPT" and the version of this layout, 1
     8 bytes   length of the body, little-endian
-    body      msgpack of `Body`; its BLAKE3 is the checkpoint's id
-    places    msgpack of `Places`: whose folder holds each blob; differs between stores that hold the same checkpoint
+    body      msgpack of `ManifestBody`; its BLAKE3 is the checkpoint's id
+    places    msgpack of `BlobUploaders`: whose folder holds each blob; differs between stores of the same checkpoint
     32 bytes  BLAKE3 of the places
 
 What is large in it stays undecoded (`msgspec.Raw`) until it is wanted: the extents of each tensor, objects, the tree.
@@ -23,8 +23,9 @@ from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
+from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import ExtentTable, Packed, pack, unpack, unpacked
+from casckpt.format.extents import ExtentTable, Packed, unpacked
 from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step, check_txid
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import MAX_METADATA_BYTES
@@ -42,10 +43,10 @@ DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 Name: TypeAlias = tuple[str, str, int, int | None]
-"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `Entry`."""
+"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `StreamEntry`."""
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
     """One stream of elements that lies in blobs.
 
     ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
@@ -63,7 +64,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def name(self) -> Name:
-        """What tells it apart."""
+        """Identity of the stream in its manifest."""
         return self.kind, self.key, self.index, self.rank
 
     @property
@@ -102,10 +103,10 @@ class Blobs(msgspec.Struct, frozen=True, array_like=True):
     worn: bytes
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the id of a checkpoint is the hash of. ``created_at``: microseconds since the epoch, UTC.
+class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The content whose hash is the id of a checkpoint. ``created_at``: microseconds since the epoch, UTC.
 
-    ``notes``: what a front end adds for itself, as plain data under its name. Whoever does not know it passes it by.
+    ``notes``: what a front end adds for itself, as plain data under its name. Readers ignore notes they do not know.
     """
 
     format: int
@@ -119,22 +120,22 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cell_bytes: int
     metadata: msgspec.Raw
     blobs: Blobs
-    entries: list[Entry]
+    entries: list[StreamEntry]
     objects: list[ObjectEntry]
     attachments: list[Attachment]
     tree: bytes
     notes: dict[str, bytes] = {}
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True):
-    """Which uploader's folder holds each blob: ``uploaders[index[i]]`` that of blob i."""
+class BlobUploaders(msgspec.Struct, frozen=True, kw_only=True):
+    """The uploader whose folder holds each blob: ``uploaders[index[i]]`` for blob i."""
 
     uploaders: list[str]
     index: bytes
 
 
-_BODY: Decoder[Body] = Decoder(Body)
-_PLACES: Decoder[Places] = Decoder(Places)
+_BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
+_PLACES: Decoder[BlobUploaders] = Decoder(BlobUploaders)
 _PACKED: Decoder[Packed] = Decoder(Packed)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 """Made here, and not by the first who decodes: see `casckpt.format.records.DECODERS`."""
@@ -153,7 +154,7 @@ class BlobRef:
 class Manifest:
     """A decoded manifest. Everything in it was checked against the limits of the format."""
 
-    def __init__(self, id: ManifestId, body: Body, places: Places) -> None:
+    def __init__(self, id: ManifestId, body: ManifestBody, places: BlobUploaders) -> None:
         self.id = id
         self.body = body
         self._uploaders = [check_txid(uploader) for uploader in places.uploaders]
@@ -175,7 +176,7 @@ class Manifest:
         return len(self.blob_sizes)
 
     def blob(self, index: int) -> BlobRef:
-        """One blob."""
+        """Return one blob."""
         digest = self.body.blobs.hashes[32 * index : 32 * index + 32]
         uploader = self._uploaders[int(self._uploader_of[index])]
         return BlobRef(BlobHash(digest.hex()), int(self.blob_sizes[index]), uploader, index in self._worn)
@@ -194,16 +195,16 @@ class Manifest:
             raise Refused(f"manifest {self.id} is not usable: its metadata: {error}") from error
 
     @cached_property
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> dict[str, StreamEntry]:
         """Tensors by key; of values that each rank has for itself, that of the lowest rank."""
-        found: dict[str, Entry] = {}
+        found: dict[str, StreamEntry] = {}
         for entry in self.body.entries:
             if entry.kind == TENSOR:
                 found.setdefault(entry.key, entry)
         return found
 
-    def extents(self, entry: Entry) -> ExtentTable:
-        """The extents of an entry, decoded and checked. Raises Refused."""
+    def extents(self, entry: StreamEntry) -> ExtentTable:
+        """Decode and check the extents of an entry. Raises Refused."""
         try:
             packed = _PACKED.decode(entry.extents)
             itemsize = dtypes.itemsize(entry.dtype)
@@ -220,15 +221,15 @@ class Manifest:
         return sum(parts) + len(body.tree) + 40 * self.blob_count + sum(len(one.data) for one in body.attachments)
 
     def encoded(self) -> bytes:
-        """Its bytes, as `encode` made them."""
+        """Return its bytes, as `encode` made them."""
         return encode(self.body, self.places())[1]
 
-    def places(self) -> Places:
-        """The table of places, as it is stored."""
-        return Places(uploaders=list(self._uploaders), index=pack(self._uploader_of))
+    def places(self) -> BlobUploaders:
+        """Return the table of places, as it is stored."""
+        return BlobUploaders(uploaders=list(self._uploaders), index=pack(self._uploader_of))
 
 
-def _check_body(body: Body) -> None:
+def _check_body(body: ManifestBody) -> None:
     check_run(body.run)
     check_step(body.step)
     if body.parent is not None:
@@ -248,15 +249,15 @@ def _check_body(body: Body) -> None:
             raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
 
 
-def encode(body: Body, places: Places) -> tuple[ManifestId, bytes]:
-    """The id and the bytes of a manifest."""
+def encode(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestId, bytes]:
+    """Return the id and the bytes of a manifest."""
     head, tail = msgspec.msgpack.encode(body), msgspec.msgpack.encode(places)
     data = b"".join((MAGIC, len(head).to_bytes(8, "little"), head, tail, cell_digest(tail)))
     return ManifestId(hex_digest(head)), data
 
 
 def decode(data: bytes, id: ManifestId) -> Manifest:
-    """The manifest with this id. Raises Damaged if the bytes are not what was written, Refused if not usable."""
+    """Decode the manifest with this id. Raises Damaged if its bytes have changed, Refused if it is unusable."""
     view = memoryview(data)
     length = int.from_bytes(view[8:16], "little")
     head, tail, check = view[16 : 16 + length], view[16 + length : -32], view[-32:]
@@ -271,7 +272,7 @@ def decode(data: bytes, id: ManifestId) -> Manifest:
 
 
 def moved(data: bytes, refs: Iterable[BlobRef]) -> bytes:
-    """The manifest ``data`` with its blobs at other places: ``refs``, in its order. Its body stays to the byte."""
+    """Rewrite manifest ``data`` with its blobs at other places: ``refs``, in its order. The body keeps every byte."""
     end = 16 + int.from_bytes(data[8:16], "little")
     tail = msgspec.msgpack.encode(packed_blobs(refs)[1])
     return b"".join((memoryview(data)[:end], tail, cell_digest(tail)))
@@ -279,14 +280,14 @@ def moved(data: bytes, refs: Iterable[BlobRef]) -> bytes:
 
 def packed_entry(
     kind: str, key: str, dtype: str, table: ExtentTable, *, index: int = 0, rank: int | None = None
-) -> Entry:
-    """An entry with its extents as they are stored."""
+) -> StreamEntry:
+    """Make an entry with its extents encoded."""
     raw = msgspec.Raw(msgspec.msgpack.encode(table.packed()))
-    return Entry(kind, key, index, rank, dtype, table.shape, raw)
+    return StreamEntry(kind, key, index, rank, dtype, table.shape, raw)
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:
-    """The user's metadata for the manifest, and for the commit record (None where that cannot hold it exactly).
+    """Encode the user's metadata for the manifest and for the commit record (None if that cannot hold it exactly).
 
     Raises InvalidInput for anything but None, bool, int, float, str, and lists and str-keyed dicts of them.
     """
@@ -322,8 +323,8 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     )
 
 
-def packed_blobs(blobs: Iterable[BlobRef]) -> tuple[Blobs, Places]:
-    """Blobs and their places as they are stored."""
+def packed_blobs(blobs: Iterable[BlobRef]) -> tuple[Blobs, BlobUploaders]:
+    """Encode blobs and their places as they are stored."""
     blobs = list(blobs)
     uploaders = {uploader: i for i, uploader in enumerate(dict.fromkeys(blob.uploader for blob in blobs))}
     stored = Blobs(
@@ -331,4 +332,4 @@ def packed_blobs(blobs: Iterable[BlobRef]) -> tuple[Blobs, Places]:
         pack([blob.size for blob in blobs]),
         pack([i for i, blob in enumerate(blobs) if blob.worn]),
     )
-    return stored, Places(uploaders=list(uploaders), index=pack([uploaders[blob.uploader] for blob in blobs]))
+    return stored, BlobUploaders(uploaders=list(uploaders), index=pack([uploaders[blob.uploader] for blob in blobs]))

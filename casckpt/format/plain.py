@@ -63,10 +63,10 @@ def encode(
     spill_from: int = SPILL_FROM,
     where: str = "value",
 ) -> bytes:
-    """The bytes of a plain value.
+    """Encode a plain value.
 
-    Buffers of ``spill_from`` bytes or more go to ``spill`` if there is one (never those inside a set, whose order is
-    not that of the value). ``where`` names the value in errors. Raises InvalidInput, naming the place inside the
+    Buffers of ``spill_from`` bytes or more go to ``spill`` if it is given (never those inside a set, which has no
+    stable order). ``where`` names the value in errors. Raises InvalidInput, naming the place inside the
     value, for what is not plain, contains itself or is nested more than MAX_DEPTH deep.
     """
     encoder = _Encoder(_by_type(extensions), spill, spill_from, where)
@@ -83,9 +83,9 @@ def decode(
     load: Load | None = None,
     strict: bool = False,
 ) -> Any:
-    """The value of bytes that `encode` made. Raises Refused for any other bytes, and what ``load`` raises.
+    """Decode what `encode` made. Raises Refused for any other bytes, and what ``load`` raises.
 
-    A tag that is not known gives a `Tagged`, or is refused if ``strict``.
+    An unknown tag gives a `Tagged`, or is refused if ``strict``.
     """
     try:
         return _Decoder(_by_tag(extensions), load, strict).unpack(msgspec.msgpack.decode(data), 0)
@@ -137,7 +137,7 @@ class _Encoder:
         self.sets = 0
 
     def pack(self, value: Any) -> Any:
-        """What msgpack is to write for a value."""
+        """Convert a value to what msgpack writes for it."""
         kind = type(value)
         if kind is NoneType or kind is bool or kind is float:
             return value
@@ -209,7 +209,7 @@ def _text(value: str) -> Any:
 
 
 def _unfit(value: Any) -> Unfit:
-    """Why a value of a type that is not in the table is refused."""
+    """Explain why a value of a type that is not in the table is refused."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType):
@@ -239,7 +239,7 @@ class _Decoder:
         self.loaded: set[int] = set()
 
     def unpack(self, wire: Any, depth: int) -> Any:
-        """The value of what msgpack read."""
+        """Convert what msgpack read back to a value."""
         kind = type(wire)
         if kind in _ATOMS:
             return wire

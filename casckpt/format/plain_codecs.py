@@ -1,4 +1,4 @@
-"""How each type of the standard library is taken apart into plain children, and put together again.
+"""Codecs for the types of the standard library: into plain children and back.
 
 A `Codec` names one kind of value by its tag. ``split`` gives children that are plain data themselves; ``join`` gets the
 children as they were decoded, from bytes that nobody vouches for: it checks types first, and raises one of
@@ -57,7 +57,7 @@ class Codec:
 
 
 def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any]:
-    """The children, if there is one of exactly each of ``kinds``; else TypeError."""
+    """Return the children if there is exactly one of each of ``kinds``. Raises TypeError if not."""
     if len(children) != len(kinds):
         raise TypeError(f"it has {len(children)} parts, not {len(kinds)}")
     for child, kind in zip(children, kinds, strict=True):
@@ -70,7 +70,7 @@ def expect(children: Sequence[Any], *kinds: type | tuple[type, ...]) -> list[Any
 
 
 def show_key(key: object) -> str:
-    """A short text for a key of a dict."""
+    """Format a key of a dict as a short text."""
     text = repr(key) if isinstance(key, str | int | float | NoneType) else f"<{type(key).__name__}>"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -193,13 +193,7 @@ CONTAINERS = (
         lambda children: SimpleNamespace(**_text_mapping(children)),
         _attribute_step,
     ),
-    Codec(
-        "Namespace",
-        (argparse.Namespace,),
-        lambda value: _pairs(vars(value)),
-        _join_namespace,
-        _attribute_step,
-    ),
+    Codec("Namespace", (argparse.Namespace,), lambda value: _pairs(vars(value)), _join_namespace, _attribute_step),
     Codec("slice", (slice,), lambda s: [s.start, s.stop, s.step], lambda children: slice(*_three(children))),
 )
 
@@ -214,7 +208,7 @@ def _three(children: list[Any]) -> list[Any]:
 
 
 def int_bytes(value: int) -> bytes:
-    """An int of any size: two's complement, little-endian."""
+    """Encode an int of any size: two's complement, little-endian."""
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 

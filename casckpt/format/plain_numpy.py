@@ -27,7 +27,7 @@ _MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad
 
 
 def dtype_form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
-    """A dtype as plain data. Raises `Unfit` for what would not come back the same."""
+    """Convert a dtype to plain data. Raises `Unfit` for one that would not come back the same."""
     unfit = Unfit(f"a numpy array or scalar of dtype {str(dtype)[:60]}", "use a numeric, text, bytes or time dtype")
     if dtype.hasobject or dtype.metadata or not dtype.itemsize:
         raise unfit
@@ -54,7 +54,7 @@ def _form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
 
 
 def dtype_of(form: Any, depth: int = 0) -> np.dtype[Any]:
-    """The dtype of a form. Raises TypeError or ValueError for what is none."""
+    """Convert plain data back to a dtype. Raises TypeError or ValueError for invalid data."""
     if type(form) is str:
         if not _DTYPE.fullmatch(form):
             raise ValueError(f"dtype {form[:40]!r} is not known")
@@ -131,7 +131,7 @@ def _join_array(children: list[Any]) -> np.ndarray[Any, Any]:
 
 
 def _check_text(array: np.ndarray[Any, Any]) -> None:
-    """ValueError for characters beyond Unicode: numpy takes them and fails with SystemError when they are looked at."""
+    """Raise ValueError for characters beyond Unicode: numpy accepts them, and fails with SystemError on reading."""
     if array.dtype.kind == "U" and array.size:
         characters = np.ascontiguousarray(array).view(array.dtype.str[0] + "u4")
         if int(characters.max()) > 0x10FFFF:
@@ -163,7 +163,7 @@ _POSITIONS = {"pos": 624, "buffer_pos": 4, "has_uint32": 1, "has_gauss": 1, "uin
 
 
 def _check_state(state: Any, template: Any, name: str = "") -> None:
-    """TypeError or ValueError unless ``state`` is like ``template``: numpy itself reads beyond its tables otherwise."""
+    """Raise TypeError or ValueError unless ``state`` is like ``template``: numpy would read beyond its tables."""
     if type(state) is not type(template):
         raise TypeError(f"{name!r} of a generator's state is of type {type(state).__name__}")
     if isinstance(state, dict):
@@ -179,14 +179,14 @@ def _check_state(state: Any, template: Any, name: str = "") -> None:
 
 
 def _check_entropy(entropy: Any) -> None:
-    """ValueError for what seeding would chew on for long."""
+    """Raise ValueError for entropy that would take long to seed from."""
     words = entropy if type(entropy) in (list, tuple) else [entropy]
     if len(words) > 1024 or not all(type(word) is int and 0 <= word < 2**1024 for word in words):
         raise ValueError("the entropy of a generator's seed is outside its range")
 
 
 def _seed_of(generator: Any) -> dict[str, Any] | None:
-    """What `spawn` of a generator goes on from; None where it is not numpy's own SeedSequence, or not plain."""
+    """Return the state that `spawn` of a generator continues from; None if it is not a plain SeedSequence of numpy."""
     seed = generator.seed_seq
     if type(seed) is not np.random.SeedSequence:
         return None

@@ -30,14 +30,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def time_of(microseconds: int) -> datetime:
-    """A time of a record."""
+    """Convert the time of a record to a datetime."""
     return _EPOCH + timedelta(microseconds=microseconds)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all records. Unknown fields are ignored: what must not be ignored is a required feature of the marker.
 
-    Whatever becomes part of a key, or a date, is checked at birth, also when it is decoded.
+    Fields that become part of a key, or a date, are checked on creation, also by decoding.
     """
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-class Revoked(Record, tag="revoked", frozen=True, kw_only=True):
+class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
     """commits/<txid>: the transaction was aborted by itself or given up on by a gc."""
 
     txid: TxId
@@ -179,7 +179,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
     mirror: str
 
 
-FirstRecord = Committed | Revoked
+FirstRecord = Committed | RevokedRecord
 LaterRecord = Forgotten | Restored | Purged
 
 
@@ -212,18 +212,24 @@ while another thread still finds it out, so that of two threads that decode the 
 process. `tests/format/test_decoders.py` holds that nobody decodes into a type without such a decoder."""
 
 R = TypeVar("R")
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of a record."""
+    """Encode a record."""
     line = msgspec.json.encode(record)
     return line + b"\n" + hex_digest(line).encode() + b"\n"
 
 
-def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
-    """A record of ``kind`` (a struct or a union of structs) from the bytes under ``key``.
+def changed(record: S, **fields: Any) -> S:
+    """Return ``record``, or what a manifest holds, with other values in these fields."""
+    return msgspec.structs.replace(record, **fields)
 
-    Raises `Damaged` if the bytes are not what was written, `Refused` if they were written so but mean nothing here.
+
+def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
+    """Decode a record of ``kind`` (a struct or a union of structs) from the bytes under ``key``.
+
+    Raises `Damaged` if the bytes changed since they were written, `Refused` if they are intact but not valid here.
     """
     line, _, check = data.partition(b"\n")
     if check != hex_digest(line).encode() + b"\n":
@@ -236,12 +242,12 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
 
 
 def encode_marker(marker: Marker) -> bytes:
-    """The marker is plain JSON, for any tool to read."""
+    """Encode the marker as plain JSON, for any tool to read."""
     return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
 
 
 def decode_marker(data: bytes) -> Marker:
-    """The marker. Raises `Refused` for a store of the future, `Damaged` for no marker at all."""
+    """Decode the marker. Raises `Refused` for a store of a newer format, `Damaged` for anything that is no marker."""
     try:
         marker: Marker = DECODERS[Marker].decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -27,7 +27,7 @@ MAX_ELEMENTS = 2**62
 
 @lru_cache(maxsize=4096)
 def check_shape(shape: Shape) -> Shape:
-    """``shape`` if its rank, extents and product are within the format's limits, else InvalidInput."""
+    """Return ``shape``. Raises InvalidInput if its rank, extents or product exceed the format's limits."""
     if len(shape) > MAX_DIMENSIONS or any(extent < 0 for extent in shape):
         raise InvalidInput(f"shape {list(shape)[:8]} has a negative extent or more than {MAX_DIMENSIONS} dimensions")
     if prod(max(extent, 1) for extent in shape) > MAX_ELEMENTS:
@@ -58,19 +58,19 @@ class Box:
         return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
 
     def inside(self, outer: Box) -> bool:
-        """Does ``outer`` hold every element of this box?"""
+        """Tell whether ``outer`` holds every element of this box."""
         pairs = zip(self.offset, self.end, outer.offset, outer.end, strict=True)
         return all(lo >= outer_lo and hi <= outer_hi for lo, hi, outer_lo, outer_hi in pairs)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common box, None if there is no common element."""
+        """Return the common box, None if there is no common element."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         shape = tuple(hi - lo for lo, hi in zip(low, high, strict=True))
         return None if any(extent <= 0 for extent in shape) else Box(low, shape)
 
     def subtract(self, other: Box) -> list[Box]:
-        """This box without ``other``, as at most 2 * rank disjoint boxes."""
+        """Return this box without ``other``, as at most 2 * rank disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
@@ -88,18 +88,18 @@ class Box:
         return rest
 
     def relative_to(self, outer: Box) -> Box:
-        """The same box with its offset counted from that of ``outer``."""
+        """Return the same box with its offset relative to that of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def within(self, outer: Box) -> tuple[slice | EllipsisType, ...]:
-        """What picks these elements out of an array that holds those of ``outer``, as a view even of a 0-d one."""
+        """Return the index that selects these elements of an array that holds ``outer``, as a view even if 0-d."""
         starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return (*(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True)), ...)
 
 
 @lru_cache(maxsize=4096)
 def full_box(shape: Shape) -> Box:
-    """The box that is the whole tensor."""
+    """Return the box that is the whole tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -132,13 +132,13 @@ class Region:
 
 @lru_cache(maxsize=4096)
 def whole(shape: Shape) -> Region:
-    """The region that is the whole tensor."""
+    """Return the region that is the whole tensor."""
     box = full_box(shape)
     return Region(box, 0, box.numel)
 
 
 def strides(shape: Shape) -> Shape:
-    """Row-major strides in elements."""
+    """Compute row-major strides in elements."""
     result = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         result[dim] = result[dim + 1] * shape[dim + 1]
@@ -146,7 +146,7 @@ def strides(shape: Shape) -> Shape:
 
 
 def is_contiguous(box: Box, shape: Shape) -> bool:
-    """Do the elements of ``box`` follow each other in the row-major order of a tensor of ``shape``?"""
+    """Tell whether the elements of ``box`` are contiguous in the row-major order of a tensor of ``shape``."""
     if not box.numel:
         return True
     dim = next((d for d, extent in enumerate(box.shape) if extent > 1), len(shape))
@@ -154,14 +154,14 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
 
 
 def flat_index(index: Shape, shape: Shape) -> int:
-    """Row-major position of an index."""
+    """Compute the row-major position of an index."""
     return sum(i * stride for i, stride in zip(index, strides(shape), strict=True))
 
 
 def normalise(region: Region, shape: Shape) -> Region:
-    """The same elements as a flat range of the whole tensor, where they are one; else the region as it is.
+    """Return the same elements as a flat range of the whole tensor if they are one, else the region as it is.
 
-    So that the same elements have one name, whichever front end describes them.
+    This gives the same elements one name, whichever front end describes them.
     """
     if region.box.shape == shape or not is_contiguous(region.box, shape):
         return region
@@ -170,12 +170,12 @@ def normalise(region: Region, shape: Shape) -> Region:
 
 
 def empty(shape: Shape) -> Region:
-    """The region without elements."""
+    """Return the region without elements."""
     return Region(full_box(shape), 0, 0)
 
 
 def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
-    """The at most ``max(1, 2 * rank - 1)`` boxes that make up a region, in its order.
+    """Split a region into the at most ``max(1, 2 * rank - 1)`` boxes that make it up, in its order.
 
     Yields each box, in global coordinates, with the flat position (in the region's box) of its first element; the
     elements of each follow each other in the region's order.
@@ -187,7 +187,7 @@ def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
 
 
 def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]]:
-    """(offset, shape, start) of the boxes of the flat range [lo, hi) of a box of ``shape`` at the origin."""
+    """Yield (offset, shape, start) of the boxes of the flat range [lo, hi) of a box of ``shape`` at the origin."""
     if lo == 0 and hi == prod(shape):
         yield (0,) * len(shape), shape, 0
         return
@@ -212,7 +212,7 @@ def _pieces(shape: Shape, lo: int, hi: int) -> Iterator[tuple[Shape, Shape, int]
 
 
 def intersect(one: Region, other: Region) -> list[Box]:
-    """The common elements of two regions of one tensor, as disjoint boxes."""
+    """Return the common elements of two regions of one tensor, as disjoint boxes."""
     if one.box == other.box:
         lo, hi = max(one.lo, other.lo), min(one.hi, other.hi)
         return [box for box, _ in flat_boxes(Region(one.box, lo, hi))] if lo < hi else []
@@ -223,43 +223,8 @@ def intersect(one: Region, other: Region) -> list[Box]:
     return [box for box in overlaps if box is not None]
 
 
-def contains(outer: Region, inner: Region) -> bool:
-    """Does ``outer`` hold every element of ``inner``?"""
-    if not inner.numel:
-        return True
-    if outer.box == inner.box:
-        return outer.lo <= inner.lo and inner.hi <= outer.hi
-    if outer.is_whole:
-        return all(box.inside(outer.box) for box, _ in flat_boxes(inner))
-    return sum(box.numel for box in intersect(outer, inner)) == inner.numel
-
-
-def runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
-    """The ranges [lo, hi) of the whole tensor's row-major order that a region is made of, in its order."""
-    steps = strides(shape)
-    for box, _ in flat_boxes(region):
-        dim = len(shape)  # dimensions from here on are whole: they make up one run
-        while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
-            dim -= 1
-        dim = max(dim - 1, 0)
-        length = prod(box.shape[dim:])
-        base = sum(o * s for o, s in zip(box.offset, steps, strict=True))
-        for index in _indices(box.shape[:dim]):
-            start = base + sum(i * s for i, s in zip(index, steps, strict=False))
-            yield start, start + length
-
-
-def _indices(shape: Shape) -> Iterator[Shape]:
-    if not shape:
-        yield ()
-        return
-    for first in range(shape[0]):
-        for rest in _indices(shape[1:]):
-            yield (first, *rest)
-
-
 def gaps(ranges: Iterable[tuple[int, int]], end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(holes, overlaps) that flat ``ranges`` leave in [0, end)."""
+    """Find the (holes, overlaps) of flat ``ranges`` in [0, end)."""
     holes, overlaps, position = [], [], 0
     for lo, hi in sorted(ranges):
         if lo > position:
@@ -273,6 +238,6 @@ def gaps(ranges: Iterable[tuple[int, int]], end: int) -> tuple[list[tuple[int, i
 
 
 def cut(lo: int, hi: int, cell: int) -> list[tuple[int, int]]:
-    """[lo, hi) cut at the multiples of ``cell``."""
+    """Cut [lo, hi) at the multiples of ``cell``."""
     inner = range((lo // cell + 1) * cell, hi, cell)
     return list(pairwise((lo, *inner, hi))) if lo < hi else []

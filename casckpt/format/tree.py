@@ -52,17 +52,17 @@ Node: TypeAlias = Leaf | Container
 
 
 def join(path: Sequence[Element]) -> str:
-    """The flat key of a path."""
+    """Join a path to its flat key."""
     return ".".join(map(str, path))
 
 
 def show(path: Sequence[Element]) -> str:
-    """A path as a person would write it: ``['model']['layers'][0]``."""
+    """Format a path as a person would write it: ``['model']['layers'][0]``."""
     return "".join(f"[{element!r}]" for element in path)
 
 
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
-    """Every leaf with its path, in order."""
+    """Iterate over every leaf with its path, in order."""
     if isinstance(node, Leaf):
         yield path, node
         return
@@ -71,7 +71,7 @@ def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
 
 
 def find(node: Node, key: str) -> Node | None:
-    """The first node whose flat key is ``key``; None if there is none."""
+    """Return the first node whose flat key is ``key``; None if there is none."""
     if isinstance(node, Leaf):
         return None
     for element, child in node.children:
@@ -88,7 +88,7 @@ def find(node: Node, key: str) -> Node | None:
 
 
 def encode_tree(node: Node) -> bytes:
-    """The bytes of a tree. Raises InvalidInput if it is nested more than MAX_DEPTH deep."""
+    """Encode a tree. Raises InvalidInput if it is nested more than MAX_DEPTH deep."""
     return msgspec.msgpack.encode(_wire(node, 0))
 
 
@@ -105,7 +105,7 @@ def _wire(node: Node, depth: int) -> Any:
 
 
 def decode_tree(data: bytes | memoryview) -> Node:
-    """The tree of bytes that `encode_tree` made. Raises Refused for any other bytes."""
+    """Decode what `encode_tree` made. Raises Refused for any other bytes."""
     try:
         return _node(msgspec.msgpack.decode(data), 0)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -144,7 +144,7 @@ def _check_elements(kind: str, elements: list[Any]) -> None:
 
 
 def merge(trees: Sequence[Node], extensions: Sequence[plain.Extension] = ()) -> Node:
-    """One tree with every child of ``trees``: those of the first in its order, then the new ones of each.
+    """Merge ``trees`` into one with every child: those of the first in its order, then the new ones of each.
 
     Where ranks differ in ``extra``, the first one's wins, but the entries of all are kept in a ``_metadata``
     (``extensions``: what `plain` needs to read that). Raises InvalidInput, naming the key, if a path is one kind of
@@ -219,7 +219,7 @@ def rebuild(
     keep: Callable[[str], bool],
     extensions: Sequence[plain.Extension] = (),
 ) -> Any:
-    """The nested value of a tree. ``leaf(flat key, leaf)`` gives the value of each leaf that ``keep`` answers for.
+    """Build the nested value of a tree. ``leaf(flat key, leaf)`` gives the value of each leaf that ``keep`` selects.
 
     A container that was saved empty is asked for by its own flat key. One that loses all its children is dropped
     with them (the root never). A list or tuple that loses some comes back as a dict of the rest by index: closing the

@@ -1,1 +1,1 @@
-"""How people call it: training state, torch DCP, Megatron, trainers, converters. All write the same manifest."""
+"""The front ends: training state, torch DCP, Megatron, trainers, converters. All write the same manifest."""

@@ -15,9 +15,10 @@ random generators it always writes to a folder by torch.save, so half of each ch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 try:
     import accelerate
@@ -25,9 +26,12 @@ except ImportError as error:
     raise ImportError("casckpt.frontends.accelerate needs it: pip install 'casckpt[transformers]'") from error
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
-from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
+from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.frontends.trainer.resuming import Missing
+from casckpt.frontends.trainer.settings import StepArguments, TrainerArguments
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -37,31 +41,33 @@ class AcceleratorCheckpointer:
 
     Prepare all of them first. Several models must not have parameters of one name. Data loaders go on with the right
     epoch, and within one if Accelerate uses stateful data loaders; else `accelerator.skip_first_batches` is yours to
-    call, as it is with `load_state`. ``settings``: those of `CheckpointerConfig`.
+    call, as it is with `load_state`. ``settings``: those of `Checkpointer`.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, store: AnyStore, *, run: str, **settings: Any) -> None:
+    def __init__(
+        self, accelerator: accelerate.Accelerator, store: AnyStore, *, run: str, **settings: Unpack[TrainerArguments]
+    ) -> None:
         kind = accelerator.distributed_type.name
         if kind in _OTHERS:
             raise Unsupported(f"models of {kind} are not taken apart here; save by accelerator.save_state")
         self.accelerator = accelerator
-        self.checkpointer: Checkpointer = CheckpointerConfig(run=run, **settings).build(store)
+        self.checkpointer = Checkpointer(store, run=run, **settings)
 
-    def save(self, step: int, **options: Any) -> Checkpoint:
+    def save(self, step: int, **options: Unpack[StepArguments]) -> Checkpoint:
         """See `Checkpointer.save`."""
         return self.checkpointer.save(step, *self._all(), **options)
 
-    def save_async(self, step: int, **options: Any) -> Future[Checkpoint]:
+    def save_async(self, step: int, **options: Unpack[StepArguments]) -> Future[Checkpoint]:
         """See `Checkpointer.save_async`."""
         return self.checkpointer.save_async(step, *self._all(), **options)
 
-    def save_if_due(self, step: int, **options: Any) -> Future[Checkpoint] | None:
+    def save_if_due(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> Future[Checkpoint] | None:
         """See `Checkpointer.save_if_due`."""
-        return self.checkpointer.save_if_due(step, *self._all(), **options)
+        return self.checkpointer.save_if_due(step, *self._all(), metadata=metadata)
 
-    def resume(self, **options: Any) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one. ``options``: see `Checkpointer.resume`."""
-        return self.checkpointer.resume(*self._all(), **options)
+    def resume(self, *, missing: Missing = "raise", unread: Unread = "warn") -> Checkpoint | None:
+        """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
+        return self.checkpointer.resume(*self._all(), missing=missing, unread=unread)
 
     def load(self, ref: str | Checkpoint) -> None:
         """Load all of a checkpoint; of one of weights alone, these."""
@@ -103,7 +109,7 @@ class _Loader:
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
 
     def state_dict(self) -> dict[str, Any]:
-        """How many epochs it has been through; where it is, if it knows."""
+        """Tell how many epochs it has been through; where it is, if it knows."""
         inside = self._loader.state_dict() if self._stateful else None
         generator = getattr(self._loader, "synchronized_generator", None)
         drawn = None if generator is None else generator.get_state()

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import CasckptError, InvalidInput, NotFound
 from casckpt.frontends.dcp.exporting import casckpt_to_dcp
 from casckpt.frontends.dcp.folder import METADATA as DCP_METADATA
 from casckpt.frontends.dcp.importing import dcp_to_casckpt
-from casckpt.frontends.exported import Exported
 from casckpt.frontends.olmo_import import METADATA as OLMO_METADATA
 from casckpt.frontends.olmo_import import MODEL_AND_OPTIM, PARTS, import_olmo, import_olmo_trainer
-from casckpt.frontends.safetensors_export import export_safetensors
-from casckpt.frontends.safetensors_import import Sources, find_sources, import_safetensors
+from casckpt.frontends.safetensors.exporting import export_safetensors
+from casckpt.frontends.safetensors.importing import ImportSources, find_sources, import_safetensors
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.torch_files import casckpt_to_torch_save, torch_save_to_casckpt
 from casckpt.storage.failures import reporting
-from casckpt.storage.files import is_url, local_path, open_files
+from casckpt.storage.paths import is_url, local_path, open_files
+from casckpt.store.exports import Exported
 
 log = logging.getLogger(__name__)
 
 __all__ = [
+    "DetectedFormat",
     "Exported",
-    "Found",
-    "Sources",
+    "ImportSources",
     "casckpt_to_dcp",
     "casckpt_to_torch_save",
     "dcp_to_casckpt",
@@ -50,7 +51,7 @@ _ZIP, _PICKLES = b"PK\x03\x04", (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedFormat:
     """What stands at a path, as its contents tell. ``kind``: "safetensors", "torch", "dcp", "olmo", "olmo-trainer".
 
     ``path``: a URL where it is read from there; else a local path.
@@ -58,7 +59,7 @@ class Found:
 
     kind: str
     path: Path | str
-    sources: Sources
+    sources: ImportSources
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +68,7 @@ class Found:
 
 
 @contextmanager
-def looked_at(path: str | os.PathLike[str]) -> Iterator[Found]:
+def looked_at(path: str | os.PathLike[str]) -> Iterator[DetectedFormat]:
     """`look_at`, of a path or a URL. What cannot be read over a network is copied to a temporary folder first."""
     if not is_url(path):
         yield look_at(local_path(path))
@@ -76,16 +77,16 @@ def looked_at(path: str | os.PathLike[str]) -> Iterator[Found]:
     names = files.names()
     for name, kind in ((DCP_METADATA, "dcp"), (f"{MODEL_AND_OPTIM}/{DCP_METADATA}", "olmo-trainer")):
         if name in names:
-            yield Found(kind, url, Sources((), {}))
+            yield DetectedFormat(kind, url, ImportSources((), {}))
             return
-    from casckpt.storage.remotefiles import RemoteFiles  # fsspec takes a while to import
+    from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
 
     with TemporaryDirectory(prefix="casckpt-") as folder:
         yield look_at(RemoteFiles(url).fetch(Path(folder)))
 
 
-def look_at(path: str | os.PathLike[str]) -> Found:
-    """What an import of ``path`` would read.
+def look_at(path: str | os.PathLike[str]) -> DetectedFormat:
+    """Give what an import of ``path`` would read.
 
     Raises NotFound, InvalidInput or Unsupported, saying what it is, and StorageError for what cannot be read.
     """
@@ -94,12 +95,12 @@ def look_at(path: str | os.PathLike[str]) -> Found:
         return _look_at(given)
 
 
-def _look_at(given: Path) -> Found:
+def _look_at(given: Path) -> DetectedFormat:
     kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
     if kind == "safetensors":
-        return Found(kind, given, find_sources(given))
+        return DetectedFormat(kind, given, find_sources(given))
     weights = (given,) if kind == "torch" else _weights(given, ".safetensors" if kind == "olmo" else ".distcp")
-    return Found(kind, given, Sources(weights, {}))
+    return DetectedFormat(kind, given, ImportSources(weights, {}))
 
 
 def _weights(folder: Path, suffix: str) -> tuple[Path, ...]:
@@ -128,33 +129,31 @@ def _kind_of_file(path: Path) -> str:
     return "torch" if head == _ZIP or head[:2] in _PICKLES else "safetensors"
 
 
-_IMPORTS: dict[str, Callable[..., Checkpoint]] = {
-    "torch": torch_save_to_casckpt,
-    "dcp": dcp_to_casckpt,
-    "olmo": import_olmo,
-    "olmo-trainer": import_olmo_trainer,
-}
-
-
 def import_any(
-    store: AnyStore, found: Found, *, allow_pickle: bool = False, as_is: bool = False, **options: Any
+    store: AnyStore,
+    found: DetectedFormat,
+    *,
+    allow_pickle: bool = False,
+    as_is: bool = False,
+    **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, progress.
+    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, metadata, progress.
 
     ``as_is``: of a file of torch.save; the others always are as they are.
     """
-    if found.kind == "torch":
-        options["as_is"] = as_is
     log.info("%s is read as %s", found.path, found.kind)
     with _reading(found.path):
         if found.kind == "safetensors":
             return import_safetensors(store, found.path, **options)
-        return _IMPORTS[found.kind](found.path, store, allow_pickle=allow_pickle, **options)
+        if found.kind == "torch":
+            return torch_save_to_casckpt(found.path, store, allow_pickle=allow_pickle, as_is=as_is, **options)
+        others = {"dcp": dcp_to_casckpt, "olmo": import_olmo, "olmo-trainer": import_olmo_trainer}
+        return others[found.kind](found.path, store, allow_pickle=allow_pickle, **options)
 
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[None]:
-    """Where the operating system refuses, a StorageError that names the file."""
+    """Raise, where the operating system refuses, a StorageError that names the file."""
     try:
         yield
     except CasckptError:

@@ -1,4 +1,4 @@
-"""The training of `casckpt demo`: a model of a few megabytes, most of it frozen, saved three times. Needs no data."""
+"""The training of `casckpt demo`: a small model, most of it frozen, saved three times; `tools/demo` has a real one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.store import Store
+from casckpt.store.store import Store
 
 RUN: Final = "demo"
 STEPS: Final = (10, 20, 30)
@@ -16,39 +16,51 @@ _SEED = 0
 
 
 class Training:
-    """A frozen backbone and a head that learns to copy one of its inputs."""
+    """A frozen backbone and a head that learns to copy one of its inputs.
+
+    Another model may be shown: a subclass makes ``model`` and ``optimizer``, and says how to compute a loss.
+    """
 
     def __init__(self) -> None:
-        self._random = torch.Generator().manual_seed(_SEED)
+        self.random = torch.Generator().manual_seed(_SEED)
         layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(4)]
-        self.model = torch.nn.ModuleDict({"backbone": torch.nn.Sequential(*layers), "head": torch.nn.Linear(_WIDTH, 1)})
+        model = torch.nn.ModuleDict({"backbone": torch.nn.Sequential(*layers), "head": torch.nn.Linear(_WIDTH, 1)})
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=self._random) / _WIDTH**0.5)
-        self.model["backbone"].requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.model["head"].parameters(), lr=1e-2)
-        self.step = 0
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=self.random) / _WIDTH**0.5)
+        model["backbone"].requires_grad_(False)
+        self.begin(model)
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Train what of ``model`` is not frozen."""
+        self.model, self.step = model, 0
+        self.optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+
+    def loss(self) -> torch.Tensor:
+        """Compute the loss of one step."""
+        inputs = torch.randn(16, _WIDTH, generator=self.random)
+        layers: Any = self.model
+        predicted: torch.Tensor = layers["head"](layers["backbone"](inputs))
+        return (predicted - inputs[:, :1]).square().mean()
 
     def train(self, until: int) -> float:
         """Train up to a step; the last loss."""
         loss = torch.zeros(())
         while self.step < until:
-            inputs = torch.randn(16, _WIDTH, generator=self._random)
-            loss = (self.model["head"](self.model["backbone"](inputs)) - inputs[:, :1]).square().mean()
+            loss = self.loss()
             self.optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             self.optimizer.step()
             self.step += 1
         return float(loss.detach())
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Give what a checkpoint holds."""
         return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict(), "step": self.step}
 
 
-def train_and_save(store: Store) -> list[Checkpoint]:
+def train_and_save(store: Store, training: Training) -> list[Checkpoint]:
     """Train, and save at each of `STEPS`."""
-    training = Training()
     saved = []
     for step in STEPS:
         loss = training.train(step)
@@ -56,9 +68,8 @@ def train_and_save(store: Store) -> list[Checkpoint]:
     return saved
 
 
-def loads_exactly(store: Store, ref: str) -> bool:
+def loads_exactly(store: Store, ref: str, training: Training) -> bool:
     """Train anew up to the step of ``ref``, load it into zeros, and compare every bit."""
-    training = Training()
     training.train(store.get(ref).step)
     expected = {key: tensor.clone() for key, tensor in training.model.state_dict().items()}
     blank = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}

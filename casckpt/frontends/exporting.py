@@ -5,24 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Final, Unpack, get_args
 
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.exported import Exported, Format
-from casckpt.frontends.safetensors_export import CONFIG, export_safetensors
-from casckpt.frontends.safetensors_layout import SUFFIX
+from casckpt.frontends.safetensors.exporting import CONFIG, export_safetensors
+from casckpt.frontends.safetensors.layout import SUFFIX
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_files import export_torch
 from casckpt.plan.progress import Shown
+from casckpt.store.exports import Exported, FileOptions, Format
+from casckpt.store.store import Store
 
 FORMATS: Final[tuple[Format, ...]] = get_args(Format)
 _SUFFIXES: Final[Mapping[str, Format]] = {SUFFIX: "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-_NOT_FOR: Final = {
-    "dcp": ("keys", "strip_prefix", "rename", "max_shard_size"),
-    "torch": ("max_shard_size",),
-}
+_NOT_FOR: Final = {"dcp": ("keys", "strip_prefix", "rename", "max_shard_size"), "torch": ("max_shard_size",)}
 """Arguments that a format knows nothing of."""
 
 
@@ -62,25 +60,22 @@ def export(
     """
     opened = as_store(store)
     checkpoint = opened.get(ref)
-    chosen = format or _default_format(path, opened.attachments(checkpoint))
+    chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
     if chosen not in FORMATS:
         raise InvalidInput(f"format={chosen!r} is not known; give one of {', '.join(FORMATS)}")
     _check_suffix(chosen, path)
-    given = {"keys": keys or None, "strip_prefix": strip_prefix, "rename": rename or None,
-             "max_shard_size": max_shard_size}  # fmt: skip
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _check_known(chosen, options)
-    options |= {"force": force, "progress": progress}
+    keys, rename = keys or None, rename or None
+    given = {"keys": keys, "strip_prefix": strip_prefix, "rename": rename, "max_shard_size": max_shard_size}
+    _check_known(chosen, [name for name, value in given.items() if value is not None])
+    options: FileOptions = {"force": force, "allow_pickle": allow_pickle, "progress": progress}
     if chosen in ("hf", "safetensors"):
-        return export_safetensors(opened, checkpoint, path, model=chosen == "hf", attachments=attachments, **options)
-    options |= {"allow_pickle": allow_pickle}
+        return export_safetensors(
+            opened, checkpoint, path, model=chosen == "hf", attachments=attachments, keys=keys,
+            strip_prefix=strip_prefix, rename=rename, max_shard_size=max_shard_size, force=force, progress=progress,
+        )  # fmt: skip
     if chosen == "dcp":
-        return _export_dcp(opened, checkpoint, path, attachments=attachments, **options)
-    return export_torch(opened, checkpoint, path, **options)
-
-
-def _default_format(path: str | os.PathLike[str], attachments: Mapping[str, int]) -> Format:
-    return _by_suffix(path) or ("hf" if CONFIG in attachments else "safetensors")
+        return _export_dcp(opened, checkpoint, path, attachments, **options)
+    return export_torch(opened, checkpoint, path, keys=keys, strip_prefix=strip_prefix, rename=rename, **options)
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:
@@ -95,16 +90,20 @@ def _check_suffix(format: Format, path: str | os.PathLike[str]) -> None:
     raise InvalidInput(f"{Path(path).name} is a name for --format {of}, and {format} was asked for; give another name")
 
 
-def _check_known(format: Format, options: Mapping[str, Any]) -> None:
+def _check_known(format: Format, given: Sequence[str]) -> None:
     for name in _NOT_FOR.get(format, ()):
-        if name in options:
+        if name in given:
             others = " and ".join(one for one in FORMATS if name not in _NOT_FOR.get(one, ()))
             option = f"--{name.replace('_', '-')}"
             raise InvalidInput(f"{option} is for {others}: --format {format} knows nothing of it")
 
 
 def _export_dcp(
-    store: Any, checkpoint: Checkpoint, path: str | os.PathLike[str], *, attachments: bool, **options: Any
+    store: Store,
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    attachments: bool,
+    **options: Unpack[FileOptions],
 ) -> Exported:
     from casckpt.frontends.dcp.exporting import casckpt_to_dcp  # takes a while to import
     from casckpt.frontends.dcp.folder import METADATA

@@ -1,4 +1,4 @@
-"""Which part of a checkpoint is the model, told by the layouts in which trainings save; and the names that it has."""
+"""The model within a checkpoint, found by the layouts in which trainings save; and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
     if len(found) > 1 or (found == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in found if prefix] + [_first(key) for key in parts.get("", ())])
     prefix = found[0]
-    if not _is_lightning(tree):
+    if not isinstance(tree, Container) or not any(element in _LIGHTNING for element, _ in tree.children):
         return prefix, parts[prefix]
     below = prefix + _attribute(prefix, parts[prefix], where)
     return below, [key for key in parts[prefix] if key.startswith(below)]
@@ -81,10 +81,6 @@ def _first(key: str) -> str:
     """The first part of a flat key, with its dot; all of a key without one."""
     head, dot, _ = key.partition(".")
     return head + dot
-
-
-def _is_lightning(tree: Node) -> bool:
-    return isinstance(tree, Container) and any(element in _LIGHTNING for element, _ in tree.children)
 
 
 def _attribute(prefix: str, keys: Sequence[str], where: str) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import BinaryIO
 
 from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.storage.files import is_url, local_path
+from casckpt.storage.paths import is_url, local_path
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
 
@@ -72,7 +73,7 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
     if not is_url(path):
         yield local_path(path)
         return
-    from casckpt.storage.remotefiles import RemoteFiles  # fsspec takes a while to import
+    from casckpt.storage.remote.files import RemoteFiles  # fsspec takes a while to import
 
     remote = RemoteFiles(os.fspath(path))
     remote.check_free(force=force)
@@ -169,6 +170,15 @@ def torch_saves() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that is made; what was written to it is on the disk at the end."""
+    with path.open("xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,18 +11,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.saving.options import ImportArguments, SaveOptions
 from casckpt.errors import InvalidInput, NotFound, Refused
-from casckpt.frontends.safetensors_files import read_header
-from casckpt.frontends.safetensors_import import Maps
+from casckpt.frontends.safetensors.files import read_header
+from casckpt.frontends.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Shown
-from casckpt.storage.files import LocalFiles, open_files
+from casckpt.storage.local.files import LocalFiles
+from casckpt.storage.paths import open_files
 from casckpt.tensors.objects import refused_name
 from casckpt.tensors.untrusted import BoundedUnpickler, check_expansion, misread
 from casckpt.tensors.values import Shard
@@ -34,7 +34,7 @@ _STATE = re.compile(r"state\.(.+)\.__(.+)", re.DOTALL)
 _GROUP = re.compile(r"param_group[0-9]{1,9}")
 _TRAIN = re.compile(r"train/rank([0-9]{1,9})\.pt")
 _MISFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What JSON of another form than it should have leads to: RecursionError, and what torch refuses, are RuntimeErrors."""
+"""What malformed JSON raises; RecursionError, and what torch refuses, are RuntimeErrors."""
 log = logging.getLogger(__name__)
 
 
@@ -47,15 +47,7 @@ class _Tensor:
 
 
 def import_olmo(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    run: str = "default",
-    step: int,
-    overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
-    progress: Shown | None = None,
+    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
 ) -> Checkpoint:
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder of ``metadata.json`` and its files.
 
@@ -64,7 +56,7 @@ def import_olmo(
 
     Raises NotFound, Refused or InvalidInput for a folder of no use, and what `Store.save` raises.
     """
-    files, maps = LocalFiles(path), _AllMaps(progress)
+    files, maps = LocalFiles(path), Maps(options.get("progress"))
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
         found = {name: _tensors(part, maps) for name, part in parts.items()}
@@ -73,45 +65,22 @@ def import_olmo(
             state["optim"] = _optimizer(found["optim"], allow_pickle)
     else:
         state = dict(_tensors(files, maps))
-    return as_store(store).save(
-        state, run=run, step=step, overwrite=overwrite, metadata=metadata, progress=maps.done, no_dist=True
-    )
+    options["progress"] = maps.done
+    return as_store(store).save(state, no_dist=True, **options)
 
 
-class _AllMaps:
-    """The mapped files of all ranks."""
-
-    def __init__(self, shown: Shown | None) -> None:
-        self._shown = shown
-        self._maps: list[Maps] = []
-
-    def tensors(self, path: Path) -> dict[str, torch.Tensor]:
-        """The tensors of one file, mapped."""
-        found = Maps(None)
-        found.add_all([path])
-        self._maps.append(found)
-        return found.state
-
-    def done(self, done: int, total: int | None) -> None:
-        """The progress of the save: see `Shown`."""
-        if self._shown is not None:
-            self._shown(done, total)
-        for one in self._maps:
-            one.done(done, total)
-
-
-def _tensors(files: LocalFiles, maps: _AllMaps) -> dict[str, list[Shard]]:
-    """What one folder with ``metadata.json`` holds, as shards of whole tensors."""
+def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
+    """Give what one folder with ``metadata.json`` holds, as shards of whole tensors."""
     described = _described(files)
     names = sorted({name for one in described.values() for name in one.parts})
-    held = {name: maps.tensors(_existing(files, name)) for name in names}
+    held = {name: _mapped(files, name, maps) for name in names}
     return {key: list(_shards(key, one, held)) for key, one in described.items()}
 
 
-def _existing(files: LocalFiles, name: str) -> Path:
+def _mapped(files: LocalFiles, name: str, maps: Maps) -> dict[str, torch.Tensor]:
     files.size(name)  # refuses names that lead elsewhere, and says what is not there
-    read_header(files.path / name)
-    return files.path / name
+    path = files.path / name
+    return dict(maps.mapped(path, read_header(path)))
 
 
 def _described(files: LocalFiles) -> dict[str, _Tensor]:
@@ -196,15 +165,7 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
 
 
 def import_olmo_trainer(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    run: str = "default",
-    step: int,
-    overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
-    progress: Shown | None = None,
+    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and what lies beside it.
 
@@ -222,10 +183,8 @@ def import_olmo_trainer(
         if found and (value := _train_state(name, beside.pop(name), allow_pickle)) is not None:
             train[int(found[1])] = value
     more = {"train": dict(sorted(train.items()))} if train else {}
-    return import_folder(
-        files.below(MODEL_AND_OPTIM), store, run=run, step=step, overwrite=overwrite, metadata=metadata,
-        allow_pickle=allow_pickle, progress=progress, attachments=beside, more=more,
-    )  # fmt: skip
+    given = SaveOptions(allow_pickle=allow_pickle, attachments=beside, **options)
+    return import_folder(files.below(MODEL_AND_OPTIM), store, given, more)
 
 
 def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
@@ -235,11 +194,8 @@ def _train_state(name: str, data: bytes, allow_pickle: bool) -> Any:
         except pickle.UnpicklingError as error:
             if allow_pickle:
                 raise
-            log.warning(
-                "left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)",
-                name,
-                refused_name(error),
-            )
+            what = refused_name(error)
+            log.warning("left out, for only unpickling reads it (allow_pickle, --allow-pickle): %s (%s)", name, what)
             return None
     check_expansion(found, len(data), name)
     return found

@@ -32,7 +32,7 @@ _MAX_WAYS = 10_000
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Is it what `optim.state_dict` gives?"""
+    """Tell whether it is what `optim.state_dict` gives."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -108,7 +108,7 @@ def _shape(optim: Mapping[str, Any], number: Any) -> Shape | None:
 
 
 def _candidates(model: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """What may be a parameter, in the order of ``model.parameters()``; a tied one once."""
+    """Give what may be a parameter, in the order of ``model.parameters()``; a tied one once."""
     seen = set()
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] in _BUFFERS:

@@ -1,12 +1,12 @@
-"""What every front end takes for a store."""
+"""The kinds of value that every front end takes for a store."""
 
 from __future__ import annotations
 
 import os
 from typing import TypeAlias
 
-from casckpt.checkpoint.store import Store
-from casckpt.checkpoint.store import open as open_store
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
 
 AnyStore: TypeAlias = Store | str | os.PathLike[str]
 """A store, a path or a URL."""

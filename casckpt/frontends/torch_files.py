@@ -16,7 +16,7 @@ from io import BytesIO
 from math import prod
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,26 +24,27 @@ from torch._weights_only_unpickler import _get_allowed_globals, get_globals_in_p
 from torch.serialization import skip_data
 
 from casckpt.checkpoint.arguments import Rename
-from casckpt.checkpoint.contents import Contents
-from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load import values_at
-from casckpt.checkpoint.load_plan import LoadOptions
-from casckpt.checkpoint.store import Store
-from casckpt.checkpoint.workers import usable_threads
+from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.load import values_at
+from casckpt.checkpoint.loading.load_plan import LoadOptions
+from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import StreamEntry
 from casckpt.format.regions import Region, full_box
 from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
-from casckpt.frontends.exported import Exported
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.torch_layout import Laid, laid_out
+from casckpt.frontends.torch_layout import TorchState, laid_out
 from casckpt.frontends.view import Rules, view_of
+from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress, Shown
 from casckpt.repository import manifests
-from casckpt.storage.files import is_url, local_path
+from casckpt.storage.paths import is_url, local_path
+from casckpt.store.exports import Exported, FileOptions
+from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import is_archive, refused_name
@@ -61,14 +62,10 @@ def torch_save_to_casckpt(
     path: str | os.PathLike[str],
     store: AnyStore,
     *,
-    run: str = "default",
-    step: int,
-    overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
     allow_pickle: bool = False,
     as_is: bool = False,
     parameter_names: Sequence[str] | None = None,
-    progress: Shown | None = None,
+    **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Save what a file of torch.save holds, a mapping of names to tensors and plain data. The file stays mapped.
 
@@ -86,14 +83,11 @@ def torch_save_to_casckpt(
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
         raise InvalidInput(f"{given} holds a {type(state).__name__}; only mappings of names to values can be imported")
-    laid = Laid(state) if as_is else laid_out(state, parameter_names)
+    laid = TorchState(state) if as_is else laid_out(state, parameter_names)
     for note in laid.notes:
         log.warning("%s: %s", given, note)
-    resident = Resident(progress, _letting_go(given))
-    saved = as_store(store).save(
-        laid.state, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
-        progress=resident.done, no_dist=True,
-    )  # fmt: skip
+    options["progress"] = Resident(options.get("progress"), _letting_go(given)).done
+    saved = as_store(store).save(laid.state, allow_pickle=allow_pickle, no_dist=True, **options)
     return replace(saved, notes=laid.notes)
 
 
@@ -117,7 +111,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
 
 
 def _letting_go(path: Path) -> Callable[[], None]:
-    """What lets the pages of a file go that torch has mapped, and of which it hands out no map."""
+    """Make what lets the pages of a file go that torch has mapped, and of which it hands out no map."""
     spans, advise = list(_spans(path)), ctypes.CDLL(None, use_errno=True).madvise
 
     def let_go() -> None:
@@ -147,24 +141,18 @@ class _Tensor:
     """One tensor of the file: its number in the checkpoint, and the record that torch gave its storage."""
 
     number: int
-    entry: Entry
+    entry: StreamEntry
     record: str
 
 
 def casckpt_to_torch_save(
-    store: AnyStore,
-    ref: str | Checkpoint,
-    path: str | os.PathLike[str],
-    *,
-    force: bool = False,
-    allow_pickle: bool = False,
-    progress: Shown | None = None,
+    store: AnyStore, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[FileOptions]
 ) -> Checkpoint:
     """Write a checkpoint, nested as it was saved, as one file for `torch.load`; see `export_torch`.
 
     What is left out is told of in the log.
     """
-    done = export_torch(store, ref, path, force=force, allow_pickle=allow_pickle, progress=progress)
+    done = export_torch(store, ref, path, **options)
     if done.left_out:
         log.warning("left out, for plain torch.load does not read it (allow_pickle=True): %s", ", ".join(done.left_out))
     return done.checkpoint
@@ -215,7 +203,7 @@ class _Form:
     """What is to be saved, with tensors that have no data; these by number and entry, in the order of the state."""
 
     state: Any
-    tensors: Sequence[tuple[int, Entry]]
+    tensors: Sequence[tuple[int, StreamEntry]]
     left_out: tuple[str, ...]
     prefix: str = ""
 
@@ -227,7 +215,7 @@ class _Export:
         self._manifest = manifests.get(store.repository, checkpoint.commit)
         self._contents = Contents(self._manifest, 0)
         threads = usable_threads(None)
-        self._options = LoadOptions(allow_pickle=allow_pickle, threads=threads)
+        self._options = LoadOptions(allow_pickle=allow_pickle)
         self._download = Download(store.repository, self._manifest, True, threads, progress)
         self._repo = store.repository
         self._fake = FakeTensorMode()
@@ -238,7 +226,7 @@ class _Export:
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
-        tensors: list[tuple[int, Entry]] = []
+        tensors: list[tuple[int, StreamEntry]] = []
 
         def leaf(key: str, node: Leaf) -> Any:
             if node.kind != TENSOR:
@@ -255,7 +243,7 @@ class _Export:
         state = {one.name: self._empty(one.entry) for one in view.tensors}
         return _Form(state, [(one.number, one.entry) for one in view.tensors], view.left_out, view.prefix)
 
-    def _empty(self, entry: Entry) -> torch.Tensor:
+    def _empty(self, entry: StreamEntry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
@@ -298,7 +286,7 @@ class _Export:
             hi = min(lo + step, total)
             buffer = torch.empty((hi - lo) * dtype.itemsize, dtype=torch.uint8, device="cpu")
             target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
-            self._download.run([Want(tensor.number, target)])
+            self._download.run([StreamRequest(tensor.number, target)])
             yield memoryview(buffer.numpy().data)
 
 
@@ -311,7 +299,7 @@ def _of_plain_kinds(node: Node) -> Node:
 
 
 def _is_read(value: Any) -> bool:
-    """Does plain `torch.load` read a value?"""
+    """Tell whether plain `torch.load` reads a value."""
     if type(value) in (NoneType, bool, int, float, str):
         return True
     buffer = BytesIO()

@@ -1,4 +1,4 @@
-"""What a training script put into one file, in the layout in which every front end of casckpt saves and loads."""
+"""The contents of a training script's one file, in the layout in which every front end saves and loads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 
 @dataclass(frozen=True)
-class Laid:
+class TorchState:
     """A state to save. ``notes``: what of it is not in the layout, and why."""
 
     state: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
 
-def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = None) -> Laid:
+def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = None) -> TorchState:
     """Weights under ``model``, optimizers as one under ``optim`` by the names of parameters, the rest as train state.
 
     Where the optimizer cannot be told by names, all stays as it is, and a note says why. A state without an optimizer
@@ -37,26 +37,26 @@ def laid_out(state: Mapping[str, Any], parameter_names: Sequence[str] | None = N
     these do not fit.
     """
     if is_optimizer_state(state) and not is_named([state]):
-        return Laid(state, (_note("the optimizer", "there is no model beside it that could give names"),))
+        return TorchState(state, (_note("the optimizer", "there is no model beside it that could give names"),))
     name = next((name for name in OPTIMIZERS if name in state), "")
-    home = next((home for home in MODELS if home in state and _is_model(state[home])), None)
+    home = next((home for home in MODELS if _is_model(state.get(home))), None)
     optimizers = _optimizers(state.get(name))
     as_it_is = state if home is None or _LIGHTNING not in state else _of_lightning(state, home)
     if not optimizers or is_named(optimizers):
-        return Laid(as_it_is)
+        return TorchState(as_it_is)
     if home is None:
-        return Laid(state, (_note(repr(name), f"none of {', '.join(MODELS)} is a model's state_dict"),))
+        return TorchState(state, (_note(repr(name), f"none of {', '.join(MODELS)} is a model's state_dict"),))
     model = state[home] if _LIGHTNING in state else _unwrapped(state[home])
     try:
         optim = by_name(optimizers, model, parameter_names)
     except Mismatch as error:
         if parameter_names is not None:
             raise
-        return Laid(as_it_is, (_note(repr(name), str(error)),))
+        return TorchState(as_it_is, (_note(repr(name), str(error)),))
     if _LIGHTNING in state:
-        return Laid({**as_it_is, "optim": optim})
+        return TorchState({**as_it_is, "optim": optim})
     rest = {key: value for key, value in state.items() if key not in (name, home)}
-    return Laid({"model": model, "optim": optim} | ({"train": {0: rest}} if rest else {}))
+    return TorchState({"model": model, "optim": optim} | ({"train": {0: rest}} if rest else {}))
 
 
 def _of_lightning(state: Mapping[str, Any], home: str) -> Mapping[str, Any]:

@@ -125,7 +125,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         return True
 
     def _ref(self, step: int) -> Checkpoint | str | None:
-        """What to load. A run that has checkpoints goes on from its own."""
+        """Give what to load. A run that has checkpoints goes on from its own."""
         found = self.checkpointer.newest_of_all_ranks(None if step == -1 else step)
         if found is None and step != -1:
             raise NotFound(f"{self.config.run} has no step {step}; `casckpt list` shows what there is")
@@ -168,7 +168,7 @@ class _Weights:
 
 
 def _refuse(config: CasCheckpointManager.Config) -> None:
-    """What this manager has no part in."""
+    """Refuse what this manager has no part in."""
     instead = {
         "initial_load_path": "initial_load_ref, a checkpoint of the store",
         "initial_load_in_hf": "casckpt import, and initial_load_ref",

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from safetensors.torch import save_file
@@ -29,16 +29,17 @@ except ImportError as error:
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.format.keys import check_attachment_name
 from casckpt.frontends.new_files import new_folder
-from casckpt.frontends.safetensors_import import Maps
+from casckpt.frontends.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig
+from casckpt.frontends.trainer.settings import TrainerArguments
 from casckpt.frontends.training_state import unshard_optim_state
 from casckpt.frontends.training_state.optimizer import state_to_save
-from casckpt.frontends.training_state.stored import Stored
+from casckpt.frontends.training_state.stored import StoredTraining
+from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 
 log = logging.getLogger(__name__)
@@ -72,32 +73,33 @@ class CasCheckpointCallback(TrainerCallback):
         run: str,
         async_save: bool = False,
         tag_best: str | None = None,
-        **settings: Any,
+        **settings: Unpack[TrainerArguments],
     ) -> None:
         useless = sorted(_WHEN.intersection(settings))
         if useless:
             raise InvalidInput(
                 f"{useless[0]} has no effect here: save_strategy and save_steps of Trainer say when to save"
             )
-        self.config = CheckpointerConfig(run=run, **{"overwrite": True, **settings})
+        settings.setdefault("overwrite", True)
+        self.config = CheckpointerConfig(run=run, **settings)
         self.store = as_store(store)
         self._async, self._tag = async_save, tag_best
         self._checkpointer: Checkpointer | None = None
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """What saves; made when it is first needed, when the ranks know each other."""
+        """Give what saves; made when it is first needed, when the ranks know each other."""
         if self._checkpointer is None:
             self._checkpointer = self.config.build(self.store)
         return self._checkpointer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Raises Unsupported for a training whose folders will be refused."""
         for name in ("fsdp", "deepspeed"):
             if getattr(args, name, None):
                 raise Unsupported(f"the folders of a Trainer with {name} are not taken apart here; {_USE_ANOTHER}")
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Save the folder that the trainer has just written. Every rank makes the call, rank 0 has most of it."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         contents = _Folder(folder, kwargs.get("model"), kwargs.get("optimizer"))
@@ -115,7 +117,7 @@ class CasCheckpointCallback(TrainerCallback):
         except CasckptError as error:
             log.error("%s is saved, but tag %s was not set: %s", ref, tag, error)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Wait for what is in the background. Raises what it raised."""
         self.checkpointer.close()
 
@@ -131,7 +133,7 @@ class _Folder:
     def state_dict_to_save(self) -> dict[str, Any]:
         """All of it on rank 0, random generators on every rank."""
         rank = this_rank()
-        rng = {name: data for name, data in _rng_files(self._folder) if _is_of(name, rank)}
+        rng = {name: path.read_bytes() for name, path in _files(self._folder) if _is_of(name, rank)}
         if rank != 0:
             return {HOME: {"rng": rng}}
         self.attachments |= _attachments(self._folder)
@@ -167,7 +169,7 @@ def restore_checkpoint(
     `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
     """
     opened = as_store(store)
-    stored = Stored.read(opened, ref)
+    stored = StoredTraining.read(opened, ref)
     if not stored.keys_below(f"{HOME}.files"):
         raise Mismatch(f"{stored.where} was not saved from a folder of Transformers; casckpt export writes its weights")
     about = opened.read(stored.checkpoint, keys=[f"{HOME}.files*", f"{HOME}.rng*"])[HOME]
@@ -187,7 +189,7 @@ def restore_checkpoint(
     return target
 
 
-def _read(store: Store, stored: Stored, name: str, names: list[str]) -> dict[str, torch.Tensor]:
+def _read(store: Store, stored: StoredTraining, name: str, names: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of one file, in its order."""
     prefix = "model" if _MODEL.fullmatch(name) else f"{HOME}.tensors.{name}"
     found = {key: stored.manifest.tensors[f"{prefix}.{key}"] for key in names}
@@ -205,10 +207,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
     return ((name, path) for name, path in _files(folder) if name.endswith(".safetensors"))
-
-
-def _rng_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    return ((name, path.read_bytes()) for name, path in _files(folder) if RNG.fullmatch(name))
 
 
 def _is_of(name: str, rank: int) -> bool:

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
-from casckpt.checkpoint.contents import Contents
+from casckpt.checkpoint.loading.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
-from casckpt.format.manifest import TENSOR, Entry, Manifest
+from casckpt.format.manifest import TENSOR, Manifest, StreamEntry
 from casckpt.format.regions import whole
 from casckpt.frontends.model_part import check_no_adapters, model_part, plain_names
 from casckpt.plan.reads import covers
@@ -33,23 +33,23 @@ class Rules:
 
     @property
     def is_plain(self) -> bool:
-        """Is everything seen as it is?"""
+        """Tell whether everything is seen as it is."""
         return not self.keys and self.strip_prefix is None and self.rename is None and not self.model
 
 
-class Seen(NamedTuple):
+class ViewTensor(NamedTuple):
     """A stream of a checkpoint, and the name that it is seen under. ``number``: of the entry in the manifest."""
 
     name: str
     number: int
-    entry: Entry
+    entry: StreamEntry
 
 
 @dataclass(frozen=True)
 class View:
     """``tensors``: sorted by name. ``left_out``: keys that were asked for and are not seen. ``prefix``: of all keys."""
 
-    tensors: tuple[Seen, ...]
+    tensors: tuple[ViewTensor, ...]
     left_out: tuple[str, ...] = ()
     prefix: str = ""
 
@@ -73,7 +73,9 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     _check_used(where, list(asked), patterns)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
-    tensors = [Seen(name, asked[key], manifest.body.entries[asked[key]]) for key, name in zip(keys, names, strict=True)]
+    tensors = [
+        ViewTensor(name, asked[key], manifest.body.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
+    ]
     for one in tensors:
         _check_whole(manifest, one.entry)
     seen = {one.number for one in tensors}
@@ -121,10 +123,10 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
     return names
 
 
-def _check_whole(manifest: Manifest, entry: Entry) -> None:
+def _check_whole(manifest: Manifest, entry: StreamEntry) -> None:
     if not covers(manifest.extents(entry), whole(entry.shape)):
         raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
 
 
-def _other(entry: Entry) -> str:
+def _other(entry: StreamEntry) -> str:
     return entry.key if entry.rank is None else f"{entry.key} (of rank {entry.rank})"

@@ -1,4 +1,4 @@
-"""How a shard is cut into cells: along the cells of the parent checkpoint where it can be, else at fixed multiples.
+"""Cuts of a shard into cells: along the cells of the parent checkpoint where possible, else at fixed multiples.
 
 A cell is the unit of comparison. Cutting along the parent's cells is what makes a save share bytes with the one
 before, also when the topology changed in between. Pure; units are elements.
@@ -9,37 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from casckpt.format.extents import DIGEST_BYTES, ExtentTable, PackedWhole
-from casckpt.format.names import CellDigest
+from casckpt.format.extents import ExtentTable, StoredCell
 from casckpt.format.regions import Box, Region, Shape, cut, normalise, whole
 
-UNKNOWN = -1
 _MAX_REST = 64  # boxes that may be left of a shard beside the parent's; beyond it, sharing is not worth the fragments
 _LONG_RUN = 4  # cells: a run of a non-contiguous shard that is this long is cut like a flat range of the whole tensor
 
 
-class Cut(NamedTuple):
-    """One cell to be: the elements [lo, hi) in the row-major order of its group's box.
-
-    ``blob``, ``offset``, ``digest``: where the parent has a cell of just these elements; ``blob`` is UNKNOWN if not.
-    """
+class NewCell(NamedTuple):
+    """A cell that the parent does not have: the elements [lo, hi) in the row-major order of its group's box."""
 
     lo: int
     hi: int
-    blob: int = UNKNOWN
-    offset: int = 0
-    digest: CellDigest | None = None
 
-    @property
-    def known_digest(self) -> CellDigest:
-        """The digest of a cell that the parent has. Raises ValueError for another."""
-        if self.digest is None:
-            raise ValueError("the parent has no such cell")
-        return self.digest
+
+Cut: TypeAlias = StoredCell | NewCell
+"""One cell of a group; a cell of the parent where that has just these elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +55,8 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
         return []
     if parent is not None and parent.cell != cell:
         parent = None  # it comes from a store that cuts otherwise
-    if parent is not None and parent.whole is not None and region == whole(shape):
-        cuts = _cuts_of_whole(parent, parent.whole)
-        return [Group(region.box, 0, region.hi, None, cuts)]
+    if parent is not None and parent.is_whole and region == whole(shape):
+        return [Group(region.box, 0, region.hi, None, list(parent.cells_in(0, 0, region.hi)))]
     if region.is_whole:
         parts = _parts(region.box, shape, cell, parent)
         if parts is not None:
@@ -76,36 +64,21 @@ def plan_cells(region: Region, shape: Shape, cell: int, parent: ExtentTable | No
     return [_group(normalise(region, shape), None, cell, parent)]
 
 
-def _cuts_of_whole(parent: ExtentTable, short: PackedWhole) -> list[Cut]:
-    """The parent's cells, without columns: most tensors are small, whole and many."""
-    size, end = parent.itemsize, parent.boxes[0].numel
-    return [
-        Cut(
-            lo,
-            min(lo + parent.cell, end),
-            short.blob,
-            short.offset + lo * size,
-            CellDigest(short.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]),
-        )
-        for number, lo in enumerate(range(0, end, parent.cell))
-    ]
-
-
 def _group(region: Region, part: Box | None, cell: int, parent: ExtentTable | None) -> Group:
     cuts = _cuts_along(region, cell, parent) if parent is not None else _plain_cuts(region.lo, region.hi, cell)
     return Group(region.box, region.lo, region.hi, part, cuts)
 
 
-def _plain_cuts(lo: int, hi: int, cell: int) -> list[Cut]:
+def _plain_cuts(lo: int, hi: int, cell: int) -> list[NewCell]:
     return (
-        [Cut(lo, hi)]
+        [NewCell(lo, hi)]
         if hi - lo <= cell and lo // cell == (hi - 1) // cell
-        else [Cut(a, b) for a, b in cut(lo, hi, cell)]
+        else [NewCell(a, b) for a, b in cut(lo, hi, cell)]
     )
 
 
 def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
-    """Cuts of a region along the parent's cells that lie wholly inside it."""
+    """Cut a region along the parent's cells that lie wholly inside it."""
     cuts: list[Cut] = []
     position = region.lo
     for known in _known_cells(region, parent):
@@ -118,27 +91,16 @@ def _cuts_along(region: Region, cell: int, parent: ExtentTable) -> list[Cut]:
     return cuts
 
 
-def _known_cells(region: Region, parent: ExtentTable) -> Iterator[Cut]:
-    """The parent's cells that lie wholly inside a region and count in the same box, in order."""
+def _known_cells(region: Region, parent: ExtentTable) -> Iterator[StoredCell]:
+    """Iterate over the parent's cells wholly inside a region and of the same box, in order."""
     if region.box not in parent.boxes:
-        return
-    box = parent.boxes.index(region.box)
-    first, last = (int(i) for i in np.searchsorted(parent.box, [box, box + 1]))
-    begin = first + int(np.searchsorted(parent.hi[first:last], region.lo, side="right"))
-    end = first + int(np.searchsorted(parent.lo[first:last], region.hi, side="left"))
-    step, size = parent.cell, parent.itemsize
-    for row in range(begin, end):
-        lo, hi, blob, offset = (int(column[row]) for column in (parent.lo, parent.hi, parent.blob, parent.offset))
-        start, digest = lo, int(parent.first_cell[row])
-        while start < hi:
-            stop = min((start // step + 1) * step, hi)
-            if region.lo <= start and stop <= region.hi:
-                yield Cut(start, stop, blob, offset + (start - lo) * size, CellDigest(parent.digests[digest].tobytes()))
-            start, digest = stop, digest + 1
+        return iter(())
+    cells = parent.cells_in(parent.boxes.index(region.box), region.lo, region.hi)
+    return (cell for cell in cells if region.lo <= cell.lo and cell.hi <= region.hi)
 
 
 def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> list[Box] | None:
-    """The boxes that a shard is better cut into first; None if it is best left whole."""
+    """Return the boxes to cut a shard into first; None if it is best left whole."""
     inner = (
         [other for other in _filled_boxes(parent) if other != box and other.inside(box)] if parent is not None else []
     )
@@ -151,14 +113,14 @@ def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> lis
 
 
 def _filled_boxes(parent: ExtentTable) -> list[Box]:
-    """The boxes that the parent's extents fill, and that are disjoint for that; others may overlap each other."""
+    """Return the boxes that the parent's extents fill, which are therefore disjoint; others may overlap each other."""
     held = np.zeros(len(parent.boxes), dtype=np.int64)
-    np.add.at(held, parent.box, parent.hi - parent.lo)
+    np.add.at(held, parent.columns.box, parent.columns.hi - parent.columns.lo)
     return [box for box, count in zip(parent.boxes[1:], held[1:].tolist(), strict=True) if count == box.numel]
 
 
 def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
-    """What disjoint ``inner`` boxes leave of ``box``; None if that is too many pieces."""
+    """Subtract disjoint ``inner`` boxes from ``box``; None if too many pieces are left."""
     if sum(other.numel for other in inner) == box.numel:
         return []
     rest = [box]
@@ -170,7 +132,7 @@ def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:
 
 
 def _long_runs(box: Box, shape: Shape, cell: int) -> list[Box] | None:
-    """One box for each contiguous run of a box whose runs are long; None if it is contiguous or they are short."""
+    """Return a box for each contiguous run of a box; None if it is contiguous or its runs are short."""
     dim = len(shape)
     while dim > 0 and box.shape[dim - 1] == shape[dim - 1]:
         dim -= 1

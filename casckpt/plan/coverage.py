@@ -1,4 +1,4 @@
-"""Proof that the regions which are to be stored make up a whole tensor: no hole, no overlap. Pure."""
+"""Proof that the regions to be stored make up a whole tensor: no hole, no overlap. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, gap
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
-    """(regions that nobody holds, pairs of indices of regions that overlap); at most a few of each, to be named."""
+    """Find (regions that nobody holds, index pairs of regions that overlap): the first few of each, to be named."""
     regions = [normalise(region, shape) for region in regions]
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]
     overlaps = _flat_overlaps(regions, flat)

@@ -1,18 +1,18 @@
-"""What differs between two checkpoints, from their manifests alone. Pure; no tensor byte is read."""
+"""Differences between two checkpoints, from their manifests alone. Pure; no tensor byte is read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import Entry, Manifest
+from casckpt.format.manifest import Manifest, StreamEntry
 from casckpt.plan.notebook import html_table
 from casckpt.plan.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor that both have, but not alike. ``what``: "dtype", "shape" or "bytes"; ``bytes``: how many changed."""
+    """A tensor of both that differs. ``what``: "dtype", "shape" or "bytes"; ``bytes``: how many changed."""
 
     key: str
     what: str
@@ -37,7 +37,7 @@ class Difference:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Keys of what both have, but not alike."""
+        """Keys of tensors that both have and that differ."""
         return tuple(change.key for change in self.changes)
 
     @property
@@ -77,7 +77,7 @@ def difference(old: Manifest, new: Manifest) -> Difference:
     )
 
 
-def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change | None:
+def _change(old: Manifest, before: StreamEntry, new: Manifest, after: StreamEntry) -> Change | None:
     if before.shape != after.shape:
         return Change(after.key, "shape", after.nbytes)
     if before.dtype != after.dtype:
@@ -85,15 +85,15 @@ def _change(old: Manifest, before: Entry, new: Manifest, after: Entry) -> Change
     one, other = old.extents(before), new.extents(after)
     if _same_cells(one, other):
         return None
-    known = {(cell.region, cell.digest) for row in range(len(one)) for cell in one.places(row)}
-    cells = (cell for row in range(len(other)) for cell in other.places(row))
-    nbytes = sum(cell.nbytes for cell in cells if (cell.region, cell.digest) not in known)
+    known = {(cell.region, cell.digest) for cell in one.stored_cells()}
+    nbytes = sum(cell.nbytes for cell in other.stored_cells() if (cell.region, cell.digest) not in known)
     return Change(after.key, "bytes", nbytes) if nbytes else None
 
 
 def _same_cells(one: ExtentTable, other: ExtentTable) -> bool:
-    """The quick answer for tables that are cut alike."""
+    """Answer quickly for tables with the same cuts."""
     if len(one) != len(other) or one.boxes != other.boxes or one.cell != other.cell:
         return False
-    same_cuts = (one.box == other.box).all() and (one.lo == other.lo).all() and (one.hi == other.hi).all()
-    return bool(same_cuts and (one.digests == other.digests).all())
+    mine, theirs = one.columns, other.columns
+    same_cuts = (mine.box == theirs.box).all() and (mine.lo == theirs.lo).all() and (mine.hi == theirs.hi).all()
+    return bool(same_cuts and (mine.digests == theirs.digests).all())

@@ -17,7 +17,7 @@ _DURATION_RE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
 
 
 def seconds_of(duration: Duration, what: str = "") -> float:
-    """Seconds of a duration. ``what`` it is, for the error.
+    """Return the seconds of a duration. ``what``: its name in errors.
 
     Raises InvalidInput for a bare or a negative number, and for more than 100 years.
     """
@@ -29,6 +29,14 @@ def seconds_of(duration: Duration, what: str = "") -> float:
     if seconds > _MOST:
         raise InvalidInput(f"{given} is too long a time: give 36500d or less")
     return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Write seconds as `seconds_of` reads them, in the largest unit that divides them: 7200 is ``2h``."""
+    if not seconds:
+        return "0"
+    unit = next((unit for unit in "dhm" if seconds % _SECONDS[unit] == 0), "s")
+    return f"{seconds / _SECONDS[unit]:.10g}{unit}"
 
 
 def _seconds(duration: Any) -> float | None:
@@ -46,6 +54,6 @@ def _seconds(duration: Any) -> float | None:
 
 
 def _bare(duration: Any) -> str:
-    """A number without a unit, as somebody may have meant it; "" for anything else."""
+    """Suggest what a number without a unit may have meant; "" for anything else."""
     text = str(duration).strip()
     return text if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text) else ""

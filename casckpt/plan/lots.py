@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def lots(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """The items, in order, in lists of at most ``most`` together; a larger one is alone. No list is empty."""
+    """Group items, in order, into lists of at most ``most`` in total; a larger item is alone. No list is empty."""
     lot: list[T] = []
     room = most
     for item in items:

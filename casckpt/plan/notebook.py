@@ -1,4 +1,4 @@
-"""What a notebook shows of a value: small HTML tables, in which nothing out of a store is taken for markup."""
+"""HTML tables for notebooks, in which nothing from a store is taken for markup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A title above a table; all of it is text."""
+    """Render a title above a table; all cells are escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><b>{escape(title)}</b><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -1,4 +1,4 @@
-"""How those who wait are told how far something is."""
+"""Progress of long work, as reported to whoever waits for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Progress:
         self._lock = Lock()
 
     def __call__(self, done: int) -> None:
-        """So much more is done."""
+        """Add bytes that are done."""
         if self._also is not None:
             self._also()
         if self._shown is not None:
@@ -31,21 +31,21 @@ class Progress:
                 self._shown(self._done, self._total or None)
 
     def expect(self, more: int) -> None:
-        """So much more is to be done than was said before."""
+        """Add bytes that are yet to be done."""
         if self._shown is not None and not self._is_whole:
             with self._lock:
                 self._total += more
                 self._shown(self._done, self._total or None)
 
     def of(self, total: int | None) -> Progress:
-        """Itself, of so much in all, None where that is not known: what parts of it expect is not added any more."""
+        """Set the total (None if unknown), and return itself: what its parts expect is no longer added."""
         self._is_whole = False
         self.expect(total or 0)
         self._is_whole = True
         return self
 
     def telling(self, also: Callable[[], None]) -> Progress:
-        """One that shows the same from the beginning; and ``also`` is called each time."""
+        """Return one that shows the same from the start, and calls ``also`` each time."""
         return Progress(self._shown, also)
 
 

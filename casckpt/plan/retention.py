@@ -74,7 +74,7 @@ class Kept:
 def plan_forget(
     visible: Iterable[Kept], policy: Policy, now: int, *, tagged: Container[TxId] = (), run: str | None = None
 ) -> list[Kept]:
-    """What ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds), oldest first.
+    """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds), oldest first.
 
     Twins (the same run and step, twice) that a later transaction superseded are forgotten by every policy and count
     for no rule. ``tagged`` ones are never chosen. ``run`` limits it to that run.
@@ -90,7 +90,7 @@ def plan_forget(
 
 
 def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
-    """``group``: of one run, oldest first."""
+    """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
     current = list({one.step: one for one in group}.values())  # of twins, the last one answers
     current.sort(key=lambda kept: kept.txid)
     keep = {current[-1].txid} | {one.txid for one in _kept_by_rules(current, policy, now)}
@@ -98,7 +98,7 @@ def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
 
 
 def _kept_by_rules(current: list[Kept], policy: Policy, now: int) -> Iterator[Kept]:
-    """What the rules keep of one run, of which ``current`` are all that count, oldest first."""
+    """Choose what the rules keep of one run. ``current``: all of its checkpoints that count, oldest first."""
     if policy.keep_last:
         yield from current[-policy.keep_last :]
     if policy.keep_every is not None:

@@ -19,7 +19,7 @@ _SHOWN = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def format_size(nbytes: int) -> str:
-    """Bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
+    """Format bytes for people: 512 B, 1.5 KiB, 32.0 MiB."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     number, unit = nbytes / 1024, 0
@@ -29,11 +29,10 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
+    """Parse ``4096``, ``512KiB``, ``1.5MiB`` or ``5GB`` (10**9, as Hugging Face counts). Raises InvalidInput."""
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found[3].lower()) if found else None
     if found is None or unit is None:
         raise InvalidInput(f"{text[:40]!r} is not a size: give a number and a unit, as 4096, 512KiB, 1MiB or 5GB")
     fraction = found[2] or ""
-    scale = 10 ** len(fraction)
-    return int(found[1] + fraction) * unit // int(scale)
+    return int(found[1] + fraction) * unit // int(10 ** len(fraction))

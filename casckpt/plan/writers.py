@@ -1,4 +1,4 @@
-"""Who writes what: of every region that several ranks hold, which of them writes which part. Pure.
+"""Division of work: of every region that several ranks hold, the part that each of them writes. Pure.
 
 A region that one rank holds, that rank writes. What is the same on all of its holders (a replica) is shared out among
 them, balanced by the bytes that each has to write altogether, and split at the fixed multiples of the cell size, so
@@ -17,11 +17,11 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.format.extents import Ints
+from casckpt.format.columns import Ints
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldRegions:
     """What one rank holds, a row a region. All columns are of equal length.
 
     ``name``, ``region``: hashes that are equal where stream and region are. ``lo``, ``hi``: the region's elements, in
@@ -42,7 +42,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Duty:
+class WriteRanges:
     """What one rank writes of its rows: the elements [lo, hi) of each; lo == hi for none."""
 
     lo: Ints
@@ -57,7 +57,7 @@ class Duty:
 class _Rows:
     """The rows of all ranks in one table, and how many elements of each are to be written."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[HeldRegions]) -> None:
         self.rank = np.repeat(np.arange(len(held)), [len(one) for one in held])
         self.name = np.concatenate([one.name for one in held])
         self.region = np.concatenate([one.region for one in held])
@@ -70,8 +70,8 @@ class _Rows:
         self.from_, self.to = self.lo.copy(), self.hi.copy()
 
 
-def plan_writers(held: Sequence[Held]) -> list[Duty]:
-    """One duty for each rank. Every element of every distinct region is in just one of them."""
+def plan_writers(held: Sequence[HeldRegions]) -> list[WriteRanges]:
+    """Assign to each rank what it writes. Every element of every distinct region is assigned to exactly one rank."""
     rows = _Rows(held)
     order = np.lexsort((rows.rank, rows.region, rows.name))
     new = np.ones(len(order), dtype=bool)
@@ -93,7 +93,7 @@ def plan_writers(held: Sequence[Held]) -> list[Duty]:
 
 
 def _by_holders(rank: Ints, starts: Ints, counts: Ints, pools: Ints) -> list[tuple[Ints, Ints]]:
-    """(ranks, pools that just these ranks hold), small sets first: they have fewer ways to balance."""
+    """Yield (ranks, pools that only these ranks hold), small sets first: they have fewer ways to balance."""
     if not len(pools):
         return []
     weights = np.random.default_rng(0).integers(1, 2**62, size=int(rank.max()) + 1, dtype=np.uint64)
@@ -120,7 +120,7 @@ def _share_out(rows: _Rows, pools: Ints, members: Ints, load: npt.NDArray[np.flo
 
 
 def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float64]:
-    """How many bytes each gets so that loads even out as far as ``total`` bytes can even them."""
+    """Compute how many bytes each gets so that ``total`` bytes even out the loads as far as possible."""
     level = np.sort(load)
     heights = (total + np.cumsum(level)) / np.arange(1, len(level) + 1)
     reached = np.append(heights[:-1] <= level[1:], True)
@@ -128,7 +128,7 @@ def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float
 
 
 def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
-    """The element of each pool at which the sequence is cut at byte ``bound``: a multiple of the cell inside a pool."""
+    """Find the element of each pool at which byte ``bound`` cuts the sequence: a multiple of the cell inside a pool."""
     at = rows.lo[one].copy()
     whole = ends <= bound
     at[whole] = rows.hi[one][whole]
@@ -141,6 +141,6 @@ def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
     return at
 
 
-def _by_rank(lo: Ints, hi: Ints, held: Sequence[Held]) -> list[Duty]:
+def _by_rank(lo: Ints, hi: Ints, held: Sequence[HeldRegions]) -> list[WriteRanges]:
     ends = np.cumsum([len(one) for one in held])[:-1]
-    return [Duty(a, b) for a, b in zip(np.split(lo, ends), np.split(hi, ends), strict=True)]
+    return [WriteRanges(a, b) for a, b in zip(np.split(lo, ends), np.split(hi, ends), strict=True)]

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from casckpt.errors import CasckptError, InvalidInput, StorageError
+from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress
 from casckpt.repository.fetching import fetch
 from casckpt.repository.host_lock import alone_on_this_host
-from casckpt.repository.parallel import in_parallel
 from casckpt.storage.base import AlreadyExists, ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.forking import PerProcess
-from casckpt.storage.local import LocalStore
-from casckpt.storage.localreader import LocalReader
+from casckpt.storage.local.reader import LocalReader
+from casckpt.storage.local.store import LocalStore
 
 if TYPE_CHECKING:
     from casckpt.format.manifest import BlobRef
@@ -59,7 +59,7 @@ class BlobCache:
         self._off = limit == 0
 
     def open(self, ref: BlobRef) -> LocalReader | None:
-        """The blob for ranged reads, None if it is not here."""
+        """Open a blob for ranged reads, None if it is not here."""
         try:
             reader = self._files.open(_key(ref))
         except CasckptError:  # it is not here, or the folder cannot be used: the store has it
@@ -123,7 +123,7 @@ class BlobCache:
         )
 
     def _fetch(self, storage: ObjectStore, ref: BlobRef) -> int:
-        """The bytes that came from the store: 0 if the blob was here, or another process has just fetched it."""
+        """Bring a blob here; return the bytes it took: 0 if it was here, or another process has just fetched it."""
         if self._touch(ref):
             return 0
         with self._turns.get(), alone_on_this_host(self.root / LOCKS / ref.hash[:3]):
@@ -143,7 +143,7 @@ class BlobCache:
             raise _Unusable(str(error)) from error
 
     def _touch(self, ref: BlobRef) -> bool:
-        """Is it here? Then it was used just now."""
+        """Note that a blob was used just now; is it here?"""
         path = self.root / _key(ref)
         try:
             if path.stat().st_size != ref.size:
@@ -169,11 +169,11 @@ class BlobCache:
             total -= one.nbytes
 
     def _room(self) -> int:
-        """Bytes that it may hold in all."""
+        """Return the bytes that it may hold in all."""
         return self._most(sum(one.nbytes for one in self._scan()))
 
     def _most(self, held: int) -> int:
-        """Bytes that all blobs may have."""
+        """Return the bytes that all blobs may have."""
         if self._limit is not None:
             return self._limit
         place = next(path for path in (self.root, *self.root.parents) if path.exists())

@@ -11,9 +11,10 @@ from casckpt.format.keys import blob_key, damaged_key, parse_damaged
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
-from casckpt.repository.reading import Read, check_no_file, each, read_records
+from casckpt.parallel import in_parallel
+from casckpt.repository.reading import Read, check_no_file, read_records
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists, Entry
+from casckpt.storage.base import AlreadyExists, ListedObject
 
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
@@ -22,7 +23,7 @@ _SAMPLE = 16
 
 
 @dataclass(frozen=True)
-class Mark:
+class DamageMark:
     """The last word on a blob that was once marked. ``number``: of its record; ``why`` it was made."""
 
     uploader: TxId
@@ -49,14 +50,15 @@ def put(repo: Repository, uploader: TxId, blob_hash: BlobHash, data: memoryview 
 
 
 def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
-    """Those of ``refs`` that are missing or of another size: one small request for each. Raises `StorageError`.
+    """Return those of ``refs`` that are missing or of another size. Raises `StorageError`. One small request for each.
 
     Over a network each is looked at once by a process, and later a sample.
     """
     wanted = list(dict.fromkeys(refs))
     if repo.storage.traits.remote:
         wanted = _worth_a_look(repo, wanted)
-    sizes = each(repo.storage, lambda ref: repo.storage.size(blob_key(ref.uploader, ref.hash)), wanted)
+    keys = (blob_key(ref.uploader, ref.hash) for ref in wanted)
+    sizes = in_parallel(repo.storage.traits.requests, repo.storage.size, keys)
     lost = [ref for ref, size in zip(wanted, sizes, strict=True) if size != ref.size]
     repo.seen_blobs.update((ref.uploader, ref.hash) for ref in wanted)
     repo.seen_blobs.difference_update((ref.uploader, ref.hash) for ref in lost)
@@ -64,15 +66,15 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
 
 
 def _worth_a_look(repo: Repository, refs: Sequence[BlobRef]) -> list[BlobRef]:
-    """Those that this process has not seen, and a few of the others."""
+    """Return those that this process has not seen, and a few of the others."""
     seen = [ref for ref in refs if (ref.uploader, ref.hash) in repo.seen_blobs]
     again = set(Random(repo.entropy(8)).sample(seen, min(len(seen), _SAMPLE)))  # noqa: S311 - a sample, no secret
     return [ref for ref in refs if ref in again or (ref.uploader, ref.hash) not in repo.seen_blobs]
 
 
-def marks(repo: Repository) -> list[Mark]:
-    """The highest mark of every blob that ever had one; what cannot be read says "damaged". Raises `StorageError`."""
-    newest: dict[tuple[TxId, BlobHash], tuple[int, Entry]] = {}
+def marks(repo: Repository) -> list[DamageMark]:
+    """Return the last mark of each blob that ever had one; an unreadable one says "damaged". Raises `StorageError`."""
+    newest: dict[tuple[TxId, BlobHash], tuple[int, ListedObject]] = {}
     for entry in repo.storage.list(PREFIX, known=parse_damaged):
         name = parse_damaged(entry.key)
         if name is None:
@@ -85,12 +87,12 @@ def marks(repo: Repository) -> list[Mark]:
 
 
 def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
-    """(uploader, blob) of the blobs that are marked as damaged, and not as repaired since. Raises `StorageError`."""
+    """Return (uploader, blob) of the blobs whose last mark is not that of a repair. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
 
 
 def ever_marked(repo: Repository) -> frozenset[tuple[TxId, str]]:
-    """(uploader, hash or id) of what ever had a mark: one LIST. Raises `StorageError`."""
+    """Return (uploader, hash or id) of what ever had a mark: one LIST. Raises `StorageError`."""
     listed = repo.storage.list(PREFIX, known=parse_damaged)
     return frozenset(name[:2] for entry in listed if (name := parse_damaged(entry.key)))
 
@@ -129,7 +131,7 @@ def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: 
 
 
 def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str]:
-    """(number, state) of the last mark on one blob."""
+    """Return (number, state) of the last mark on one blob."""
     entries = repo.storage.list(f"{PREFIX}{uploader}/{blob}/", known=parse_damaged)
     names = {entry: name for entry in entries if (name := parse_damaged(entry.key))}
     if not names:
@@ -140,8 +142,8 @@ def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str
     return mark.number, mark.state
 
 
-def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> Mark:
+def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
-        return Mark(*name, number, DAMAGED, f"its mark cannot be read: {record}")
+        return DamageMark(*name, number, DAMAGED, f"its mark cannot be read: {record}")
     fits = (record.uploader, record.blob) == name and record.state == REPAIRED
-    return Mark(*name, number, REPAIRED if fits else DAMAGED, record.why)
+    return DamageMark(*name, number, REPAIRED if fits else DAMAGED, record.why)

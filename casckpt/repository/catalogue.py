@@ -70,8 +70,8 @@ class ManifestSummary:
     index: bytes
 
     def blobs(self) -> list[tuple[TxId, BlobHash, int]]:
-        """(uploader, hash, size of the file in bytes) of every blob, in order."""
-        from casckpt.format.extents import unpack
+        """Return (uploader, hash, size of the file in bytes) of every blob, in order."""
+        from casckpt.format.columns import unpack
 
         digests = self.hashes.hex()
         hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
@@ -107,7 +107,7 @@ _files: WeakSet[_File] = WeakSet()
 
 
 def _before_fork() -> None:
-    """SQLite keeps locks and counts of open files for the whole process; in a child nobody would ever lower them."""
+    """Close all files: SQLite keeps locks and counts for the process, and in a child nobody would ever lower them."""
     _sqlite.acquire()
     for file in list(_files):
         file.close()
@@ -118,24 +118,22 @@ if hasattr(os, "register_at_fork"):
 
 
 class Catalogue:
-    """See the module. Safe for several threads and processes, and in forked children; nothing here raises."""
+    """See the module. Safe for several threads and processes, and in forked children; nothing here raises.
+
+    ``is_off``: has an error turned the file off for this process?
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = _File()
         self._memory = _Memory()
-        self._off = False
+        self.is_off = False
         with _sqlite:
             _files.add(self._file)
         weakref.finalize(self, self._file.close)  # without the lock: a thread may hold any other where this runs
 
-    @property
-    def is_off(self) -> bool:
-        """Has an error turned the file off for this process?"""
-        return self._off
-
     def records(self, prefix: str, first: str = "") -> dict[str, bytes]:
-        """The bytes of all records that are known under ``prefix`` ("commits/"), by key; from the key ``first`` on."""
+        """Return the bytes of all records known under ``prefix`` ("commits/"), by key; from the key ``first`` on."""
         first, end = max(prefix, first), prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> dict[str, bytes]:
@@ -146,7 +144,7 @@ class Catalogue:
         return self._do(select, lambda: {k: v for k, v in self._memory.records.items() if first <= k < end})
 
     def keys(self, prefix: str) -> list[str]:
-        """Of all records that are known under ``prefix``."""
+        """Return the keys of all records that are known under ``prefix``."""
         end = prefix + chr(0x10FFFF)
 
         def select(connection: sqlite3.Connection) -> list[str]:
@@ -161,7 +159,7 @@ class Catalogue:
         self._insert("records", rows, lambda: self._memory.records.update(records))
 
     def manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> ManifestSummary | None:
-        """What is known of a manifest."""
+        """Return what is known of a manifest."""
         key = _manifest_name(uploader, manifest, committed_at)
 
         def select(connection: sqlite3.Connection) -> ManifestSummary | None:
@@ -182,7 +180,7 @@ class Catalogue:
         self._insert("manifests", rows, lambda: self._memory.manifests.update({key: summary}))
 
     def drop_manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> None:
-        """What is known of a manifest may not hold any more."""
+        """Forget what is known of a manifest: it may not hold any more."""
         key = _manifest_name(uploader, manifest, committed_at)
 
         def drop(connection: sqlite3.Connection) -> None:
@@ -191,7 +189,7 @@ class Catalogue:
         self._do(drop, lambda: self._memory.manifests.pop(key, None))
 
     def note(self, name: str) -> bytes | None:
-        """A note of this host (the paused state of a gc); None if there is none."""
+        """Return a note of this host (the paused state of a gc); None if there is none."""
 
         def select(connection: sqlite3.Connection) -> bytes | None:
             row = connection.execute("SELECT data, digest FROM notes WHERE key = ?", (name,)).fetchone()
@@ -214,7 +212,7 @@ class Catalogue:
     def reindex(self) -> None:
         """Forget everything, and try the file again if it was turned off."""
         with _sqlite:
-            self._off, self._memory = False, _Memory()
+            self.is_off, self._memory = False, _Memory()
             try:
                 self._do_or_raise(lambda connection: _rebuild(connection, anyway=True))
             except (sqlite3.Error, OSError):
@@ -227,9 +225,9 @@ class Catalogue:
             self._file.close()
 
     def _do(self, action: Callable[[sqlite3.Connection], T], otherwise: Callable[[], T]) -> T:
-        """``action`` with the file, ``otherwise`` where the file cannot be used."""
+        """Call ``action`` with the file; return ``otherwise`` where the file cannot be used."""
         with _sqlite:
-            if not self._off:
+            if not self.is_off:
                 try:
                     return self._do_or_raise(action)
                 except (sqlite3.Error, OSError) as error:
@@ -251,7 +249,7 @@ class Catalogue:
 
     def _turn_off(self, error: Exception) -> None:
         self.close()
-        self._off = True
+        self.is_off = True
         log.warning(
             "the catalogue %s cannot be used (%s); this process goes on without it, more slowly. "
             "`casckpt reindex` makes a new one, --cache-dir names another place",
@@ -273,7 +271,7 @@ def _manifest_name(uploader: TxId, manifest: ManifestId, committed_at: int) -> s
 
 
 def _digest(*values: object) -> bytes:
-    """Of a row: its key and its columns."""
+    """Return the digest of a row: its key and its columns."""
     parts = [value if isinstance(value, bytes) else str(value).encode() for value in values]
     lengths = ",".join(str(len(part)) for part in parts).encode()
     return cell_digest(b"\0".join((lengths, *parts)))

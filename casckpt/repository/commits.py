@@ -14,10 +14,10 @@ from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed, FirstRecord, Forgotten, LaterRecord, Purged, Restored
 from casckpt.lazy import cached_property
+from casckpt.repository.caches import Shown, shown
 from casckpt.repository.reading import Read, key_of, read_records
-from casckpt.repository.record_cache import Shown, shown
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry
+from casckpt.storage.base import ListedObject
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
@@ -31,7 +31,7 @@ _NOT_WHAT_IT_WAS = (
 )
 _STATES: dict[type, str] = {
     Committed: "committed",
-    records.Revoked: "revoked",
+    records.RevokedRecord: "revoked",
     Forgotten: "forgotten",
     Restored: "restored",
     Purged: "purged",
@@ -95,7 +95,7 @@ class Commit:
 
 
 def just_committed(record: Committed) -> Commit:
-    """What a log says that holds ``record`` alone."""
+    """Return what a log says that holds ``record`` alone."""
     return Commit(record.txid, record, "committed", 0, record.time)
 
 
@@ -112,29 +112,29 @@ class CommitList:
     damaged: Mapping[TxId, CasckptError]
 
     def live(self) -> list[Commit]:
-        """Live ones, oldest first."""
+        """Return live ones, oldest first."""
         return [commit for commit in self._sorted if commit.live]
 
     def visible(self) -> list[Commit]:
-        """Visible ones, oldest first."""
+        """Return visible ones, oldest first."""
         return [commit for commit in self._sorted if commit.visible]
 
     def current(self) -> list[Commit]:
-        """Visible ones that answer to their run and step, oldest first: of twins the one begun last."""
+        """Return visible ones that answer to their run and step, oldest first: of twins the one begun last."""
         return list(self._current)
 
     def superseded(self) -> list[Commit]:
-        """Visible ones of which a later twin (same run and step) is visible, oldest first."""
+        """Return visible ones of which a later twin (same run and step) is visible, oldest first."""
         answers = {commit.txid for commit in self._current}
         return [commit for commit in self.visible() if commit.txid not in answers]
 
     def newest_live(self, run: str) -> Commit | None:
-        """The live one of ``run`` that began last, forgotten or not; never one whose state is in doubt."""
+        """Return the live one of ``run`` that began last, forgotten or not; never one whose state is in doubt."""
         known = (commit for commit in reversed(self._sorted) if commit.txid not in self.damaged)
         return next((commit for commit in known if commit.live and commit.run == run), None)
 
     def runs(self) -> list[str]:
-        """Names of the runs that have a visible checkpoint, sorted."""
+        """Return the names of the runs that have a visible checkpoint, sorted."""
         return sorted({commit.run for commit in self._current})
 
     @cached_property
@@ -148,7 +148,7 @@ class CommitList:
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
-    """All transactions that ended: one LIST, and a read of each record that the catalogue lacks.
+    """Return all transactions that ended: one LIST, and a read of each record that the catalogue lacks.
 
     ``anew``: read every record, also those that the catalogue has. Raises `NotFound` where there is no store,
     `StorageError`.
@@ -172,7 +172,7 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
 
 
 def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
-    """Keys in commits/ that this process, or its host, has seen; to be asked before a listing: others go on learning.
+    """Return the keys in commits/ that this process or its host has seen. Ask before a listing: others go on learning.
 
     None ever goes: where one is missing, the store was put back from a copy, or lost it, or is another in its place.
     """
@@ -183,12 +183,12 @@ def _seen(repo: Repository, before: Mapping[str, Shown]) -> set[str]:
 
 
 def list_names(repo: Repository) -> set[TxId]:
-    """Ids of all transactions that ended: one LIST, no reads. Raises `StorageError`."""
+    """Return the ids of all transactions that ended: one LIST, no reads. Raises `StorageError`."""
     return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
 def refresh(repo: Repository, commit: Commit) -> Commit:
-    """The commit as its log is now: reads the records behind the one that ``commit`` knows.
+    """Return the commit as its log is now. Reads the records behind the one that ``commit`` knows.
 
     Raises `Damaged` or `Refused` if the last one cannot be read, `StorageError`.
     """
@@ -222,7 +222,7 @@ def commit(repo: Repository, record: Committed) -> None:
         repo.put_record(key, record)
     except Conflict:
         found = repo.get_record(key, FirstRecord)
-        if isinstance(found, records.Revoked):
+        if isinstance(found, records.RevokedRecord):
             message = (
                 f"the save of {record.run}@{record.step} was given up on before it ended ({found.reason}): "
                 "a gc took it for dead, or it was aborted. Nothing of it is visible; save again"
@@ -301,25 +301,27 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
 
 
 def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]:
-    """The transactions whose records are not those that an earlier listing showed. Of ten thousand, few are."""
+    """Return the transactions whose records are not those that an earlier listing showed. Of ten thousand, few are."""
     keys = {key for key, found in now.items() if before.get(key) != found} | (before.keys() - now.keys())
     return {name[0] for key in keys if (name := parse_log(key))}
 
 
-def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[Entry, tuple[TxId, int]]:
-    """All records of the transactions, by what was listed of them; the first one too where it was not listed."""
+def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
+    """Return all records of the transactions, by what was listed of them; the first one too where it was not listed."""
     names = {
-        Entry(key, *found): name
+        ListedObject(key, *found): name
         for key, found in listed.items()
         if key[len(PREFIX) :].partition(".")[0] in touched and (name := parse_log(key))
     }
     for txid in {name[0] for name in names.values()}:
         if commit_key(txid) not in listed:  # put while the listing ran, or gone
-            names[Entry(commit_key(txid), -1)] = (txid, 0)
+            names[ListedObject(commit_key(txid), -1)] = (txid, 0)
     return names
 
 
-def _read_logs(repo: Repository, names: Mapping[Entry, tuple[TxId, int]], *, anew: bool) -> dict[TxId, dict[int, Read]]:
+def _read_logs(
+    repo: Repository, names: Mapping[ListedObject, tuple[TxId, int]], *, anew: bool
+) -> dict[TxId, dict[int, Read]]:
     logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
     found = read_records(repo, PREFIX, names, _kind, anew=anew)
     for entry, (txid, number) in names.items():
@@ -328,7 +330,7 @@ def _read_logs(repo: Repository, names: Mapping[Entry, tuple[TxId, int]], *, ane
 
 
 def _replaced(listed: CommitList, touched: Collection[TxId], logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """The list, with what ``logs`` say of the transactions that were touched."""
+    """Return the list, with what ``logs`` say of the transactions that were touched."""
     commits = {txid: commit for txid, commit in listed.commits.items() if txid not in touched}
     commits |= {txid: commit for txid, log in logs.items() if (commit := _folded(txid, log))}
     return CommitList(commits, {txid: error for txid, log in logs.items() if (error := _doubt(log))})
@@ -346,18 +348,18 @@ def _kind(key: str) -> Any:
 
 
 def _checked(record: Read, txid: TxId, key: str) -> Read:
-    """The record, if it belongs under its key."""
+    """Return the record, if it belongs under its key."""
     if isinstance(record, CasckptError) or record.txid == txid:
         return record
     return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
 
 
 def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
-    """What the readable records of a log say; None without the first."""
+    """Return what the readable records of a log say; None without the first."""
     first = log[0]
     if isinstance(first, CasckptError):
         return None
-    if isinstance(first, records.Revoked):
+    if isinstance(first, records.RevokedRecord):
         return Commit(txid, first, "revoked", max(log), first.time)
     readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
     last = next((record for record in readable if isinstance(record, Purged)), readable[-1])
@@ -365,12 +367,12 @@ def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
 
 
 def _is_whole(log: Mapping[int, Read]) -> bool:
-    """Could each of its records be read? Of a purged one that is no doubt, but it may be otherwise at the next look."""
+    """Tell whether each record of a log could be read. Where one could not, even of a purged one, it is read again."""
     return not any(isinstance(record, CasckptError) for record in log.values())
 
 
 def _doubt(log: Mapping[int, Read]) -> CasckptError | None:
-    """Why the state of a transaction is not known for sure; None if it is. What was purged is so for ever."""
+    """Return why the state of a transaction is not known for sure; None if it is. What was purged is so for ever."""
     if any(isinstance(record, Purged) for record in log.values()):
         return None
     return next((log[number] for number in (0, max(log)) if isinstance(log[number], CasckptError)), None)

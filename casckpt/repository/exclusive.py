@@ -1,4 +1,4 @@
-"""Does a storage refuse to create a key twice? All safety stands on that, so storages that may not are probed first.
+"""Probes of a storage that may not refuse to create a key twice, for all safety stands on that.
 
 Some servers of the S3 protocol, and some old clients, ignore the condition of a put without a word: then two jobs both
 win the race for one name, and a gc deletes what a save has just committed.
@@ -7,10 +7,10 @@ win the race for one name, and a gc deletes what a save has just committed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from casckpt.errors import StorageError, Unsupported
+from casckpt.parallel import in_parallel
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 PREFIX = "probes/"
@@ -42,7 +42,7 @@ def require_exclusive(
 
 
 def probe(storage: ObjectStore, entropy: Callable[[int], bytes], racers: int = RACERS) -> str:
-    """What is wrong with the creates of ``storage``; "" if nothing is.
+    """Find out what is wrong with the creates of ``storage``; "" if nothing is.
 
     Puts two small objects under probes/, several times each, and deletes them where that is allowed. Raises
     `StorageError`, `casckpt.errors.Unsupported`.
@@ -66,8 +66,7 @@ def _twice(storage: ObjectStore, key: str, entropy: Callable[[int], bytes]) -> s
 
 def _race(storage: ObjectStore, key: str, entropy: Callable[[int], bytes], racers: int) -> str:
     payloads = [entropy(_PAYLOAD) for _ in range(racers)]
-    with ThreadPoolExecutor(racers, thread_name_prefix="casckpt-probe") as pool:
-        firsts = list(pool.map(lambda data: _wins(storage, key, data), payloads))
+    firsts = in_parallel(racers, lambda data: _wins(storage, key, data), payloads, name="probe")
     won = [data for data, first in zip(payloads, firsts, strict=True) if first]
     if len(won) > 1:
         return f"{len(won)} of {racers} that created one key at the same time were told that they had"

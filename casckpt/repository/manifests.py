@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import manifest as format_manifest
 from casckpt.format.keys import manifest_key
-from casckpt.format.manifest import MAX_MANIFEST_BYTES, Body, Manifest, Places
+from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, BlobUploaders, Manifest, ManifestBody
 from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.parallel import in_parallel
 from casckpt.repository import blobs
 from casckpt.repository.catalogue import ManifestSummary
 from casckpt.repository.commits import Commit, list_commits, refresh
-from casckpt.repository.reading import each
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists
 
 
-def put(repo: Repository, uploader: TxId, body: Body, places: Places) -> ManifestId:
+def put(repo: Repository, uploader: TxId, body: ManifestBody, places: BlobUploaders) -> ManifestId:
     """Write a manifest, durably, under ``uploader``; one that is there already is ours. Its id.
 
     Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
@@ -38,7 +40,7 @@ def put(repo: Repository, uploader: TxId, body: Body, places: Places) -> Manifes
 
 
 def get(repo: Repository, commit: Commit) -> Manifest:
-    """The manifest of a checkpoint, verified; from memory if it was used just now.
+    """Return the manifest of a checkpoint, verified; from memory if it was used just now.
 
     Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Conflict` if the checkpoint
     was purged since ``commit`` was read; `StorageError`.
@@ -75,7 +77,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
 
 
 def summary(repo: Repository, commit: Commit) -> ManifestSummary:
-    """What a manifest names: from the catalogue, or from the store. Raises what `get` raises, never `Conflict`."""
+    """Return what a manifest names, from the catalogue or the store. Raises what `get` raises, never `Conflict`."""
     known = repo.catalogue.manifest(*_row(commit))
     if known is None:
         known = _summary(commit, _read(repo, commit))
@@ -84,7 +86,7 @@ def summary(repo: Repository, commit: Commit) -> ManifestSummary:
 
 
 def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
-    """(uploader, hash, size in bytes) of every blob of a checkpoint. Raises `Damaged`, `Refused`, `StorageError`."""
+    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises `Damaged`, `Refused`, `StorageError`."""
     return summary(repo, commit).blobs()
 
 
@@ -96,7 +98,7 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     """
     wanted = list(commits)
     marked = blobs.ever_marked(repo) if wanted else frozenset()
-    reader = replace(repo)  # with no manifest in memory
+    reader = repo.fresh()
 
     def is_known(commit: Commit) -> bool:
         uploader, found, time = _row(commit)
@@ -109,7 +111,38 @@ def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
             return False
         return True
 
-    return [commit for commit, known in zip(wanted, each(repo.storage, is_known, wanted), strict=True) if known]
+    known = in_parallel(repo.storage.traits.requests, is_known, wanted)
+    return [commit for commit, is_there in zip(wanted, known, strict=True) if is_there]
+
+
+def locate(
+    repo: Repository, commits: Iterable[Commit], wanted: Mapping[BlobHash, BlobRef], *, damaged: bool = False
+) -> dict[BlobHash, BlobRef]:
+    """Find out where ``repo`` has blobs: by hash, as far as one of ``commits``, which are live, names them.
+
+    An orphan does not count, for a gc could delete it at any time. ``damaged``: one that is marked as damaged does.
+    Raises `StorageError`.
+    """
+    marked = set() if damaged else blobs.damaged_marks(repo)
+    heads = np.array([int.from_bytes(bytes.fromhex(name[:16]), "little") for name in wanted], dtype="<u8")
+    found = (ref for commit in learn(repo, commits) for ref in _named(repo, commit, heads))
+    return {
+        ref.hash: ref
+        for ref in found
+        if ref.hash in wanted and wanted[ref.hash].size == ref.size and (ref.uploader, ref.hash) not in marked
+    }
+
+
+def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
+    """Return the blobs of a checkpoint whose hash begins as one of ``heads``; all the others cost next to nothing."""
+    known = summary(repo, commit)
+    column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
+    numbers = np.flatnonzero(np.isin(column, heads)).tolist()
+    if numbers:
+        named = known.blobs()
+        for number in numbers:
+            uploader, name, size = named[number]
+            yield BlobRef(name, size, uploader)
 
 
 def reindex(repo: Repository) -> int:
@@ -126,7 +159,7 @@ def reindex(repo: Repository) -> int:
 
 
 def _row(commit: Commit) -> tuple[TxId, ManifestId, int]:
-    """What the catalogue knows a manifest by."""
+    """Return what the catalogue knows a manifest by."""
     return commit.committed.uploader, commit.id, commit.committed.time
 
 

@@ -22,7 +22,7 @@ def open_repository(
     cache_bytes: int | str | None = None,
     single_writer: bool = False,
 ) -> Repository:
-    """What `casckpt.open` opens; the arguments are its own. Makes and reads nothing.
+    """Open what `casckpt.open` does, with the same arguments. Makes and reads nothing.
 
     Without a ``cache_dir`` that of the environment counts (`CACHE_VARIABLE`): whoever sets up a host or a job says
     where its caches lie, for programs as for the command line.

@@ -1,4 +1,4 @@
-"""Which process runs a transaction, and the proof that one on this host is dead.
+"""The identity of a process, and the proof that one on this host is dead.
 
 Everything is read from /proc. Where there is none, nothing can be proved, and nothing is.
 """
@@ -17,7 +17,7 @@ _STATE, _THREADS, _STARTED = 0, 17, 19  # fields 3, 20 and 22 of stat, counted b
 
 
 def this_process() -> Process:
-    """Identity of this process; fields that the system does not tell are empty."""
+    """Return the identity of this process; fields that the system does not tell are empty."""
     stat = _stat(os.getpid())
     return Process(
         host=socket.gethostname(),
@@ -29,7 +29,7 @@ def this_process() -> Process:
 
 
 def is_dead(process: Process) -> bool:
-    """Is it proved that ``process`` ran on this host, under this boot and in this pid namespace, and is no more?
+    """Tell whether ``process`` provably ran on this host, under this boot and in this pid namespace, and is no more.
 
     False wherever there is doubt.
     """
@@ -57,7 +57,7 @@ def _exists(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third on; the second, the name, may hold anything, a ")" too."""
+    """Return the fields of /proc/<pid>/stat from the third on; the second, the name, may hold anything, a ")" too."""
     try:
         text = (PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -74,7 +74,7 @@ def _boot_id() -> str:
 
 
 def _pid_namespace() -> str:
-    """Of pids, and of clocks: start times of processes are counted in the reader's."""
+    """Name the namespaces of pids and of clocks: start times of processes are counted in the reader's."""
     try:
         pids = os.readlink(PROC / "self/ns/pid")
     except OSError:

@@ -1,41 +1,28 @@
-"""Immutable records, read from the store once ever per host; and many small requests, several in flight."""
+"""Immutable records, read from the store once ever per host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from casckpt.errors import CasckptError, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.records import MAX_RECORD_BYTES
+from casckpt.parallel import in_parallel
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry, Known, ObjectStore
+from casckpt.storage.base import Known, ListedObject
 
 Read: TypeAlias = Any | CasckptError
 """A record, or why there is none."""
 
-MAX_THREADS = 16
 _BELOW = ("/0", f"/{'0' * 64}/0")
-A = TypeVar("A")
-B = TypeVar("B")
-
-
-def each(storage: ObjectStore, function: Callable[[A], B], items: Iterable[A]) -> list[B]:
-    """``function`` of every item, in order; by several threads where a request costs a round trip."""
-    items = list(items)
-    threads = min(storage.traits.parallel, MAX_THREADS, len(items)) if storage.traits.remote else 1
-    if threads <= 1:
-        return [function(item) for item in items]
-    with ThreadPoolExecutor(threads, thread_name_prefix="casckpt-read") as pool:
-        return list(pool.map(function, items))
 
 
 def read_records(
-    repo: Repository, prefix: str, entries: Iterable[Entry], kind_of: Callable[[str], Any], *, anew: bool = False
+    repo: Repository, prefix: str, entries: Iterable[ListedObject], kind_of: Callable[[str], Any], *, anew: bool = False
 ) -> dict[str, Read]:
-    """The record, or the error, of each listed key under ``prefix`` ("commits/").
+    """Return the record, or the error, of each listed key under ``prefix`` ("commits/").
 
     Raises `StorageError`, and `NotFound` where there is no store.
 
@@ -43,7 +30,7 @@ def read_records(
     listed: then the store was put back from a copy, and went another way since. ``anew``: read all of them, to see
     whether they are still whole.
     """
-    repo.marker  # noqa: B018 - a property that raises NotFound where there is no store
+    repo.check_exists()
     entries = list(entries)
     held = {} if anew else {entry.key: repo.records.get(entry) for entry in entries}
     rest = [entry for entry in entries if held.get(entry.key) is None]
@@ -53,7 +40,8 @@ def read_records(
     rows = {entry.key: row_of(entry) for entry in rest}
     hits = {entry.key: data for entry in rest if len(data := known.get(rows[entry.key], b"")) == entry.size > 0}
     misses = [entry.key for entry in rest if entry.key not in hits]
-    fresh = dict(zip(misses, each(repo.storage, lambda key: _fetch(repo, key), misses), strict=True))
+    fetched = in_parallel(repo.storage.traits.requests, lambda key: _fetch(repo, key), misses)
+    fresh = dict(zip(misses, fetched, strict=True))
     found = {key: _decoded(data, kind_of(key), key) for key, data in (hits | fresh).items()}
     whole = {k: v for k, v in (hits | fresh).items() if isinstance(v, bytes) and not isinstance(found[k], CasckptError)}
     for entry in rest:
@@ -64,17 +52,17 @@ def read_records(
     return held | found
 
 
-def row_of(entry: Entry) -> str:
-    """The key of a record in the catalogue: other content has another one, where the storage tells contents apart."""
+def row_of(entry: ListedObject) -> str:
+    """Return a record's key in the catalogue: other content has another one, where the storage tells them apart."""
     return f"{entry.key} {entry.version}"
 
 
 def key_of(row: str) -> str:
-    """Of the record that a row of the catalogue holds."""
+    """Return the key of the record that a row of the catalogue holds."""
     return row.partition(" ")[0]
 
 
-def check_no_file(url: str, entry: Entry, known: Known) -> None:
+def check_no_file(url: str, entry: ListedObject, known: Known) -> None:
     """Raise `Refused` if ``entry``, which is no record, stands where a folder of records belongs."""
     if any(known(entry.key + below) is not None for below in _BELOW):
         raise Refused(

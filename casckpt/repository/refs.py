@@ -37,7 +37,7 @@ _SHOWN = 5
 
 
 def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = None) -> Commit:
-    """The commit that ``ref`` names; a commit names itself, as it is now.
+    """Find the commit that ``ref`` names; a commit names itself, as it is now.
 
     ``commits``: a listing to look in, None for a new one. Raises `InvalidInput` for what is no reference or is
     ambiguous, `NotFound` that says what there is instead, `Conflict` for a commit that was purged, `StorageError`.
@@ -59,12 +59,12 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
 
 
 def is_reference(text: str) -> bool:
-    """Has it the form of a reference, whether or not there is such a checkpoint?"""
+    """Tell whether it has the form of a reference, be there such a checkpoint or not."""
     return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
 
 
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
-    """The commits that ``refs`` name, ranges among them, each once; a range in order of steps. Raises as `resolve`."""
+    """Return the commits that ``refs`` (ranges too) name, each once; a range in order of steps. Raises as `resolve`."""
     found = list_commits(repo) if commits is None else commits
     named: dict[str, Commit] = {}
     for ref in refs:
@@ -88,7 +88,7 @@ def _check_text(ref: object) -> None:
 
 
 def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:
-    """The commits of a range of steps, none where ``ref`` is no range."""
+    """Return the commits of a range of steps, none where ``ref`` is no range."""
     _check_text(ref)
     run, _, where = ref.rpartition("@")
     parts = _RANGE.fullmatch(where)
@@ -126,7 +126,7 @@ def _at_step(repo: Repository, found: CommitList, run: str, step: int) -> Commit
 
 
 def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commit]:
-    """The visible commits of a run, oldest first; NotFound if there is none."""
+    """Return the visible commits of a run, oldest first; NotFound if there is none."""
     commits = [commit for commit in found.current() if commit.run == run]
     if commits:
         return commits
@@ -134,7 +134,7 @@ def _commits_of_run(repo: Repository, found: CommitList, run: str) -> list[Commi
 
 
 def about_run(repo: Repository, found: CommitList, run: str) -> str:
-    """What to say of a run that has no visible checkpoint: whether it had one, and which runs there are."""
+    """Return what to say of a run that has no visible checkpoint: whether it had one, and which runs there are."""
     forgotten = sum(commit.run == run for commit in found.live())
     runs = found.runs()
     near = difflib.get_close_matches(run, runs, _SHOWN)
@@ -162,7 +162,7 @@ def _newest(repo: Repository, found: CommitList) -> Commit:
 
 
 def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
-    """Visible before forgotten, then the one begun last."""
+    """Find a checkpoint by its id: visible before forgotten ones, then the one begun last."""
     hits = [commit for commit in found.live() if commit.id.startswith(prefix)]
     ids = sorted({commit.id for commit in hits})
     if len(ids) > 1:

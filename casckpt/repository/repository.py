@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,10 +19,9 @@ from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache
+from casckpt.repository.caches import ManifestCache, RecordCache
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
-from casckpt.repository.manifest_cache import ManifestCache
-from casckpt.repository.record_cache import RecordCache
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 Clock: TypeAlias = Callable[[], int]
@@ -34,7 +33,7 @@ _STORE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")  # it names a folder of the cache
 
 
 def microseconds() -> int:
-    """The time of this host, in microseconds since the epoch, UTC."""
+    """Return the time of this host, in microseconds since the epoch, UTC."""
     return time.time_ns() // 1000
 
 
@@ -99,8 +98,16 @@ class Repository:
         return marker
 
     def exists(self) -> bool:
-        """Is there a store? Raises `StorageError`."""
+        """Ask whether there is a store. Raises `StorageError`."""
         return self._marker is not None or self.storage.size(keys.MARKER) is not None
+
+    def check_exists(self) -> None:
+        """Raise `NotFound` where there is no store, and whatever else `marker` raises."""
+        _ = self.marker
+
+    def fresh(self) -> Repository:
+        """Return the same store with nothing of it in memory: what is asked of that is read from the storage."""
+        return replace(self)
 
     def create(self, *, cell_bytes: int = 1 << 20, blob_bytes: int = 32 << 20) -> bool:
         """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
@@ -136,7 +143,7 @@ class Repository:
         self._marker = marker
 
     def forget_all(self, *, keep_marker: bool) -> None:
-        """The store is not what it was: nothing counts that this process, or its host, knew of it."""
+        """Forget all that this process and its host know of the store: it is not what it was."""
         marker = self.marker
         self.catalogue.reindex()
         self.records, self.manifests = RecordCache(), ManifestCache()
@@ -146,7 +153,7 @@ class Repository:
             self._marker = marker
 
     def look_again(self) -> None:
-        """What is known of the store counts no more: it was of another one, which was in its place before."""
+        """Forget what this process knows of the store: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
 
     def _check_creates(self, *, new: bool) -> bool:
@@ -178,14 +185,14 @@ class Repository:
         """The highest generation of settings/, unset fields where there is none. Read anew each time."""
         return self.newest_settings()[1]
 
-    def change_settings(self, **fields: Any) -> Settings:
+    def change_settings(self, **fields: Any) -> Settings:  # of `Settings`, which is decoded to check them
         """Write the next generation, with ``fields`` over the present ones. Raises `InvalidInput`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
-            raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt init --help`")
+            raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
-            new = Settings(**_fields_of(old) | fields | {"created_at": self.clock()})
+            new = records.changed(old, **fields, created_at=self.clock())
             try:
                 records.decode(records.encode(new), Settings, "settings")
             except Refused as error:
@@ -197,7 +204,7 @@ class Repository:
             return new
 
     def newest_settings(self) -> tuple[int, Settings]:
-        """With its generation, -1 for none. Raises `Damaged`, `Refused`, `StorageError`."""
+        """Read the newest settings, behind their number; -1: none. Raises `Damaged`, `Refused`, `StorageError`."""
         numbers = (
             keys.parse_settings(entry.key) for entry in self.storage.list("settings/", known=keys.parse_settings)
         )
@@ -235,11 +242,11 @@ class Repository:
         return self.cache_dir or platformdirs.user_cache_path("casckpt")
 
     def _cache_name(self) -> str:
-        """By id and by place: a copy of a store has the same id, but goes its own way."""
+        """Name its folder by id and by place: a copy of a store has the same id, but goes its own way."""
         return f"{self.marker.store_id}-{hex_digest(os.fsencode(self.storage.url))[:16]}"
 
     def new_txid(self, run: str, step: int, after: Iterable[TxId] = ()) -> TxId:
-        """A new transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.
+        """Make a transaction id that sorts behind all of ``after``, whatever the clocks of their hosts said.
 
         Raises `InvalidInput` for a bad run or step.
         """
@@ -267,7 +274,7 @@ class Repository:
             raise Conflict(f"{key} exists already: somebody else was first", key=key)
 
     def _put_once(self, key: str, data: bytes) -> bool:
-        """Does ``key`` hold ``data``, now that it was put? False: it holds something else."""
+        """Put ``data``; tell whether ``key`` holds it then. False: it holds something else."""
         try:
             self.storage.put(key, data)
         except AlreadyExists:
@@ -286,12 +293,8 @@ class Repository:
             return None
 
     def get_record(self, key: str, kind: Any) -> Any:
-        """The record under ``key``: a ``kind`` (a struct of `casckpt.format.records`, or a union of them).
+        """Read the record under ``key``: a ``kind`` (a struct of `casckpt.format.records`, or a union of them).
 
         Raises `NotFound`, `Damaged`, `Refused`, `StorageError`.
         """
         return records.decode(self.storage.get(key, limit=records.MAX_RECORD_BYTES), kind, key)
-
-
-def _fields_of(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__struct_fields__}

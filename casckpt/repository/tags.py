@@ -14,7 +14,7 @@ from casckpt.format.records import TagRecord
 from casckpt.repository.commits import Commit, list_commits, refresh, restore
 from casckpt.repository.reading import Read, check_no_file, key_of, read_records
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Entry
+from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"
 
@@ -44,7 +44,7 @@ class TagList:
 
 
 def list_tags(repo: Repository, *, anew: bool = False) -> TagList:
-    """A snapshot made by one LIST, for listings: a damaged record spoils its own tag alone. Raises `StorageError`.
+    """Return a snapshot made by one LIST; a damaged record spoils its own tag alone. Raises `StorageError`.
 
     ``anew``: read every record, also those that the catalogue has.
     """
@@ -52,7 +52,7 @@ def list_tags(repo: Repository, *, anew: bool = False) -> TagList:
 
 
 def tags(repo: Repository, *, anew: bool = False) -> dict[str, Tag]:
-    """All tags by name, sorted. ``anew``: as in `list_tags`.
+    """Return all tags by name, sorted. ``anew``: as in `list_tags`.
 
     Raises `Damaged` or `Refused` if one cannot be read, for it protects a checkpoint from gc and policies, and nobody
     knows which; `StorageError`.
@@ -63,7 +63,7 @@ def tags(repo: Repository, *, anew: bool = False) -> dict[str, Tag]:
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
-    """One tag, None if there is none. Raises `InvalidInput` for a bad name, `Damaged`, `Refused`, `StorageError`."""
+    """Read a tag; None if there is none. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
     found = _read(repo, f"{PREFIX}{check_tag(name)}/")
     found.raise_damage()
     return found.tags.get(name)
@@ -106,12 +106,12 @@ def delete_tag(repo: Repository, name: str) -> None:
 
 
 def tags_of(found: Mapping[str, Tag], txid: TxId) -> list[str]:
-    """Names of the tags on a commit, sorted."""
+    """Return the names of the tags on a commit, sorted."""
     return sorted(name for name, tag in found.items() if tag.txid == txid)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:
-    """The error that says which tags there are instead."""
+    """Return the error that says which tags there are instead."""
     names = sorted(list_tags(repo).tags)
     near = difflib.get_close_matches(name, names, 5) or names[:5]
     there = f"there are: {', '.join(near)}" if near else "there are none; `casckpt tag STORE NAME REF` makes one"
@@ -123,7 +123,7 @@ def _read(repo: Repository, prefix: str, *, anew: bool = False) -> TagList:
 
 
 def _read_newest(
-    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, Entry]], *, anew: bool = False
+    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], *, anew: bool = False
 ) -> TagList:
     found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
@@ -138,10 +138,10 @@ def _read_newest(
     return TagList(tags, damaged)
 
 
-def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, Entry]]:
-    """The highest generation of each tag, by name; also one that is missing, but that this host has seen."""
+def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, ListedObject]]:
+    """Return the highest generation of each tag, by name; also one that is missing, but that this host has seen."""
     seen = _seen(repo, prefix)
-    newest: dict[str, tuple[int, Entry]] = {}
+    newest: dict[str, tuple[int, ListedObject]] = {}
     for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
         if key is None:
@@ -151,12 +151,12 @@ def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, Entry
     if _lost(seen, newest):
         list_commits(repo)  # where commits are missing too, the whole store was put back, and what was seen is dropped
         lost = _lost(_seen(repo, prefix), newest)
-        newest |= {name: (number, Entry(tag_key(name, number), -1)) for name, number in lost.items()}
+        newest |= {name: (number, ListedObject(tag_key(name, number), -1)) for name, number in lost.items()}
     return newest
 
 
 def _seen(repo: Repository, prefix: str) -> dict[str, int]:
-    """The highest generation of each tag that this host has read; to be asked before a listing: others go on learning.
+    """Return the highest generation of each tag that this host has read. Ask before a listing: others go on learning.
 
     None ever goes. Where it is missing, tags/ was moved away, or is an older one: nobody knows what the tag protects.
     """
@@ -164,12 +164,12 @@ def _seen(repo: Repository, prefix: str) -> dict[str, int]:
     return dict(sorted(keys, key=lambda key: key[1]))
 
 
-def _lost(seen: Mapping[str, int], newest: Mapping[str, tuple[int, Entry]]) -> dict[str, int]:
+def _lost(seen: Mapping[str, int], newest: Mapping[str, tuple[int, ListedObject]]) -> dict[str, int]:
     return {name: number for name, number in seen.items() if name not in newest or newest[name][0] < number}
 
 
 def _newest(repo: Repository, name: str) -> tuple[int, TagList]:
-    """(number of the highest generation of a tag, -1 for none; what it says)."""
+    """Return (number of the highest generation of a tag, -1 for none; what it says)."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
     number = newest.get(name, (-1, None))[0]

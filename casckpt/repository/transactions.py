@@ -13,11 +13,12 @@ from collections.abc import Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked, StorageError
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log, transaction_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Began, FirstRecord, SignOfLife
+from casckpt.format.records import Began, Committed, FirstRecord, SignOfLife
+from casckpt.repository.commits import Commit, commit, just_committed
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
 
@@ -82,6 +83,7 @@ class Transaction:
         self.began = began
         self.joined = joined is not None
         self._repo = repo
+        self._has_committed = False
         self._pulse = _Pulse(repo, began.txid, seconds, joined)
         weakref.finalize(self, self._pulse.let_go)
         if self.joined:
@@ -91,6 +93,38 @@ class Transaction:
     def txid(self) -> TxId:
         """Its id, under which it uploads too."""
         return self.began.txid
+
+    def commit(self, record: Committed) -> Commit:
+        """Make the checkpoint visible, once its manifest was put, and end the transaction.
+
+        Returns the commit that stands, which another process made where several copy one checkpoint in this
+        transaction. Files that cannot be removed are left to gc. Raises `Revoked` if the transaction has ended
+        otherwise, `StorageError`.
+        """
+        try:
+            commit(self._repo, record)
+        except Revoked:
+            raise
+        except Conflict:
+            record = self._committed(record)
+        except StorageError as error:
+            # The answer may be lost, not the record: revoking races for the same name, so now one of them stands.
+            self.abort(f"{type(error).__name__}: {error}")
+            try:
+                record = self._committed(record)
+            except CasckptError:
+                raise error from None
+        self._has_committed = True
+        self._pulse.stop()
+        self._remove_files()
+        return just_committed(record)
+
+    def _committed(self, wanted: Committed) -> Committed:
+        """Read the record of the checkpoint, if it stands. Raises `Revoked` if another one does."""
+        found = self._repo.get_record(commit_key(self.txid), FirstRecord)
+        if isinstance(found, Committed) and found.manifest == wanted.manifest:
+            return found
+        raise Revoked(f"transaction {self.txid} has ended otherwise; begin another one", key=commit_key(self.txid))
 
     def close(self) -> None:
         """End it, after its record stands in commits/: its files are removed, or left to gc where the storage fails.
@@ -112,9 +146,11 @@ class Transaction:
     def abort(self, reason: str) -> bool:
         """Give it up: create its `revoked` record. True if it is revoked now, by this call or by a gc.
 
-        False if it was committed after all (the answer got lost), or if the storage does not say: then a later gc
-        ends it. Never raises an error of the storage: it is called while another one is on its way.
+        False if it was committed (after all, where the answer got lost), or if the storage does not say: then a later
+        gc ends it. Never raises an error of the storage: it is called while another one is on its way.
         """
+        if self._has_committed:
+            return False
         self._pulse.stop()
         try:
             revoke(self._repo, self.txid, reason)
@@ -123,7 +159,7 @@ class Transaction:
             log.warning("transaction %s was not revoked, a later gc will do that: %s", self.txid, error)
             return False
         self._remove_files()
-        return isinstance(found, records.Revoked)
+        return isinstance(found, records.RevokedRecord)
 
     def leave(self) -> None:
         """Leave it open, for another process to join: what was uploaded stays as long as nobody gives up on it."""
@@ -195,7 +231,7 @@ def _last_sign(repo: Repository, txid: TxId) -> int:
 
 
 def open_transactions(repo: Repository, closed: Container[TxId]) -> list[OpenTransaction]:
-    """Those under transactions/ that are not ``closed`` (that have no record in commits/), oldest first.
+    """List the transactions that are not ``closed`` (that have no record in commits/), oldest first.
 
     One that ended after ``closed`` was listed may be among them: who waits lists commits/ again. Raises `StorageError`.
     """
@@ -216,7 +252,7 @@ def _began(repo: Repository, txid: TxId) -> Began | None:
 
 
 def has_died(repo: Repository, one: OpenTransaction) -> bool:
-    """Is it proved that no process works on an open transaction: that which began it, and the last that joined it?
+    """Tell whether provably no process works on an open transaction: neither its first one nor the last that joined.
 
     False wherever there is doubt. Raises `StorageError`.
     """
@@ -236,7 +272,7 @@ def revoke(repo: Repository, txid: TxId, reason: str) -> bool:
 
     Safe at any time: at worst a live save fails, and is made again. Raises `StorageError`.
     """
-    record = records.Revoked(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
+    record = records.RevokedRecord(txid=txid, time=repo.clock(), reason=reason[:MAX_REASON_CHARACTERS])
     try:
         repo.put_record(commit_key(txid), record)
     except Conflict:

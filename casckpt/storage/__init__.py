@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from casckpt.errors import InvalidInput, Unsupported
 from casckpt.storage.base import ObjectStore
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from casckpt.storage.memory import MemoryStore
 
 __all__ = ["LocalStore", "MemoryStore", "ObjectStore", "open_storage"]
@@ -23,11 +23,11 @@ _NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", as
 def open_storage(
     url: str | os.PathLike[str], storage_options: Options | None = None, *, single_writer: bool = False
 ) -> ObjectStore:
-    """The storage at a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
+    """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
 
     Makes and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.RemoteStore`. Raises `InvalidInput` for what is no such name, `Unsupported` for storages
-    that nothing here can open.
+    `casckpt.storage.remote.store.RemoteStore`. Raises `InvalidInput` for what is no such name, `Unsupported` for
+    storages that nothing here can open.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
@@ -67,7 +67,7 @@ def _open_memory(rest: str, options: Options) -> ObjectStore:
 
 
 def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
-    from casckpt.storage.remoteurls import open_remote  # fsspec takes a while to import
+    from casckpt.storage.remote.urls import open_remote  # fsspec takes a while to import
 
     if not _is_known(scheme):
         known = ", ".join(f"{name}://" for name in (*filter(None, _OPENERS), "s3", "gs", "az", "http", "https"))
@@ -76,7 +76,7 @@ def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: boo
 
 
 def _is_known(scheme: str) -> bool:
-    from casckpt.storage.remoteurls import is_known
+    from casckpt.storage.remote.urls import is_known
 
     return is_known(scheme)
 

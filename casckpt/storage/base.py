@@ -14,10 +14,11 @@ from typing import Protocol, TypeAlias, runtime_checkable
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
 """Something else than None for the keys of objects, as the parsers of `casckpt.format.keys` give."""
+_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedObject:
     """One object of a listing: its key and its size in bytes.
 
     ``version``: what the storage says of the content, so that other content under the same key has another one: an
@@ -48,6 +49,11 @@ class Traits:
     uploads: int = 1
     read_only: bool = False
 
+    @property
+    def requests(self) -> int:
+        """The number of small requests worth having in flight: 1 where none costs a round trip."""
+        return min(self.parallel, _REQUESTS) if self.remote else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -67,7 +73,7 @@ class Examinable(Protocol):
     """A storage with settings that can be looked at."""
 
     def examine(self) -> Iterator[Finding]:
-        """What they say. Writes nothing. Raises `casckpt.errors.StorageError`."""
+        """Yield what they say. Writes nothing. Raises `casckpt.errors.StorageError`."""
 
 
 class Reader(Protocol):
@@ -115,7 +121,7 @@ class ObjectStore(Protocol):
         """Make the names durable that were put into ``folder`` ("objects/x", no slash at the end) unsettled."""
 
     def get(self, key: str, *, limit: int) -> bytes:
-        """The whole object. Raises `casckpt.errors.NotFound`; an object of more than ``limit`` bytes is `Refused`."""
+        """Read an object. Raises `casckpt.errors.NotFound`, and `Refused` for one of more than ``limit`` bytes."""
 
     def open(self, key: str, *, shared: bool = False) -> AbstractContextManager[Reader]:
         """Open for ranged reads. Raises `casckpt.errors.NotFound` (here or at the first read, for remote ones).
@@ -124,10 +130,10 @@ class ObjectStore(Protocol):
         """
 
     def size(self, key: str) -> int | None:
-        """Size in bytes, None if there is no such object."""
+        """Return the size in bytes, None if there is no such object."""
 
-    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
-        """All objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        """List all objects whose key starts with ``prefix`` ("commits/", with its slash; "" for all), in any order.
 
         Objects put or deleted while the listing runs may or may not be in it; all others are. What a crashed put
         left behind is never in it. What is there and is no object (a pipe, a symlink, a folder under a key that is
@@ -135,8 +141,8 @@ class ObjectStore(Protocol):
         by, it would look as if the object had never been.
         """
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
-        """The objects right in ``folder`` ("objects", no slash at the end), and the folders in it ("objects/x").
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+        """List the objects right in ``folder`` ("objects", no slash at the end), and the folders in it ("objects/x").
 
         In any order. As for `list`, what is put or deleted meanwhile may or may not be there. A folder may be empty.
         """

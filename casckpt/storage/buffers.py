@@ -13,14 +13,14 @@ from casckpt.storage.forking import PerProcess
 
 
 def address(view: memoryview) -> int:
-    """Where the bytes of a contiguous ``view`` lie in memory; 0 if it has none."""
+    """Return where the bytes of a contiguous ``view`` lie in memory; 0 if it has none."""
     import numpy as np
 
     return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
 
 
 def plain_bytes(data: memoryview | bytes | bytearray) -> memoryview:
-    """``data`` as a flat view of format "B". Raises `InvalidInput` if it is not contiguous."""
+    """Return ``data`` as a flat view of format "B". Raises `InvalidInput` if it is not contiguous."""
     view = memoryview(data)
     if not view.c_contiguous:
         raise InvalidInput("the data of an object must be contiguous: copy it into one buffer first")
@@ -79,7 +79,7 @@ class BufferPool:
         self._closed = False
 
     def acquire(self) -> AlignedBuffer:
-        """A buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` once the pool is closed."""
+        """Take a buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._lent) < self.count)
             if self._closed:
@@ -101,7 +101,7 @@ class BufferPool:
 
     @contextmanager
     def borrow(self) -> Iterator[AlignedBuffer]:
-        """`acquire`, and `release` at the end."""
+        """Call `acquire`, and `release` at the end."""
         buffer = self.acquire()
         try:
             yield buffer
@@ -130,7 +130,7 @@ class KeptBuffers:
 
     @contextmanager
     def pool(self, count: int, nbytes: int) -> Iterator[BufferPool]:
-        """A pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
+        """Take a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
         pool = self._take()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
             pool = None  # before the new one takes memory

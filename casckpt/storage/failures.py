@@ -1,4 +1,4 @@
-"""What the operating system says of a failure, in words that say what to do."""
+"""Errors of the operating system, in words that say what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ADVICE = {
 
 
 def in_one_line(error: BaseException) -> str:
-    """The kind of an error of somebody else's, and what it says."""
+    """Return the kind of an error of somebody else's, and what it says."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""What must not be shared with a forked child."""
+"""Values that must not be shared with a forked child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PerProcess(Generic[T]):
         self._values: dict[int, T] = {}
 
     def get(self) -> T:
-        """The value of this process; threads that ask at once get the same one."""
+        """Return the value of this process; threads that ask at once get the same one."""
         pid = os.getpid()
         found = self._values.get(pid)
         return self._values.setdefault(pid, self._make()) if found is None else found

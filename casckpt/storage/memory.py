@@ -7,8 +7,10 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+from typing_extensions import override
+
 from casckpt.errors import NotFound, Refused, Unsupported
-from casckpt.storage.base import AlreadyExists, Entry, Known, ShortObject, Traits
+from casckpt.storage.base import AlreadyExists, Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
 from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.names import split_folder, split_key
@@ -20,7 +22,7 @@ if hasattr(os, "register_at_fork"):  # a fork while another thread holds the loc
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-class MemoryReader:
+class MemoryReader(Reader):
     """An object of a `MemoryStore`; it stays readable after a delete, as an open file does."""
 
     def __init__(self, key: str, data: bytes, counts: IoCounts) -> None:
@@ -33,8 +35,8 @@ class MemoryReader:
         """Size in bytes."""
         return self._data.nbytes
 
+    @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """See `casckpt.storage.base.Reader`."""
         wanted = sum(buffer.nbytes for buffer in buffers)
         self._counts.add(requests=1, reads=1)
         if offset + wanted > self.size:
@@ -48,10 +50,10 @@ class MemoryReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is held open."""
+        """Do nothing: nothing is held open."""
 
 
-class MemoryStore:
+class MemoryStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in a dict: all stores of one name in this process share their objects.
 
     Durable as long as the process. A copy that was pickled to another process refuses everything there.
@@ -90,8 +92,8 @@ class MemoryStore:
         """Merging ranges gains nothing here."""
         return Traits(remote=False, read_gap=0, parallel=4, exclusive=True)
 
+    @override
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
-        """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
         kept = bytes(plain_bytes(data))
         self.counts.add(requests=1)
@@ -102,57 +104,57 @@ class MemoryStore:
         self.counts.add(puts=1, bytes_written=len(kept))
 
     def settle(self, folder: str) -> None:
-        """Nothing to do: names are as durable as bytes."""
+        """Do nothing: names are as durable as bytes."""
         split_folder(folder)
         self.counts.add(requests=1)
 
+    @override
     def get(self, key: str, *, limit: int) -> bytes:
-        """See `casckpt.storage.base.ObjectStore`."""
         data = self._find(key)
         if len(data) > limit:
             raise Refused(f"object {key} in {self.url} has {len(data)} bytes where at most {limit} are allowed")
         self.counts.add(reads=1, bytes_read=len(data))
         return data
 
+    @override
     def open(self, key: str, *, shared: bool = False) -> MemoryReader:
-        """See `casckpt.storage.base.ObjectStore`."""
         return MemoryReader(key, self._find(key), self.counts)
 
+    @override
     def size(self, key: str) -> int | None:
-        """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
         self.counts.add(requests=1)
         data = self._objects.get(key)
         return None if data is None else len(data)
 
-    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
-        """See `casckpt.storage.base.ObjectStore`."""
+    @override
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         self.counts.add(requests=1)
         with _LOCK:
             found = [
-                Entry(key, len(data), f"{hash(data):x}")
+                ListedObject(key, len(data), f"{hash(data):x}")
                 for key, data in self._objects.items()
                 if key.startswith(prefix)
             ]
         return iter(found)
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
-        """See `casckpt.storage.base.ObjectStore`."""
+    @override
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
         split_folder(folder)
         start = f"{folder}/"
         below = [(entry, entry.key[len(start) :].split("/")) for entry in self.list(start)]
         folders = {start + parts[0] for _, parts in below if len(parts) > 1}
         return [entry for entry, parts in below if len(parts) == 1], list(folders)
 
+    @override
     def delete(self, key: str) -> None:
-        """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
         self.counts.add(requests=1)
         with _LOCK:
             self._objects.pop(key, None)
 
+    @override
     def replace(self, key: str, data: memoryview | bytes) -> None:
-        """See `casckpt.storage.base.ObjectStore`."""
         split_key(key)
         kept = bytes(plain_bytes(data))
         self.counts.add(requests=1, puts=1, bytes_written=len(kept))
@@ -160,7 +162,7 @@ class MemoryStore:
             self._objects[key] = kept
 
     def sweep(self, folder: str, *, below: bool = False) -> int:
-        """Nothing is ever left over here."""
+        """Do nothing: nothing is ever left over here."""
         split_folder(folder)
         self.counts.add(requests=1)
         return 0

@@ -6,7 +6,7 @@ from casckpt.errors import Refused
 
 
 def split_folder(folder: str) -> list[str]:
-    """The parts of a folder ("" is the store itself), else `Refused`."""
+    """Return the parts of a folder ("" is the store itself), else `Refused`."""
     parts = folder.split("/") if folder else []
     if any(not part or part.startswith(".") or "\0" in part for part in parts):
         raise Refused(f"not a key of a store: {folder[:300]!r}; only names without a leading dot are used")
@@ -14,7 +14,7 @@ def split_folder(folder: str) -> list[str]:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """(folder, name) of an object, else `Refused`."""
+    """Return (folder, name) of an object, else `Refused`."""
     parts = split_folder(key)
     if not parts:
         raise Refused("the empty string is not a key of a store")

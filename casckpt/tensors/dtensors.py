@@ -1,4 +1,4 @@
-"""Which elements of the whole a DTensor's local tensor is, for every mesh and placement.
+"""Regions of a DTensor's local tensor in the whole, for every mesh and placement.
 
 Computed per dimension as the list of indices that this rank holds: each mesh dimension that shards it takes its chunk
 of what the ones before it left. A strided shard (FSDP2 over tensor parallelism) comes after the mesh dimensions to its
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from casckpt.errors import InvalidInput
-from casckpt.format.extents import Ints
+from casckpt.format.columns import Ints
 from casckpt.format.regions import Box, Shape
 
 if TYPE_CHECKING:
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Is it a DTensor? Asked without importing torch.distributed: where that is not loaded, there is none."""
+    """Tell whether it is a DTensor, without importing torch.distributed: if that is not loaded, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this process behind a tensor."""
+    """Return the local tensor of a DTensor; any other tensor as it is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_boxes(key: str, tensor: DTensor) -> list[tuple[Box, Box]]:
-    """(box of the whole tensor, box of the local one) for each piece that this rank holds; none if it holds nothing.
+    """List (box of the whole tensor, box of the local one) of each piece that this rank holds, if any.
 
     Raises InvalidInput for placements that are no plain parts of a whole (Partial).
     """
@@ -77,7 +77,7 @@ def check_added_up(key: str, tensor: DTensor) -> None:
 
 
 def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:
-    """(global box, local box) for every combination of consecutive runs of the indices held in each dimension."""
+    """Yield (global box, local box) for every combination of consecutive runs of the indices held in each dimension."""
     runs = [_runs(held) for held in indices]
     found = []
     for combination in product(*runs):
@@ -88,7 +88,7 @@ def boxes_of(indices: Sequence[Ints]) -> list[tuple[Box, Box]]:
 
 
 def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
-    """Indices of one dimension that this rank holds."""
+    """Compute the indices of one dimension that this rank holds."""
     held = np.arange(extent)
     for size, coordinate, _ in _in_order(shards):
         chunk = -(-len(held) // size)  # torch.chunk: equal chunks, the last ones short or empty
@@ -97,7 +97,7 @@ def _held(extent: int, shards: Sequence[tuple[int, int, int]]) -> Ints:
 
 
 def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The order in which mesh dimensions really cut: a strided shard after those that its split factor counts."""
+    """Order mesh dimensions as they really split: a strided shard after those that its split factor counts."""
     order: list[tuple[int, int, int]] = []
     for shard in reversed(shards):
         at, counted = 0, 1
@@ -111,7 +111,7 @@ def _in_order(shards: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, in
 
 
 def _runs(held: Ints) -> list[tuple[int, int, int]]:
-    """(first index, position, count) of each run of consecutive indices."""
+    """Yield (first index, position, count) of each run of consecutive indices."""
     if not len(held):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(held) != 1) + 1])

@@ -12,7 +12,7 @@ from casckpt.format import dtypes
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The stored name. Raises InvalidInput for what cannot be stored."""
+    """Return the stored name. Raises InvalidInput for what cannot be stored."""
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes.DTYPES:
         raise InvalidInput(f"tensors of {dtype} cannot be stored")
@@ -21,7 +21,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a stored name. Raises Unsupported if this torch lacks it."""
+    """Return the dtype of a stored name. Raises Unsupported if this torch lacks it."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise Unsupported(f"torch {torch.__version__} has no dtype {name}; load with a newer torch")
@@ -30,7 +30,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @cache
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Can torch convert one dtype to the other, with no part of a number left out?"""
+    """Tell whether torch can convert one dtype to the other without dropping a part of a number."""
     if source.is_complex and not target.is_complex:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Sharded tensors of other libraries, known by their attributes, no import needed: which elements they hold.
+"""Sharded tensors of other libraries, recognised by their attributes without an import, and the elements they hold.
 
 Megatron style: ``data`` of ``local_shape``, at ``global_offset`` in ``global_shape``, behind ``prepend_axis_num`` axes
 of extent 1 that the data lacks; with a ``flattened_range``, only that slice of the flattened part, as 1-d data.
@@ -26,22 +26,22 @@ _MEGATRON = ("key", "data", "replica_id", "local_shape", "global_shape", "global
 
 
 def is_megatron_tensor(value: Any) -> bool:
-    """Is it a Megatron-style ShardedTensor: ours, or Megatron-core's own?"""
+    """Tell whether it is a Megatron-style ShardedTensor: ours, or Megatron-core's own."""
     return not isinstance(value, torch.Tensor | type) and all(hasattr(value, name) for name in _MEGATRON)
 
 
-class Parts(NamedTuple):
-    """What a sharded tensor is, and the parts of it that this process holds, maybe none."""
+class LocalParts(NamedTuple):
+    """A sharded tensor and the parts of it that this process holds, if any."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     shards: list[Shard]
 
 
-def parts_of(key: str, value: torch.Tensor) -> Parts | None:
-    """Those of a ShardedTensor or a ShardedFlatTensor; None for any other tensor.
+def parts_of(key: str, value: torch.Tensor) -> LocalParts | None:
+    """Return the parts of a ShardedTensor or a ShardedFlatTensor; None for any other tensor.
 
-    Raises InvalidInput for one that does not know yet how it is sharded, or whose numbers do not fit its data.
+    Raises InvalidInput if its sharding is not yet known, or if its numbers do not fit its data.
     """
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return None
@@ -49,7 +49,7 @@ def parts_of(key: str, value: torch.Tensor) -> Parts | None:
         if callable(getattr(value, "local_shards", None)):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # all of it is deprecated, which the caller knows
-                return Parts(tuple(value.size()), value.dtype, _boxes_of(value))
+                return LocalParts(tuple(value.size()), value.dtype, _boxes_of(value))
         if not hasattr(type(value), "unsharded_flattened_offsets"):
             return None
         flat: Any = value
@@ -57,7 +57,7 @@ def parts_of(key: str, value: torch.Tensor) -> Parts | None:
             raise InvalidInput("it does not know how it is sharded: call its mark_as_sharded() first")
         ranges = list(flat.unsharded_flattened_offsets)
         shard = Shard(flat.sharded_data, flat.unsharded_shape, flat=ranges)
-        return Parts(shard.global_shape, shard.data.dtype, [shard])
+        return LocalParts(shard.global_shape, shard.data.dtype, [shard])
     except InvalidInput as error:
         raise InvalidInput(f"{key!r}: {error}", key=key) from error
 
@@ -75,13 +75,13 @@ def _boxes_of(sharded: Any) -> list[Shard]:
 
 
 def flat_range(tensor: Any) -> range | None:
-    """The elements of the flattened part that a Megatron-style tensor holds; None for all of them, in their shape."""
+    """Return the flat range of its part that a Megatron-style tensor holds; None for all of it, in its shape."""
     flat = getattr(tensor, "flattened_range", None)
     return None if flat is None else range(prod(tensor.local_shape))[flat]
 
 
 def megatron_region(tensor: Any) -> Region:
-    """The elements that a Megatron-style tensor holds. Raises InvalidInput if they do not lie in its global shape."""
+    """Return the region of a Megatron-style tensor. Raises InvalidInput if it does not lie in its global shape."""
     box = Box(tuple(tensor.global_offset), (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape))
     if not box.inside(full_box(tuple(tensor.global_shape))):
         raise InvalidInput(
@@ -94,14 +94,14 @@ def megatron_region(tensor: Any) -> Region:
 
 
 def megatron_data(tensor: Any, data: Any) -> torch.Tensor:
-    """``data`` for a Megatron-style tensor, without a copy: in the shape of its box, or flat."""
+    """View ``data`` of a Megatron-style tensor without a copy: in the shape of its box, or flat."""
     local = local_of(data).detach()
     as_it_is = flat_range(tensor) is not None or not tensor.prepend_axis_num
     return local if as_it_is else local[(None,) * tensor.prepend_axis_num]
 
 
 def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -> Shard:
-    """The same as a `Shard`, of its own data or of other data of that shape. Raises InvalidInput if there is none."""
+    """Convert to a `Shard`, of its own data or of other data of that shape. Raises InvalidInput if there is no data."""
     found = tensor.data if data is None else data
     if found is None:
         raise InvalidInput(f"{tensor.key!r} has no data (None); give its tensor", key=tensor.key)
@@ -120,7 +120,7 @@ def megatron_shard(tensor: Any, data: Any = None, *, replicated: bool = False) -
 
 
 def part_shape(shape: Shape, stored: Shape) -> Shape | None:
-    """The shape of the parts of a tensor of ``shape`` that is stored as ``stored``; None if it is not stored so.
+    """Return the shape of the parts of a tensor of ``shape`` stored as ``stored``; None if it is not stored in parts.
 
     Megatron-core up to 0.15 stores flat tensors of shape [X, Y], in parts of [x, y], as [X/x, Y/y, x*y].
     """

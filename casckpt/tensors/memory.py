@@ -29,7 +29,7 @@ class Memory(Protocol):
         """Bytes of an element."""
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """The bytes of elements [lo, hi) in place; None if they do not lie together in host memory."""
+        """View the bytes of elements [lo, hi) in place; None if they are not contiguous in host memory."""
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
         """Copy elements [lo, hi) into ``buffer``, which has just their size."""
@@ -44,7 +44,7 @@ class BufferMemory:
         self._data = memoryview(data).cast("B")
 
     def view(self, lo: int, hi: int) -> memoryview:
-        """The bytes in place."""
+        """View the bytes in place."""
         return self._data[lo:hi]
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
@@ -65,7 +65,7 @@ class TensorMemory:
         return host_array(self.data)
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """The bytes in place."""
+        """View the bytes in place."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
@@ -95,7 +95,7 @@ class TensorMemory:
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copy between buffers of equal size, letting other threads run, which assignment between memoryviews does not."""
+    """Copy between buffers of equal size without the GIL, which assignment between memoryviews would hold."""
     if len(source) < 1 << 14:
         target[:] = source
     else:
@@ -103,7 +103,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def tensor_bytes(data: torch.Tensor) -> memoryview | None:
-    """The bytes of a tensor in place: a writable view of memory that the tensor must outlive; None if they lie apart.
+    """View the bytes of a tensor in place, writable; the tensor must outlive it. None if they are not contiguous.
 
     By address, since not every dtype can be viewed as bytes by torch.
     """
@@ -119,7 +119,7 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Does it begin where elements of ``dtype`` may?
+    """Tell whether it begins at an address where elements of ``dtype`` may lie.
 
     What is stored as bytes may lie anywhere in a blob, and torch's copies of 16 bytes at once crash elsewhere.
     """
@@ -131,12 +131,12 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_bits(data: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of their size: torch has copies for these, and they keep every bit of a NaN."""
+    """View the elements as integers of their size: torch can copy these, and they keep every bit of a NaN."""
     return data.view(BITS.get(data.element_size(), data.dtype))
 
 
 def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
-    """The elements in place as `as_bits` has them; None if they are not in host memory, or not as they are read.
+    """View the elements in place like `as_bits`; None if they are not in host memory, or not as they are read.
 
     For copies by one thread, whose turn it is: torch shares each small copy among threads of its own, beside those
     that load or save others.
@@ -146,7 +146,7 @@ def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
 
 
 def note_write(data: torch.Tensor) -> None:
-    """Tell autograd of a write that passes torch by: it refuses to use the new values where it had saved the old ones.
+    """Tell autograd of a write that bypasses torch, so that it refuses to use values that it saved before.
 
     All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor.
     """
@@ -155,7 +155,7 @@ def note_write(data: torch.Tensor) -> None:
 
 
 def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
-    """The view of ``data`` that a box (relative to it) names."""
+    """Return the view of ``data`` that a box (relative to it) selects."""
     for dim, (start, extent) in enumerate(zip(box.offset, box.shape, strict=True)):
         if extent != data.shape[dim]:
             data = data.narrow(dim, start, extent)
@@ -163,7 +163,7 @@ def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 class Destination:
-    """Where a load puts a piece: the local data of one region of a tensor.
+    """The target of a load: the local data of one region of a tensor.
 
     ``box``, ``lo``, ``hi``: the region. ``data``: a tensor of the box's shape, or flat if it is a part of it. Another
     dtype than the stored one converts. ``part_of``: a DTensor whose local data it is.
@@ -180,7 +180,7 @@ class Destination:
         self._bytes = tensor_bytes(self._data) if self._data.dtype == stored else None
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """The bytes of elements [lo, hi) of the local data, in place; None if they must be copied in."""
+        """View the bytes of elements [lo, hi) of the local data in place; None if they must be copied in."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def note_write(self) -> None:
@@ -190,7 +190,7 @@ class Destination:
             note_write(self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Copy what ``buffer``, which holds the elements of ``region``, has of this piece."""
+        """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
         self._target.copy_in(region, buffer)
 
     @cached_property
@@ -230,7 +230,7 @@ class _Arrays:
 
 
 def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """The boxes that a region is made of, and their elements in ``data``."""
+    """Yield the boxes that make up a region, and their elements in ``data``."""
     if region.is_whole and tuple(data.shape) == region.box.shape:
         return [(region.box, data)]
     flat = data.view(-1)  # a part of a box is held flat; the front end made sure of it
@@ -239,7 +239,7 @@ def _pieces(region: Region, data: torch.Tensor) -> list[tuple[Box, torch.Tensor]
 
 
 def _pairs(region: Region, held: T, targets: Sequence[tuple[Box, T]]) -> Iterator[tuple[T, T]]:
-    """(target, source) views of the elements that are in both. ``held``: those of ``region``, flat."""
+    """Yield (target, source) views of the elements that are in both. ``held``: those of ``region``, flat."""
     for box, start in flat_boxes(region):
         source = held[start - region.lo : start - region.lo + box.numel].reshape(box.shape)
         for target_box, target in targets:

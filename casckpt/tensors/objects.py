@@ -22,7 +22,7 @@ _RECORD: Final = re.compile(
 
 
 def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill | None = None) -> tuple[bytes, bool]:
-    """(bytes, pickled) of the leaf ``key``.
+    """Encode the leaf ``key``: (bytes, pickled).
 
     Plain data is never pickled. What is not plain is pickled if ``allow_pickle``, else InvalidInput names the place
     inside the value. Long buffers, that of a pickle too, go to ``spill``.
@@ -37,7 +37,7 @@ def encode_object(key: str, value: Any, allow_pickle: bool, spill: plain.Spill |
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Asked before anything is spilled: parts of a value that turns out not to be plain would be left over."""
+    """Check before anything is spilled: parts of a value that turned out not to be plain would be left over."""
     try:
         plain.encode(value, extensions=TORCH_EXTENSIONS, spill=lambda _: 0, where=key)
     except InvalidInput:
@@ -46,7 +46,7 @@ def _is_plain(key: str, value: Any) -> bool:
 
 
 def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load: plain.Load | None = None) -> Any:
-    """The leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for bytes of no use.
+    """Decode the leaf ``key``. Raises InvalidInput for a pickle without ``allow_pickle``, Refused for unusable bytes.
 
     An archive of torch.save that names nothing but tensors and plain data is read without ``allow_pickle`` too.
     """
@@ -58,27 +58,27 @@ def decode_object(key: str, data: bytes, pickled: bool, allow_pickle: bool, load
 
 
 def is_archive(data: bytes | memoryview) -> bool:
-    """Is it what torch.save writes?"""
+    """Tell whether it is an archive as torch.save writes it."""
     return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def read_archive(data: bytes | memoryview) -> Any:
-    """What torch.save wrote, read by torch's restricted unpickler. Raises pickle.UnpicklingError for what that refuses.
+    """Read what torch.save wrote with torch's restricted unpickler. Raises pickle.UnpicklingError if it refuses.
 
-    Bytes of no use raise any of `casckpt.tensors.untrusted.MISREAD`.
+    Unusable bytes raise any of `casckpt.tensors.untrusted.MISREAD`.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def write_archive(value: Any) -> bytes:
-    """What torch.save writes."""
+    """Encode a value as torch.save does."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
 
 
 def is_only_torchs(archive: bytes) -> bool:
-    """Are all records those of torch.save, of whatever version, and is there no byte behind them?"""
+    """Tell whether all records are those of torch.save, of any version, with no byte after them."""
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
@@ -88,7 +88,7 @@ def is_only_torchs(archive: bytes) -> bool:
 
 
 def refused_name(error: pickle.UnpicklingError) -> str:
-    """What torch's restricted unpickler did not take, out of the page that it says."""
+    """Extract the name that torch's restricted unpickler refused from its long message."""
     found = re.search(r"GLOBAL (\S+) was not", str(error))
     return f"it holds {found[1]}" if found else str(error).partition("\n")[0][:200]
 

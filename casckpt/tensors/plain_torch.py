@@ -41,7 +41,7 @@ def _device(payload: Any) -> torch.device:
 
 
 def _refusing(kind: type, what: str, hint: str) -> Extension:
-    """A type that is never stored, with a hint of its own."""
+    """Make a codec for a type that is never stored, with its own hint."""
 
     def to_plain(value: Any) -> NoReturn:
         raise Unfit(what, hint)

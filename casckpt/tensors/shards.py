@@ -1,10 +1,10 @@
-"""Leaves of a state as pieces: which regions of which global tensor this process holds, and where the data is."""
+"""Leaves of a state as pieces: the regions of each global tensor that this process holds, and their data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -20,8 +20,6 @@ from casckpt.tensors.values import Shard
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Leaf: TypeAlias = "torch.Tensor | Shard | Sequence[Shard]"
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -33,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What this process holds of one tensor. ``shape``: of the whole. ``pieces`` may be none.
+    """The part of one tensor that this process holds. ``shape``: of the whole. ``pieces`` may be none.
 
     ``replicated``: by construction the same on all of its holders, so that they may share the writing.
     """
@@ -46,7 +44,7 @@ class LocalTensor:
 
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
-    """The pieces of a leaf. Raises InvalidInput, naming the key, for what has no bytes of its own."""
+    """Return the pieces of a leaf. Raises InvalidInput, naming the key, for a tensor without bytes of its own."""
     if is_dtensor(leaf):
         return _from_dtensor(key, leaf)
     if isinstance(leaf, torch.Tensor):
@@ -108,7 +106,7 @@ def _shard_pieces(shard: Shard) -> list[Piece]:
 
 
 def check_storable(key: str, data: torch.Tensor) -> None:
-    """Raise InvalidInput for a tensor whose bytes cannot be stored as they are, saying what to do."""
+    """Raise InvalidInput, saying what to do, for a tensor whose bytes cannot be stored as they are."""
     problem = _problem(data)
     if problem:
         raise InvalidInput(f"{key!r}: {problem}", key=key)
@@ -135,7 +133,7 @@ def _problem(data: torch.Tensor) -> str | None:
 
 
 def check_in_place(key: str, leaf: Any) -> None:
-    """Raise InvalidInput for a flat `Shard` whose data only a copy could hold flat: a load would fill the copy."""
+    """Raise InvalidInput for a flat `Shard` whose data cannot be viewed flat: a load would fill a copy."""
     for shard in _shards(key, leaf):
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):

@@ -31,14 +31,14 @@ class Staging:
         return self._arena.nbytes
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have room for a copy of ``tensors``, in memory that was touched already."""
+        """Reserve memory for a copy of ``tensors``, and touch it."""
         before = self.nbytes
         self._grow(sum(_room(data) for data in _distinct(tensors).values()), _on_gpu(tensors))
         if self.nbytes != before:
             self._arena.zero_()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies of the same bits, made when it returns. What is given twice is copied once."""
+        """Return contiguous copies of the same bits, complete on return. A tensor given twice is copied once."""
         distinct = _distinct(tensors)
         self._grow(sum(_room(data) for data in distinct.values()), _on_gpu(tensors))
         copies: dict[_Same, torch.Tensor] = {}
@@ -53,7 +53,7 @@ class Staging:
         return [copies[_same(data)] for data in tensors]
 
     def _view(self, data: torch.Tensor, start: int) -> torch.Tensor:
-        """Room for ``data`` in the arena."""
+        """Return room for ``data`` in the arena."""
         if not data.numel():
             return torch.empty(data.shape, dtype=data.dtype, device="cpu")
         return self._arena[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape)
@@ -90,14 +90,14 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> dict[_Same, torch.Tensor]:
 
 
 def _same(data: torch.Tensor) -> _Same:
-    """What two tensors have in common that show the same bits in the same way."""
+    """Return a key that is equal for tensors that show the same bits in the same way."""
     return (
         data.device, data.data_ptr(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg(),
     )  # fmt: skip
 
 
 def _room(data: torch.Tensor) -> int:
-    """Bytes in the arena."""
+    """Compute the bytes it takes in the arena."""
     return -(-data.numel() * data.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 

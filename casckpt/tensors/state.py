@@ -1,4 +1,4 @@
-"""A nested state to flat leaves and a tree, and back.
+"""Nested states: into flat leaves and a tree, and back.
 
 Mappings are always descended, lists and tuples only where a tensor (or a `PerRank`) stands below them; every other
 value is one leaf. A Counter or a defaultdict without tensors is one leaf too, so that it comes back as what it is.
@@ -41,14 +41,14 @@ class LeafValue:
 
 @dataclass(frozen=True)
 class FlatState:
-    """The leaves by flat key, in the order of the state, and the tree that puts them back."""
+    """The leaves by flat key, in the order of the state, and the tree that nests them again."""
 
     leaves: dict[str, LeafValue]
     tree: Node
 
 
 def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState:
-    """The leaves and the tree of ``state``, a mapping (or a `PerRank` of one).
+    """Flatten ``state``, a mapping (or a `PerRank` of one), into leaves and a tree.
 
     Tensors are torch.Tensor (DTensor too), `Shard`, a list of `Shard`, Megatron-style sharded tensors and what
     ``is_tensor_like`` says. Nothing is copied. Raises InvalidInput, naming the path, for a state that is no mapping,
@@ -61,12 +61,12 @@ def flatten(state: Any, is_tensor_like: IsTensorLike | None = None) -> FlatState
 
 
 def is_part(value: Any) -> bool:
-    """Does a tensor leaf say which part of a global tensor it is, or may be?"""
+    """Tell whether a tensor leaf says which part of a global tensor it is, or may be."""
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
 def inflate(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
-    """The nested value of a tree; see `casckpt.format.tree.rebuild`."""
+    """Build the nested value of a tree; see `casckpt.format.tree.rebuild`."""
     return tree.rebuild(node, leaf, keep, TORCH_EXTENSIONS)
 
 
@@ -106,9 +106,9 @@ def _check_state(state: Any) -> None:
 
 
 def check_nesting(value: Any, name: str) -> None:
-    """Raise InvalidInput for containers that hold themselves or lie too deep, with the place in what ``name`` says.
+    """Raise InvalidInput for containers that hold themselves or are too deep, with the place inside ``name``.
 
-    For values whose walkers know of neither. Looks into mappings, lists and tuples, into each of them once.
+    For values whose walkers check neither. Visits mappings, lists and tuples, each of them once.
     """
     if isinstance(value, _CONTAINERS):
         _check_nesting(value, name, (), set(), {})
@@ -136,7 +136,7 @@ def _endless(place: str, key: str) -> InvalidInput:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What is a tensor, and what is descended."""
+    """The rules for what is a tensor, and what is a container."""
 
     is_tensor_like: IsTensorLike | None
 
@@ -148,7 +148,7 @@ class _Rules:
         return self.is_tensor_like is not None and self.is_tensor_like(value)
 
     def holds_tensor(self, value: Any) -> bool:
-        """Is a value a tensor or a PerRank, or does one stand below it?"""
+        """Tell whether a value is or contains a tensor or a PerRank."""
         seen: dict[int, Any] = {}  # holds what it names, so that no id is given twice
         waiting = [value]
         while waiting:
@@ -163,7 +163,7 @@ class _Rules:
         return False
 
     def kind(self, value: Any, path: Path) -> str | None:
-        """The kind of container to descend into; None for a leaf."""
+        """Return the kind of a container to descend into; None for a leaf."""
         if isinstance(value, Mapping):
             return self._mapping_kind(value, path)
         if not isinstance(value, list | tuple) or not self.holds_tensor(value):
@@ -199,7 +199,7 @@ def _is_element(key: Any) -> bool:
 
 
 def _factory(value: defaultdict[Any, Any]) -> bytes | None:
-    """An empty defaultdict with the same factory as plain data; None if the factory is not plain."""
+    """Encode an empty defaultdict with the same factory as plain data; None if the factory is not plain."""
     try:
         return plain.encode(defaultdict(value.default_factory))
     except InvalidInput:
@@ -219,7 +219,7 @@ class _Flattener:
         self.open: set[int] = set()
 
     def node(self, value: Any, path: Path, per_rank: bool) -> Node:
-        """The node of a value; its leaves are added."""
+        """Return the node of a value, and add its leaves."""
         if isinstance(value, PerRank):
             return self.node(value.value, path, True)
         is_tensor = self.rules.is_tensor(value)
@@ -252,7 +252,7 @@ _UNFIT = re.compile("[\0\ud800-\udfff]")
 
 
 def check_key(key: str) -> str:
-    """``key`` if a manifest can hold it as the flat key of a leaf, else InvalidInput."""
+    """Return ``key``. Raises InvalidInput if a manifest cannot hold it as the flat key of a leaf."""
     if len(key) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {key[:80]!r}... has {len(key)} characters, more than {MAX_KEY_CHARACTERS}", key=key)
     if _UNFIT.search(key):
@@ -279,7 +279,7 @@ class _Writer:
         self.writes: list[Callable[[], None]] = []
 
     def replaced(self, value: Any, path: Path) -> Any:
-        """What is to stand at ``path``: another value, or the same one with writes collected."""
+        """Return the value for ``path``: another one, or the same one with its writes collected."""
         if isinstance(value, PerRank):
             inner = self.replaced(value.value, path)
             return value if inner is value.value else PerRank(inner)

@@ -1,4 +1,4 @@
-"""What other programs pickled: read so that it runs nothing and takes no memory, and all that a reader may raise."""
+"""Pickles of other programs, read without running code or exhausting memory, and all that a reader may raise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MORE_VALUES, _MOST_VALUES, _MORE_BYTES = 1 << 20, 1 << 26, 4 << 30
 
 @contextmanager
 def misread(refusal: Callable[[str], CasckptError]) -> Iterator[None]:
-    """Around a reader of foreign bytes, and nothing else: what it raises for bytes of no use, as ``refusal(why)``."""
+    """Turn what a reader of foreign bytes raises for unusable bytes into ``refusal(why)``; wrap nothing else in it."""
     try:
         yield
     except CasckptError:  # some are OSErrors or ValueErrors too
@@ -64,7 +64,7 @@ class BoundedUnpickler(pickle._Unpickler):
         )
 
     def find_class(self, module: str, name: str) -> Any:
-        """A name of a pickle. Raises UnpicklingError for one that is not known."""
+        """Resolve a name of a pickle. Raises UnpicklingError for an unknown one."""
         found = self._names.get((module, name))
         if found is None and not self._anything:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
@@ -97,7 +97,7 @@ class BoundedUnpickler(pickle._Unpickler):
         _AS_PYTHON[pickle.FROZENSET[0]](self)
 
     def _check_keys(self, keys: Sequence[Any]) -> None:
-        """A key of nested tuples may take for ever to be hashed, or overflow the stack."""
+        """Check keys: nested tuples may take for ever to hash, or overflow the stack."""
         for key in keys:
             waiting, seen = ([] if type(key) is str else [key]), 0
             while waiting:

@@ -1,4 +1,4 @@
-"""What a user wraps a value in, to say how ranks hold it: `Shard` and `PerRank`."""
+"""Wrappers with which a user says how ranks hold a value: `Shard` and `PerRank`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _box(whole: Shape, offset: Sequence[int] | None, shape: Shape) -> Box:
 
 
 def _ranges(flat: Any) -> tuple[Range, ...]:
-    """One range or several, as pairs."""
+    """Return one range or several as pairs."""
     items = list(flat) if isinstance(flat, Iterable) else [flat]
     if len(items) == 2 and not any(isinstance(item, Sequence) for item in items):
         items = [tuple(items)]

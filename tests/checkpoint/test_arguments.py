@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 
 import casckpt
+from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
+from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions
 from casckpt.errors import Conflict, ForgottenWarning, InvalidInput, NotFound
 from tests.support.repositories import memory
 from tests.support.saves import small
@@ -74,6 +78,52 @@ def test_what_is_no_reference(saved: casckpt.Store, ref: Any) -> None:
 def test_attachments(saved: casckpt.Store, given: Any) -> None:
     with pytest.raises(InvalidInput, match="attachments is a"):
         saved.save({}, step=2, attachments=given)
+
+
+@pytest.mark.parametrize("name", ["save", "save_async", "load", "read", "pre_download"])
+def test_a_misspelt_keyword_is_named_by_the_call(saved: casckpt.Store, name: str) -> None:
+    given: dict[str, Any] = {"step": 2} if name.startswith("save") else {"ref": "default@1"}
+    state: dict[str, Any] = {} if name == "read" else {"state": {}}
+    with pytest.raises(TypeError, match=rf"^Store\.{name}\(\) got an unexpected keyword argument 'allow_pickel'$"):
+        getattr(saved, name)(**state, **given, allow_pickel=True)
+    assert [one.step for one in saved.checkpoints()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    [
+        ("read", "strict"),
+        ("read", "rename"),
+        ("read", "process_group"),
+        ("load", "ranks"),
+        ("load", "alive"),
+        ("pre_download", "unread"),
+        ("pre_download", "verify"),
+    ],
+)
+@pytest.mark.parametrize("state", [{}, {"state": {}}], ids=["no state", "state"])
+def test_a_keyword_of_another_call_is_refused_not_passed_by(
+    saved: casckpt.Store, name: str, keyword: str, state: dict[str, Any]
+) -> None:
+    given = {"load": {"state": {}}, "read": {}, "pre_download": state}[name]
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        getattr(saved, name)(ref="default@1", **given, **{keyword: None})
+
+
+@pytest.mark.parametrize(
+    ("call", "names", "options"),
+    [
+        ("save", SaveArguments, SaveOptions),
+        ("load", LoadArguments, LoadOptions),
+        ("read", ReadArguments, LoadOptions),
+        ("pre_download", MatchArguments, LoadOptions),
+    ],
+)
+def test_every_option_has_a_default_and_stands_in_the_docstring(call: str, names: Any, options: Any) -> None:
+    described = inspect.getdoc(getattr(casckpt.Store, call)) or ""
+    assert [name for name in names.__annotations__ if f"``{name}``" not in described] == []
+    defaults = {one.name for one in fields(options) if one.default is not MISSING}
+    assert names.__annotations__.keys() <= defaults
 
 
 @pytest.mark.parametrize("duration", [-1, 7, "1", float("nan")])

@@ -50,6 +50,7 @@ def test_where_a_store_stands_the_shell_offers_folders(saved: Path) -> None:
     assert CliRunner().invoke(cli, [], env=asked).stdout == "dir,/tm\n"
 
 
+@pytest.mark.process  # click asks the shell for its version
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell_has_its_script(shell: str) -> None:
     result = CliRunner().invoke(cli, [], env={"_CASCKPT_COMPLETE": f"{shell}_source"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import msgspec
@@ -14,24 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Refused
+from casckpt.format.columns import Ints, pack, unpack
 from casckpt.format.extents import (
     DIGEST_BYTES,
-    CellPlace,
     ExtentTable,
-    Ints,
     Packed,
     PackedExtents,
     PackedWhole,
+    StoredCell,
     build,
+    byte_ranges,
     join,
-    pack,
-    unpack,
     unpacked,
     with_blobs,
 )
 from casckpt.format.regions import Box, Region, Shape, full_box, intersect
 from casckpt.plan.cells import plan_cells
-from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions
+from tests.support.geometry import cells_of, digest, elements, full_shapes, partitions, stored_cell
 
 COLUMNS = ("boxes", "box", "lo", "hi", "blob", "offset")
 
@@ -43,7 +43,7 @@ class Case:
     shape: Shape
     itemsize: int
     cell: int
-    cells: list[CellPlace]
+    cells: list[StoredCell]
     blob_sizes: Ints
 
     @property
@@ -63,50 +63,21 @@ def cases(draw: st.DrawFn) -> Case:
     for region in draw(partitions(shape)):
         for one in cells_of(plan_cells(region, shape, cell, None)):
             blob, nbytes = draw(st.integers(0, blobs - 1)), one.numel * itemsize
-            cells.append(CellPlace(one, blob, ends[blob], nbytes, digest(one), draw(st.integers(0, 5)) == 0))
+            cells.append(stored_cell(one, blob, ends[blob], nbytes, digest(one), unhashed=draw(st.integers(0, 5)) == 0))
             ends[blob] += nbytes + draw(st.sampled_from([0, 0, 0, 64]))
     return Case(shape, itemsize, cell, cells, np.array(ends, dtype=np.int64))
-
-
-@given(st.lists(st.integers(0, 2**62), max_size=20))
-def test_a_column_comes_back(values: list[int]) -> None:
-    assert unpack(pack(values)).tolist() == values
-
-
-@pytest.mark.parametrize(("top", "width"), [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**32, 8), (2**62, 8)])
-def test_a_column_is_as_narrow_as_can_be(top: int, width: int) -> None:
-    assert pack([0, top])[0] == width
-    assert len(pack([0, top])) == 1 + 2 * width
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"],
-)
-def test_no_other_bytes_are_a_column(data: bytes) -> None:
-    with pytest.raises(Refused, match="a column of the manifest"):
-        unpack(data)
-
-
-@given(st.binary(max_size=40))
-def test_any_bytes_are_a_column_or_refused(data: bytes) -> None:
-    try:
-        values = unpack(data)
-    except Refused:
-        return
-    assert values.dtype == np.int64
-    assert all(0 <= value <= 2**62 for value in values.tolist())
 
 
 @given(cases())
 def test_a_table_holds_its_cells(case: Case) -> None:
     table = case.table
-    found = [place for row in range(len(table)) for place in table.places(row)]
+    found = list(table.stored_cells())
     assert sorted(found, key=repr) == sorted(case.cells, key=repr)
-    assert len(table.digests) == len(case.cells) == table.cells.sum()
-    assert [next(iter(table.places(row))).region.lo for row in range(len(table))] == table.lo.tolist()
-    assert table.nbytes.sum() == sum(cell.nbytes for cell in case.cells)
-    keys = list(zip(table.box.tolist(), table.lo.tolist(), strict=True))
+    assert len(table.columns.digests) == len(case.cells) == table.cells.sum()
+    assert [next(table.stored_cells([row])).lo for row in range(len(table))] == table.columns.lo.tolist()
+    ranges = byte_ranges([table])
+    assert (ranges[:, 2] - ranges[:, 1]).sum() == sum(cell.nbytes for cell in case.cells)
+    keys = list(zip(table.columns.box.tolist(), table.columns.lo.tolist(), strict=True))
     assert keys == sorted(keys)
     assert table.boxes[0] == full_box(case.shape)
 
@@ -118,14 +89,14 @@ def test_a_table_comes_back(case: Case) -> None:
     again = case.unpacked(msgspec.msgpack.decode(wire, type=Packed))
     assert again.packed() == table.packed()
     assert again.boxes == table.boxes
-    for name in ("box", "lo", "hi", "blob", "offset", "digests", "unhashed"):
-        assert np.array_equal(getattr(again, name), getattr(table, name))
+    for name in table.columns._fields:
+        assert np.array_equal(getattr(again.columns, name), getattr(table.columns, name))
 
 
 def test_cells_that_follow_each_other_are_one_extent() -> None:
     box = full_box((100,))
     cells = [
-        CellPlace(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10)))
+        stored_cell(Region(box, lo, lo + 10), 0, 4096 + lo, 10, digest(Region(box, lo, lo + 10)))
         for lo in range(0, 100, 10)
     ]
     table = build((100,), 1, 10, cells[::-1])
@@ -140,7 +111,7 @@ def test_an_extent_takes_at_most_60_bytes_beside_its_digests() -> None:
     cells = []
     for row in range(rows):
         region = Region(Box((row << 20, 7), (1 << 20, 50)), 0, 10)
-        cells.append(CellPlace(region, row * 1000, (1 << 30) - 64 * row, 10, digest(region)))
+        cells.append(stored_cell(region, row * 1000, (1 << 30) - 64 * row, 10, digest(region)))
     packed = build(shape, 1, 1 << 20, cells).packed()
     assert len(msgspec.msgpack.encode(packed)) <= rows * (60 + DIGEST_BYTES)
 
@@ -149,20 +120,20 @@ def test_a_boundary_off_the_grid_begins_an_extent() -> None:
     box = full_box((30,))
     ends = [0, 10, 15, 20, 30]
     cells = [
-        CellPlace(Region(box, lo, hi), 0, 4096 + lo, hi - lo, digest(Region(box, lo, hi))) for lo, hi in pairwise(ends)
+        stored_cell(Region(box, lo, hi), 0, 4096 + lo, hi - lo, digest(Region(box, lo, hi)))
+        for lo, hi in pairwise(ends)
     ]
     table = build((30,), 1, 10, cells)
     assert [(row.lo, row.hi) for row in map(table.region, range(len(table)))] == [(0, 15), (15, 30)]
-    assert [place for row in range(len(table)) for place in table.places(row)] == cells
+    assert list(table.stored_cells()) == cells
 
 
 def _check_inside(case: Case, table: ExtentTable) -> None:
     """Nothing in it points outside the tensor, a box, a blob or the digests, and no element of a box stands twice."""
     tensor = full_box(case.shape)
     assert all(box.inside(tensor) for box in table.boxes)
-    assert (
-        len({len(column) for column in (table.box, table.lo, table.hi, table.blob, table.offset, table.unhashed)}) == 1
-    )
+    box, lo, hi, blob, offset, _, unhashed = table.columns
+    assert {len(box), len(lo), len(hi), len(blob), len(offset), len(unhashed)} == {len(table)}
     seen: dict[Box, set[int]] = {}
     for row in range(len(table)):
         region = table.region(row)
@@ -171,7 +142,7 @@ def _check_inside(case: Case, table: ExtentTable) -> None:
         assert not inside & seen.setdefault(region.box, set())
         seen[region.box] |= inside
         assert len(elements(region, case.shape)) == region.numel
-        for place in table.places(row):
+        for place in table.stored_cells([row]):
             assert place.offset >= 4096
             assert place.offset + place.nbytes <= case.blob_sizes[place.blob]
 
@@ -293,7 +264,7 @@ def test_overlapping_extents_of_one_box_are_refused() -> None:
 def test_the_extents_of_a_built_table_are_disjoint() -> None:
     box = Box((0, 1), (4, 2))
     cells = [
-        CellPlace(region, 0, 4096, region.numel, digest(region))
+        stored_cell(region, 0, 4096, region.numel, digest(region))
         for region in (Region(box, 0, 8), Region(full_box((4, 4)), 0, 1))
     ]
     table = build((4, 4), 1, 256, cells)
@@ -304,9 +275,9 @@ def test_the_extents_of_a_built_table_are_disjoint() -> None:
 @given(cases())
 def test_the_long_form_of_a_whole_tensor_says_the_same(case: Case) -> None:
     short, long = case.unpacked(case.table.packed()), case.unpacked(case.table.packed_columns())
-    assert [list(short.places(row)) for row in range(len(short))] == [
-        list(long.places(row)) for row in range(len(long))
-    ]
+    numel = prod(case.shape)
+    assert list(short.extents_in(0, 0, numel)) == list(long.extents_in(0, 0, numel))
+    assert list(short.stored_cells()) == list(long.stored_cells())
 
 
 @pytest.mark.parametrize(
@@ -344,10 +315,10 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
         return
     numbers = np.array([7, 5, 6], dtype=np.int64)
     joined = join([with_blobs(table, numbers) for table in tables])
-    found = [place._replace(blob=place.blob - 5) for row in range(len(joined)) for place in joined.places(row)]
+    found = [place._replace(blob=place.blob - 5) for place in joined.stored_cells()]
     want = [place._replace(blob=(2, 0, 1)[place.blob]) for place in case.cells]
     assert sorted(found, key=repr) == sorted(want, key=repr)
-    keys = list(zip(joined.box.tolist(), joined.lo.tolist(), strict=True))
+    keys = list(zip(joined.columns.box.tolist(), joined.columns.lo.tolist(), strict=True))
     assert keys == sorted(keys)
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import Damaged, InvalidInput, Refused
+from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import pack
 from casckpt.format.manifest import (
     MAGIC,
     MAX_BLOB_BYTES,
@@ -22,11 +22,11 @@ from casckpt.format.manifest import (
     TENSOR,
     Attachment,
     BlobRef,
-    Body,
-    Entry,
+    BlobUploaders,
     Manifest,
+    ManifestBody,
     ObjectEntry,
-    Places,
+    StreamEntry,
     decode,
     encode,
     encode_metadata,
@@ -43,7 +43,7 @@ UPLOADERS = [TxId(f"20260102T030405000000Z-{n:016x}-{n:016x}-{n}") for n in rang
 BLOBS = [BlobRef(BlobHash(f"{n:064x}"), 4096 + 5000 * n, UPLOADERS[n % 2], worn=n == 2) for n in range(3)]
 
 
-def body(**fields: Any) -> tuple[Body, Places]:
+def body(**fields: Any) -> tuple[ManifestBody, BlobUploaders]:
     """A manifest of one tensor of two cells, a part, an object and an attachment."""
     shape = (300,)
     cells = [Region(full_box(shape), 0, 256), Region(full_box(shape), 256, 300)]
@@ -70,14 +70,14 @@ def body(**fields: Any) -> tuple[Body, Places]:
         "attachments": [Attachment("a.txt", b"hello")],
         "tree": encode_tree(Container("dict", (("w", Leaf("tensor")), ("o", Leaf("object"))))),
     }
-    return Body(**(values | fields)), places
+    return ManifestBody(**(values | fields)), places
 
 
 def data() -> tuple[ManifestId, bytes]:
     return encode(*body())
 
 
-def _through(want: Body, places: Places) -> Manifest:
+def _through(want: ManifestBody, places: BlobUploaders) -> Manifest:
     found, raw = encode(want, places)
     return decode(raw, found)
 
@@ -86,7 +86,7 @@ def _use(manifest: Manifest) -> None:
     """Look at all of it, as gc, load, diff and show do. Raises Refused at most."""
     for entry in manifest.body.entries:
         table = manifest.extents(entry)
-        places = [place for row in range(len(table)) for place in table.places(row)]
+        places = list(table.stored_cells())
         assert all(place.offset + place.nbytes <= int(manifest.blob_sizes[place.blob]) for place in places)
         assert entry.nbytes >= 0
     for ref in manifest.blobs:
@@ -113,7 +113,7 @@ def test_a_manifest_comes_back() -> None:
 
 def test_the_id_is_of_the_body_alone() -> None:
     want, _ = body()
-    moved = Places(uploaders=[UPLOADERS[0]], index=pack([0, 0, 0]))
+    moved = BlobUploaders(uploaders=[UPLOADERS[0]], index=pack([0, 0, 0]))
     found, raw = encode(want, moved)
     assert found == data()[0]
     assert raw != data()[1]
@@ -208,12 +208,16 @@ def test_forged_fields_are_refused_or_harmless(data_: st.DataObject) -> None:
         {"cell_bytes": 0},
         {"cell_bytes": 4097},
         {"cell_bytes": 2 << 30},
-        {"entries": [Entry("tensor", "w", 0, None, "float7", (1,), msgspec.Raw(b"\xc0"))]},
-        {"entries": [Entry("blob", "w", 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))]},
-        {"entries": [Entry("tensor", "w", 0, None, "uint8", (-1,), msgspec.Raw(b"\xc0"))]},
-        {"entries": [Entry("tensor", "w", 0, None, "uint8", (2**63,), msgspec.Raw(b"\xc0"))]},
-        {"entries": [Entry("tensor", "w" * (MAX_KEY_CHARACTERS + 1), 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))]},
-        {"entries": [Entry("attachment", "../up", 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))]},
+        {"entries": [StreamEntry("tensor", "w", 0, None, "float7", (1,), msgspec.Raw(b"\xc0"))]},
+        {"entries": [StreamEntry("blob", "w", 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))]},
+        {"entries": [StreamEntry("tensor", "w", 0, None, "uint8", (-1,), msgspec.Raw(b"\xc0"))]},
+        {"entries": [StreamEntry("tensor", "w", 0, None, "uint8", (2**63,), msgspec.Raw(b"\xc0"))]},
+        {
+            "entries": [
+                StreamEntry("tensor", "w" * (MAX_KEY_CHARACTERS + 1), 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))
+            ]
+        },
+        {"entries": [StreamEntry("attachment", "../up", 0, None, "uint8", (1,), msgspec.Raw(b"\xc0"))]},
         {"attachments": [Attachment("a/../../up", b"x")]},
         {"attachments": [Attachment("/etc/passwd", b"x")]},
         {"blobs": msgspec.structs.replace(body()[0].blobs, hashes=b"")},
@@ -230,14 +234,14 @@ def test_fields_outside_the_limits_are_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "places",
     [
-        Places(uploaders=["../../etc"], index=pack([0, 0, 0])),
-        Places(uploaders=[], index=pack([0, 0, 0])),
-        Places(uploaders=[UPLOADERS[0]], index=pack([0, 0, 1])),
-        Places(uploaders=[UPLOADERS[0]], index=pack([0, 0])),
+        BlobUploaders(uploaders=["../../etc"], index=pack([0, 0, 0])),
+        BlobUploaders(uploaders=[], index=pack([0, 0, 0])),
+        BlobUploaders(uploaders=[UPLOADERS[0]], index=pack([0, 0, 1])),
+        BlobUploaders(uploaders=[UPLOADERS[0]], index=pack([0, 0])),
     ],
     ids=named,
 )
-def test_places_outside_the_store_are_refused(places: Places) -> None:
+def test_places_outside_the_store_are_refused(places: BlobUploaders) -> None:
     found, raw = encode(body()[0], places)
     with pytest.raises(Refused, match="is not usable"):
         decode(raw, found)
@@ -245,7 +249,7 @@ def test_places_outside_the_store_are_refused(places: Places) -> None:
 
 def test_extents_that_are_no_table_are_refused_with_their_key() -> None:
     for raw in (b"\xc0", b"\x90", msgspec.msgpack.encode([b""] * 7), b"\xd9"):
-        entry = Entry(TENSOR, "w", 0, None, "uint8", (4,), msgspec.Raw(raw))
+        entry = StreamEntry(TENSOR, "w", 0, None, "uint8", (4,), msgspec.Raw(raw))
         want, places = body(entries=[entry])
         head = msgspec.msgpack.encode(want)
         found, data_ = _forged(head, msgspec.msgpack.encode(places))

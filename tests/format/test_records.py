@@ -25,7 +25,7 @@ from casckpt.format.records import (
     Purged,
     Record,
     Restored,
-    Revoked,
+    RevokedRecord,
     Settings,
     SignOfLife,
     TagRecord,
@@ -60,7 +60,7 @@ EXAMPLES: list[Record] = [
     ),
     SignOfLife(txid=TXID, time=2),
     COMMITTED,
-    Revoked(txid=TXID, time=1, reason="dead"),
+    RevokedRecord(txid=TXID, time=1, reason="dead"),
     Forgotten(txid=TXID, time=1),
     Restored(txid=TXID, time=1),
     Purged(txid=TXID, time=1),
@@ -85,7 +85,7 @@ def test_a_record_comes_back(record: Record) -> None:
 
 @pytest.mark.parametrize("record", EXAMPLES[3:8], ids=lambda record: type(record).__name__)
 def test_a_record_of_a_log_says_what_it_is(record: Record) -> None:
-    kind = FirstRecord if isinstance(record, Committed | Revoked) else LaterRecord
+    kind = FirstRecord if isinstance(record, Committed | RevokedRecord) else LaterRecord
     assert type(decode(encode(record), kind, "key")) is type(record)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from casckpt.format.regions import (
     Region,
     Shape,
     check_shape,
-    contains,
     cut,
     empty,
     flat_boxes,
@@ -26,7 +23,6 @@ from casckpt.format.regions import (
     intersect,
     is_contiguous,
     normalise,
-    runs,
     strides,
     whole,
 )
@@ -63,19 +59,6 @@ def test_flat_boxes_are_the_elements_in_order(case: tuple[Shape, Region]) -> Non
 
 
 @given(_one())
-def test_runs_are_the_elements_in_order(case: tuple[Shape, Region]) -> None:
-    shape, region = case
-    assert [i for lo, hi in runs(region, shape) for i in range(lo, hi)] == elements(region, shape)
-
-
-@given(_one())
-def test_runs_of_a_box_are_as_long_as_can_be(case: tuple[Shape, Region]) -> None:
-    shape, region = case
-    found = list(runs(Region(region.box, 0, region.box.numel), shape))
-    assert all(one[1] < other[0] for one, other in pairwise(found))
-
-
-@given(_one())
 def test_normalise_keeps_the_elements_and_their_order(case: tuple[Shape, Region]) -> None:
     shape, region = case
     normal = normalise(region, shape)
@@ -99,12 +82,6 @@ def test_intersect(case: tuple[Shape, Region, Region]) -> None:
     shape, one, other = case
     found = box_elements(intersect(one, other), shape)
     assert sorted(found) == sorted(set(elements(one, shape)) & set(elements(other, shape)))
-
-
-@given(_two())
-def test_contains(case: tuple[Shape, Region, Region]) -> None:
-    shape, one, other = case
-    assert contains(one, other) == (set(elements(other, shape)) <= set(elements(one, shape)))
 
 
 @given(st.data())

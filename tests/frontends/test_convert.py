@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.format.dtypes import itemsize
-from casckpt.format.manifest import Entry
-from casckpt.frontends import resident, safetensors_export, safetensors_import
+from casckpt.format.manifest import StreamEntry
+from casckpt.frontends import resident
 from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors, look_at
-from casckpt.frontends.safetensors_layout import plan_shards, plan_windows
-from casckpt.frontends.view import Seen
+from casckpt.frontends.safetensors import exporting as safetensors_export
+from casckpt.frontends.safetensors import importing as safetensors_import
+from casckpt.frontends.safetensors.layout import plan_shards, plan_windows
+from casckpt.frontends.view import ViewTensor
 from tests.support.told import Told
 
 Tensors = dict[str, torch.Tensor]
@@ -410,9 +412,9 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 # plans
 
 
-def streams(kinds: list[tuple[str, int]]) -> list[Seen]:
+def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
     return [
-        Seen(f"k{number}", number, Entry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
+        ViewTensor(f"k{number}", number, StreamEntry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
         for number, (dtype, count) in enumerate(kinds)
     ]
 
@@ -421,7 +423,7 @@ some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"
 
 
 @given(given_streams=some_streams, most=st.integers(8, 500), cell=st.sampled_from([8, 64, 1024]))
-def test_windows_hold_every_element_once_in_order(given_streams: list[Seen], most: int, cell: int) -> None:
+def test_windows_hold_every_element_once_in_order(given_streams: list[ViewTensor], most: int, cell: int) -> None:
     windows = list(plan_windows(given_streams, most, cell))
     pieces = [piece for window in windows for piece in window]
     assert all(windows)
@@ -435,7 +437,7 @@ def test_windows_hold_every_element_once_in_order(given_streams: list[Seen], mos
 
 
 @given(given_streams=some_streams, most=st.integers(1, 2000))
-def test_files_hold_every_tensor_once_in_order(given_streams: list[Seen], most: int) -> None:
+def test_files_hold_every_tensor_once_in_order(given_streams: list[ViewTensor], most: int) -> None:
     shards = plan_shards(given_streams, most)
     assert [one for shard in shards for one in shard] == given_streams
     for shard in shards:

@@ -55,6 +55,13 @@ PLAIN: dict[str, Any] = {
 # what is stored is what the native API stores
 
 
+@pytest.mark.parametrize("name", ["allow_pickel", "check_replicas", "process_group", "no_dist"])
+def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
+    options: dict[str, Any] = {name: None}
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        StorageWriter(store, step=1, **options)
+
+
 def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -> None:
     model, optim = trained()
     state = {"model": model.state_dict(), "optim": optim.state_dict()}

@@ -43,7 +43,7 @@ def state_at(step: int, size: int) -> dict[str, Any]:
 
 
 def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> list[int]:
-    """Save over weights that change as soon as they may; the bytes of all tensors after each step."""
+    """Save over weights that change as soon as they may; the bytes of all tensors once each step is saved."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # else it may start none
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # where DCP's processes meet
     forget_plans()
@@ -56,6 +56,7 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         state["step"] = step
         if before is not None:
             before.result()  # DCP wants them one after the other
+            memory.append(held())  # while none runs: what another thread is making must not be looked at
         before = async_save(
             dict(state),
             storage_writer=StorageWriter(store, run=kind, step=step),
@@ -66,8 +67,8 @@ def in_background(rank: int, size: int, path: Path, kind: str, cached: bool) -> 
         )
         with torch.no_grad():
             state["moving"].fill_(-1)
-        memory.append(held())
     before.result()
+    memory.append(held())
     if kind == "process":
         _refused_in_memory(rank)
         _end_process()
@@ -109,7 +110,7 @@ def _end_process() -> None:
 @pytest.mark.parametrize(("kind", "cached"), [("thread", False), ("thread", True), ("process", False)])
 def test_each_step_is_as_it_was_when_it_was_saved(ranks: Pool, store_path: Path, kind: str, cached: bool) -> None:
     for memory in ranks.run(2, in_background, store_path, kind, cached):
-        # two copies of its half are in flight at times; one that each step left behind would be five of them by then
+        # one copy of its half that each step left behind would be five of them by then
         assert min(memory[-3:]) - memory[2] < SIZE, memory
     store = casckpt.open(store_path)
     for step in range(STEPS):

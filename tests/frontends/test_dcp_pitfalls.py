@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, Mismatch, StorageError
 from casckpt.frontends.dcp import StorageReader, StorageWriter
-from casckpt.frontends.dcp.session import Session
+from casckpt.frontends.dcp.session import WriterSession
 from casckpt.repository import manifests
 from tests.support.chunks import Chunks, half
 from tests.support.dcp import causes, failed, failure, forget_plans, load, save
@@ -124,15 +124,15 @@ def test_03_a_failed_writer_thread_fails_the_save(store_path: Path) -> None:
 
 
 def test_03_a_planned_value_without_a_result_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish = Session.finish
+    finish = WriterSession.finish
 
-    def losing(self: Session, metadata: Any, results: Any) -> None:
+    def losing(self: WriterSession, metadata: Any, results: Any) -> None:
         assert self._written is not None
         stored = replace(self._written.stored, objects=[])
         self._written = replace(self._written, stored=stored)
         finish(self, metadata, [])
 
-    monkeypatch.setattr(Session, "finish", losing)
+    monkeypatch.setattr(WriterSession, "finish", losing)
     error = failure(lambda: save({"a": torch.ones(2), "b": 3}, StorageWriter(store, step=1)))
     assert "'b' was planned, but no rank stored it" in str(causes(error)[0])
     assert store.checkpoints() == []

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
+from casckpt.store.store import Store
 from tests.support.training import identical
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
-from casckpt.checkpoint import prepare
+from casckpt.checkpoint.saving import prepare
 from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused
 from casckpt.format.tree import OBJECT, Container, Leaf, Node, encode_tree
 from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
@@ -48,7 +48,7 @@ def test_bent_inputs_end_well_or_in_our_errors(tmp_path: Path, kind: str) -> Non
     assert sum(Bender(kind, tmp_path, 0).outcomes(40).values()) == 40
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 def test_thousands_of_bent_inputs_within_four_gib(kind: str, seed: int) -> None:

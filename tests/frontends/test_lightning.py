@@ -20,12 +20,12 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, Conflict, NotFound, StorageError
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.saves import small_folder, steps
 from tests.support.training import identical

@@ -12,10 +12,10 @@ import torch
 from torch import nn, optim
 
 import casckpt
-from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
 from casckpt.frontends.convert import import_safetensors
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.store.store import Store
 from tests.support.saves import small, small_folder
 from tests.support.training import identical
 

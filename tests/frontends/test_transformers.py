@@ -21,10 +21,10 @@ hub: Any = pytest.importorskip("transformers", reason="needs casckpt[transformer
 pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
-from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.frontends.training_state import load_model_and_optim_state, save_model_and_optim_state
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
+from casckpt.store.store import Store
 from tests.support.hub import check_loads, export, gpt2, trained
 from tests.support.ranks import outcome_of
 from tests.support.saves import steps

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError, InvalidInput, MissingKey
 from casckpt.frontends.view import Rules, View, view_of
 from casckpt.repository import manifests
+from casckpt.store.store import Store
 
 W = torch.ones(2)
 OPTIMIZER = {"state": {0: {"exp_avg": W, "step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}

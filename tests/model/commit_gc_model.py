@@ -378,9 +378,10 @@ class Model:
         todo, deleted = deque([first]), set[str]()
         while todo:
             state = todo.pop() if deep else todo.popleft()
-            for label, new in self.steps(state):
+            for label, found in self.steps(state):
                 if " DELETES " in label:
                     deleted.add(label.split()[-1])
+                new = _in_order(found)
                 if new in came_from:
                     continue
                 came_from[new] = (label, state)
@@ -390,6 +391,11 @@ class Model:
             if len(came_from) > limit:
                 return Verdict("LIMIT", len(came_from), deleted)
         return Verdict("SAFE" if deleted else "VACUOUS", len(came_from), deleted)
+
+
+def _in_order(state: State) -> State:
+    """The same for all states that differ in which gc is which: they all do the same."""
+    return state._replace(gcs=tuple(sorted(state.gcs, key=hash))) if len(state.gcs) > 1 else state
 
 
 def _path(came_from: dict[State, tuple[str, State | None]], state: State) -> list[str]:

@@ -62,7 +62,7 @@ def test_nothing_is_lost(setup: Setup) -> None:
     assert setup.late_start or "M0" in folders, "what is purged is never deleted"
 
 
-@pytest.mark.full
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE.values(), ids=LARGE.keys())
 def test_nothing_is_lost_in_larger_models(setup: Setup) -> None:

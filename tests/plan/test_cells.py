@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.extents import ExtentTable, StoredCell, build
 from casckpt.format.regions import Box, Region, Shape, normalise, whole
-from casckpt.plan.cells import UNKNOWN, Group, plan_cells
+from casckpt.plan.cells import Group, NewCell, plan_cells
 from tests.support.geometry import (
     cells_of,
     columns,
@@ -22,6 +22,7 @@ from tests.support.geometry import (
     partitions,
     regions,
     rows,
+    stored_cell,
     table_of,
 )
 
@@ -46,13 +47,12 @@ def _check_tiling(region: Region, shape: Shape, cell: int, groups: Sequence[Grou
 
 
 def _check_known(groups: Sequence[Group], parent: ExtentTable) -> None:
-    places = {(p.region, p.blob, p.offset): p.digest for row in range(len(parent)) for p in parent.places(row)}
+    places = {(p.region, p.blob, p.offset): p.digest for p in parent.stored_cells()}
     for group in groups:
         for cut in group.cuts:
-            if cut.blob != UNKNOWN:
-                assert places[Region(group.box, cut.lo, cut.hi), cut.blob, cut.offset] == cut.digest
-            else:
-                assert cut.digest is None
+            if isinstance(cut, StoredCell):
+                assert cut.box == group.box
+                assert places[cut.region, cut.blob, cut.offset] == cut.digest
 
 
 @st.composite
@@ -93,7 +93,7 @@ def test_the_same_shards_find_every_cell_again(shape: Shape, cell: int, data: st
     table = table_of(shape, cell, [c for part in parts for c in cells_of(plan_cells(part, shape, cell, None))])
     for part in parts:
         again = plan_cells(part, shape, cell, table)
-        assert all(cut.blob != UNKNOWN for group in again for cut in group.cuts)
+        assert all(isinstance(cut, StoredCell) for group in again for cut in group.cuts)
 
 
 class Saves:
@@ -111,11 +111,11 @@ class Saves:
             for group in plan_cells(part, self.shape, self.cell, self.table):
                 for cut in group.cuts:
                     region = Region(group.box, cut.lo, cut.hi)
-                    if cut.blob == UNKNOWN:
-                        written += region.numel
-                    else:
+                    if isinstance(cut, StoredCell):
                         assert cut.digest == digest(region)
-                    places.append(CellPlace(region, 0, 4096, region.numel, digest(region)))
+                    else:
+                        written += region.numel
+                    places.append(stored_cell(region, 0, 4096, region.numel, digest(region)))
         self.table = build(self.shape, 1, self.cell, places)
         assert sum(p.region.numel for p in places) == whole(self.shape).numel
         return written
@@ -208,7 +208,7 @@ def test_a_parent_that_was_cut_otherwise_is_not_followed() -> None:
     parent = table_of(shape, 20, cells_of(plan_cells(whole(shape), shape, 20, None)))
     groups = plan_cells(whole(shape), shape, 10, parent)
     _check_tiling(whole(shape), shape, 10, groups)
-    assert all(cut.blob == UNKNOWN for group in groups for cut in group.cuts)
+    assert all(isinstance(cut, NewCell) for group in groups for cut in group.cuts)
 
 
 def test_small_and_empty() -> None:

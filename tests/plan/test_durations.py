@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from casckpt.errors import InvalidInput
-from casckpt.plan.durations import Duration, seconds_of
+from casckpt.plan.durations import Duration, format_duration, seconds_of
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,12 @@ def test_what_is_longer_than_any_clock_reckons_is_refused(long: Duration) -> Non
     assert seconds_of("36500d") == 36500 * 86400
     with pytest.raises(InvalidInput, match=r"keep-within: .* too long a time: give 36500d or less"):
         seconds_of(long, "keep-within")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (90, "90s"), (1.5, "1.5s"), (900, "15m"), (7200, "2h"), (86400, "1d"), (90000, "25h"), (604800, "7d")],
+)
+def test_seconds_are_written_as_they_are_read(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+    assert seconds_of(format_duration(seconds)) == seconds

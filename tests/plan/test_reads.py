@@ -34,7 +34,7 @@ def _all_elements(units: Sequence[Unit], shape: Shape) -> list[int]:
 @given(full_shapes, st.data())
 def test_verified_units_are_the_cells_that_hold_what_is_wanted(shape: Shape, data: st.DataObject) -> None:
     table, wanted = data.draw(tables(shape)), data.draw(regions(shape))
-    cells = {(p.region, p.blob, p.offset, p.nbytes): p.digest for row in range(len(table)) for p in table.places(row)}
+    cells = {(p.region, p.blob, p.offset, p.nbytes): p.digest for p in table.stored_cells()}
     units = list(plan_units(table, wanted, verify=True))
     for unit in units:
         assert cells[unit.region, unit.blob, unit.offset, unit.nbytes] == unit.digest
@@ -71,11 +71,13 @@ def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
         found = [
             row
             for row in range(len(table))
-            if table.region(row).box == unit.box and table.lo[row] <= unit.lo and unit.hi <= table.hi[row]
+            if table.region(row).box == unit.box
+            and table.columns.lo[row] <= unit.lo
+            and unit.hi <= table.columns.hi[row]
         ]
         (row,) = found
-        assert unit.blob == table.blob[row]
-        assert unit.offset == table.offset[row] + (unit.lo - table.lo[row]) * ITEM
+        assert unit.blob == table.columns.blob[row]
+        assert unit.offset == table.columns.offset[row] + (unit.lo - table.columns.lo[row]) * ITEM
 
 
 def test_a_column_of_wide_rows_leaves_out_what_lies_between() -> None:

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.extents import ExtentTable, build, cell_locations
 from casckpt.format.manifest import BlobRef, Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reuse import KnownCells, ManifestCells, cell_places, used_bytes
-from tests.support.geometry import cells_of, full_shapes, partitions, table_of
+from casckpt.plan.reuse import KnownCells, ManifestCells, used_bytes
+from tests.support.geometry import cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
 
 
@@ -58,7 +58,7 @@ def test_only_the_parent_is_found_by_key() -> None:
     known, shape = _known(parent, base), (CELL + 10,)
     found = known.parent_table(("tensor", "w", 0, None), "uint8", shape)
     assert found is not None
-    assert found.digests.tobytes() == d("a") + d("b")
+    assert found.columns.digests.tobytes() == d("a") + d("b")
     assert known.parent_table(("tensor", "x", 0, None), "uint8", shape) is None
     assert known.parent_table(("tensor", "w", 0, None), "int8", shape) is None
     assert known.parent_table(("tensor", "w", 0, None), "uint8", (*shape, 1)) is None
@@ -100,14 +100,14 @@ def test_digests_with_one_beginning_are_told_apart() -> None:
 
 
 @given(full_shapes, st.integers(1, 20), st.data())
-def test_cell_places(shape: Shape, cell: int, data: st.DataObject) -> None:
+def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None:
     cells = [one for region in data.draw(partitions(shape)) for one in cells_of(plan_cells(region, shape, cell, None))]
     table = table_of(shape, cell, cells)
-    blobs, offsets = cell_places(table)
-    places = [place for row in range(len(table)) for place in table.places(row)]
+    digests, blobs, offsets = cell_locations([table])
+    places = list(table.stored_cells())
     assert blobs.tolist() == [place.blob for place in places]
     assert offsets.tolist() == [place.offset for place in places]
-    assert table.digests.tobytes() == b"".join(place.digest for place in places)
+    assert digests.tobytes() == b"".join(place.digest for place in places)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 40)), max_size=12)
@@ -116,7 +116,7 @@ ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(
 def _table(rows: list[tuple[int, int, int]]) -> ExtentTable:
     shape, start, cells = (1000,), 0, []
     for blob, offset, nbytes in rows:
-        cells.append(CellPlace(Region(full_box(shape), start, start + nbytes), blob, offset, nbytes, d("x")))
+        cells.append(stored_cell(Region(full_box(shape), start, start + nbytes), blob, offset, nbytes, d("x")))
         start += nbytes
     return build(shape, 1, 1 << 20, cells)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.plan.writers import Duty, Held, plan_writers
+from casckpt.plan.writers import HeldRegions, WriteRanges, plan_writers
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Row:
         return self.cell * self.itemsize
 
 
-def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[Held]:
+def held(rows: list[Row], ranks: int, order: list[int] | None = None) -> list[HeldRegions]:
     """By rank, its rows, in the order of ``order``."""
     ordered = [rows[i] for i in order] if order else rows
     found = []
     for rank in range(ranks):
         mine = [row for row in ordered if rank in row.shared]
         found.append(
-            Held(
+            HeldRegions(
                 np.array([row.name for row in mine], dtype=np.uint64),
                 np.array([row.region for row in mine], dtype=np.uint64),
                 np.array([row.lo for row in mine], dtype=np.int64),
@@ -175,7 +175,7 @@ def test_halves_of_a_hybrid_mesh_balance_by_themselves() -> None:
 def test_ranks_with_nothing_have_nothing_to_do() -> None:
     assert [len(duty.lo) for duty in plan_writers(held([], 3))] == [0, 0, 0]
     row = Row(0, 0, 5, 9, 2, 1, {1: True})
-    plan: list[Duty] = plan_writers(held([row], 3))
+    plan: list[WriteRanges] = plan_writers(held([row], 3))
     assert [duty.elements.tolist() for duty in plan] == [[], [4], []]
 
 

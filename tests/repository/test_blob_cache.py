@@ -18,7 +18,7 @@ from casckpt.repository import blobs
 from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from tests.support.checkpoints import flip
 from tests.support.far import FarStore, far
 from tests.support.repositories import repository

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.format.extents import pack
+from casckpt.format.columns import pack
 from casckpt.format.names import TxId
 from casckpt.repository import catalogue as module
 from casckpt.repository import manifests
 from casckpt.repository.catalogue import SCHEMA, Catalogue, ManifestSummary
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import FaultyStore
 from tests.support.forks import forked
 from tests.support.repositories import blob_hash, commit_bare, manifest_id, memory, repository, save

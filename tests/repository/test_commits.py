@@ -26,7 +26,7 @@ from casckpt.repository.commits import (
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import revoke
 from casckpt.storage.base import ObjectStore, Traits
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import Ticks, commit_bare, committed, meanwhile, memory, repository

@@ -11,11 +11,11 @@ from uuid import uuid4
 import pytest
 
 from casckpt.errors import StorageError, Unsupported
-from casckpt.repository.doctor import examine
 from casckpt.repository.exclusive import PREFIX, RACERS, probe
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, ObjectStore, Traits
 from casckpt.storage.memory import MemoryStore
+from casckpt.upkeep.doctor import examine
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import Ticks, commit_bare, repository
 

@@ -9,7 +9,7 @@ import pytest
 from casckpt.errors import Conflict, Damaged, InvalidInput, Refused, StorageError
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import BlobRef
-from casckpt.repository import manifest_cache, manifests
+from casckpt.repository import caches, manifests
 from casckpt.repository.commits import Commit, forget, list_commits, purge
 from casckpt.repository.repository import Repository
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before, truncate
@@ -49,14 +49,14 @@ def test_a_manifest_is_read_once_and_what_was_just_written_not_at_all(
 
 
 def test_memory_of_manifests_is_bounded(tmp_path: Path, repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_cache, "MAX_MANIFESTS", 2)
+    monkeypatch.setattr(caches, "MAX_MANIFESTS", 2)
     one, two, three = (save(repo, "a", step) for step in range(3))
     other = fresh(tmp_path, repo)
     for commit in (one, two, one, three):
         manifests.get(other, commit)
     held = [other.manifests.get(commit.txid, commit.id) is not None for commit in (one, two, three)]
     assert held == [True, False, True]
-    monkeypatch.setattr(manifest_cache, "MAX_BYTES", 10)
+    monkeypatch.setattr(caches, "MAX_BYTES", 10)
     manifests.get(other, two)
     assert other.manifests.get(two.txid, two.id) is not None
     assert other.manifests.get(one.txid, one.id) is None

@@ -15,10 +15,10 @@ import casckpt
 from casckpt.errors import Damaged
 from casckpt.format import records
 from casckpt.format.keys import commit_key
-from casckpt.repository import record_cache
+from casckpt.repository import caches
 from casckpt.repository.commits import forget, list_commits
 from casckpt.repository.tags import set_tag, tags
-from casckpt.storage.base import Entry
+from casckpt.storage.base import ListedObject
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore
 from tests.support.repositories import commit_bare, memory, repository
@@ -93,8 +93,8 @@ def test_anew_sees_what_the_disk_did_to_a_known_record(tmp_path: Path) -> None:
     class Silent(MemoryStore):
         """Its listings say nothing of what is in an object, as those of a folder whose disk has turned a bit."""
 
-        def list(self, prefix: str, **known: Any) -> Iterator[Entry]:
-            return (Entry(entry.key, entry.size) for entry in super().list(prefix, **known))
+        def list(self, prefix: str, **known: Any) -> Iterator[ListedObject]:
+            return (ListedObject(entry.key, entry.size) for entry in super().list(prefix, **known))
 
     repo = repository(tmp_path, Silent(uuid4().hex))
     made = commit_bare(repo)
@@ -106,7 +106,7 @@ def test_anew_sees_what_the_disk_did_to_a_known_record(tmp_path: Path) -> None:
 
 
 def test_more_records_than_are_kept_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_cache, "MAX_RECORDS", 3)
+    monkeypatch.setattr(caches, "MAX_RECORDS", 3)
     repo = repository(tmp_path)
     made = [commit_bare(repo, step=step) for step in range(8)]
     set_tag(repo, "best", made[0])

@@ -14,7 +14,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Marker, encode_marker
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository, microseconds
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 

@@ -13,7 +13,7 @@ from casckpt.repository.commits import forget, list_commits, purge
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import delete_tag, get_tag, list_tags, set_tag, tags, tags_of
 from casckpt.repository.transactions import revoke
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 from tests.support.faulty import FaultyStore, call_first, fail_after
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
 

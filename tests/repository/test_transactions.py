@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, StorageError
+from casckpt.errors import Conflict, Revoked, StorageError
 from casckpt.format.keys import commit_key, transaction_key
-from casckpt.format.records import Process, Revoked
+from casckpt.format.names import ManifestId
+from casckpt.format.records import Process, RevokedRecord
 from casckpt.repository import processes
 from casckpt.repository.commits import commit, list_commits, list_names
 from casckpt.repository.processes import is_dead, this_process
@@ -88,7 +89,7 @@ def test_an_abort_revokes(repo: Repository) -> None:
     one = begin(repo, "a", 1, seconds=NEVER)
     assert one.abort("out of memory")
     first = list_commits(repo).commits[one.txid].first
-    assert isinstance(first, Revoked)
+    assert isinstance(first, RevokedRecord)
     assert first.reason == "out of memory"
     assert (files(repo), threads()) == ([], [])
 
@@ -132,6 +133,40 @@ def test_a_begin_whose_answer_got_lost_has_begun(repo: Repository, faults: Fault
     one = begin(repo, "a", 1, seconds=NEVER)
     assert files(repo) == [transaction_key(one.txid)]
     one.abort("x")
+
+
+def test_a_commit_ends_the_transaction(repo: Repository) -> None:
+    one = begin(repo, "a", 1, seconds=NEVER)
+    made = one.commit(committed(repo, "a", 1, txid=one.txid))
+    assert list_commits(repo).visible() == [made]
+    assert (files(repo), threads()) == ([], [])
+    assert not one.abort("an error behind it")
+    assert list_commits(repo).visible() == [made]
+
+
+def test_a_commit_of_the_same_checkpoint_by_another_process_counts(repo: Repository) -> None:
+    one = begin(repo, "a", 1, seconds=NEVER)
+    first = committed(repo, "a", 1, txid=one.txid)
+    commit(repo, first)
+    assert one.commit(committed(repo, "a", 1, txid=one.txid, manifest=first.manifest)).committed == first
+    assert files(repo) == []
+    with pytest.raises(Revoked, match="ended otherwise"):
+        one.commit(committed(repo, "a", 1, txid=one.txid, manifest=ManifestId("0" * 64)))
+
+
+def test_a_commit_whose_answer_got_lost_and_that_cannot_be_looked_at_is_found_or_revoked(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    for fault, last in ((fail_after, "committed"), (fail_before, "revoked")):
+        one = begin(repo, "a", 1, seconds=NEVER)
+        faults.inject(fault("put", key="commits/*"), fail_before("get", key="commits/*"))
+        try:
+            assert one.commit(committed(repo, "a", 1, txid=one.txid)).last == last
+        except StorageError:
+            assert last == "revoked"
+        faults.heal()
+        assert list_commits(repo).commits[one.txid].last == last
+        assert files(repo) == []
 
 
 def test_files_that_may_not_be_deleted_are_left(repo: Repository, faults: FaultyStore) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
 
 # Looked at when gcsfs is imported, so before any test: it would ask an interface that the imitation lacks, what kind of
 # bucket this is, for minutes.

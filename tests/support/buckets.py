@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from casckpt.checkpoint.store import Store
 from casckpt.repository.repository import Repository
-from casckpt.storage.remote import RemoteStore
-from casckpt.storage.remoteurls import Place
-from casckpt.storage.retries import Backoff
+from casckpt.storage.remote.patience import Backoff
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from casckpt.store.store import Store
 from tests.support.proxy import Proxy
 from tests.support.saves import CELL, cells
 from tests.support.servers import Server
@@ -24,6 +24,6 @@ def state(step: int) -> dict[str, Any]:
 def impatient(server: Server, proxy: Proxy, bucket: str, cache: Path, backoff: Backoff) -> Store:
     """A store through the proxy."""
     options: Mapping[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
-    store = Store(Repository(RemoteStore(Place("s3", f"{bucket}/store", options), backoff=backoff), cache))
+    store = Store(Repository(RemoteStore(RemoteLocation("s3", f"{bucket}/store", options), backoff=backoff), cache))
     store.create(cell_bytes=CELL, blob_bytes=64 << 10)
     return store

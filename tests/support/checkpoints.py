@@ -10,14 +10,15 @@ import numpy.typing as npt
 
 from casckpt.format.blob import DATA_OFFSET, encode_header, order
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import CellPlace, build
+from casckpt.format.extents import build
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import TENSOR, BlobRef, Entry, Manifest, packed_entry
+from casckpt.format.manifest import TENSOR, BlobRef, Manifest, StreamEntry, packed_entry
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, cut, full_box
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+from tests.support.geometry import stored_cell
 from tests.support.repositories import body, commit_bare
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -54,8 +55,7 @@ def known_cells(repo: Repository, commit: Commit) -> Known:
         place.digest: (manifest.blob(place.blob), place.offset)
         for entry in manifest.body.entries
         for table in [manifest.extents(entry)]
-        for index in range(len(table))
-        for place in table.places(index)
+        for place in table.stored_cells()
     }
 
 
@@ -114,23 +114,22 @@ def _new_cells(arrays: Arrays, known: Known) -> dict[CellDigest, tuple[str, byte
     return {digest: (str(arrays[name].dtype), part) for name, _, digest, part in _cells(arrays) if digest not in known}
 
 
-def _entry(name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef]) -> Entry:
+def _entry(name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef]) -> StreamEntry:
     places = []
     for _, region, digest, part in _cells({name: array}):
         ref, offset = known[digest]
-        places.append(CellPlace(region, refs.index(ref), offset, len(part), digest))
+        places.append(stored_cell(region, refs.index(ref), offset, len(part), digest))
     size = array.dtype.itemsize
     return packed_entry(TENSOR, name, str(array.dtype), build(array.shape, size, CELL // size, places))
 
 
-def _read(repo: Repository, manifest: Manifest, entry: Entry) -> bytes:
+def _read(repo: Repository, manifest: Manifest, entry: StreamEntry) -> bytes:
     table = manifest.extents(entry)
     out = bytearray(entry.nbytes)
-    for index in range(len(table)):
-        for place in table.places(index):
-            ref = manifest.blob(place.blob)
-            part = memoryview(out)[place.region.lo * table.itemsize :][: place.nbytes]
-            with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-                reader.read_into(place.offset, [part])
-            assert cell_digest(part) == place.digest
+    for place in table.stored_cells():
+        ref = manifest.blob(place.blob)
+        part = memoryview(out)[place.lo * table.itemsize :][: place.nbytes]
+        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+            reader.read_into(place.offset, [part])
+        assert cell_digest(part) == place.digest
     return bytes(out)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from casckpt.storage.buffers import AlignedBuffer
-from casckpt.storage.local import LocalStore
-from casckpt.storage.newfile import Way
+from casckpt.storage.local.newfile import Naming
+from casckpt.storage.local.store import LocalStore
 
 KEY = "objects/x/a"
 SIZES = (5, (2 << 20) + 17)  # a buffered write, and a direct one with a tail
@@ -56,7 +56,7 @@ def _kill_at(step: int) -> None:
         setattr(os, name, wrap(getattr(os, name)))
 
 
-def _survives(folder: Path, way: Way, size: int, step: int) -> bool:
+def _survives(folder: Path, way: Naming, size: int, step: int) -> bool:
     """Whether a put that is killed at ``step`` ended before it."""
     data = content(size, step)
     child = os.fork()
@@ -71,7 +71,7 @@ def _survives(folder: Path, way: Way, size: int, step: int) -> bool:
 
 def steps(folder: Path) -> None:
     """Kill a put at each of its steps."""
-    for way, size in itertools.product(Way, SIZES):
+    for way, size in itertools.product(Naming, SIZES):
         for step in itertools.count(1):
             if _survives(folder, way, size, step):
                 break

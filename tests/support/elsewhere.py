@@ -13,22 +13,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from casckpt.storage.base import Traits
-from casckpt.storage.remote import RemoteStore
-from casckpt.storage.remoteurls import Place
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
 
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
 SERVERS: Final = ("moto", "seaweed")
-MODULES: Final = {
-    *(f"tests/repository/test_{name}.py" for name in (
-        "blobs", "commits", "commit_damage", "forgetting", "gc", "manifests", "refs", "repair", "repository", "tags",
-        "transactions", "verify",
-    )),
-    *(f"tests/checkpoint/test_{name}.py" for name in (
-        "arguments", "async", "damage", "faults", "frozen", "load", "read_bytes", "reuse", "roundtrip", "save",
-    )),
-}  # fmt: skip
+_SUITES: Final = {
+    "repository": ("blobs", "commits", "commit_damage", "manifests", "refs", "repository", "tags", "transactions"),
+    "upkeep/gc": ("forgetting", "gc"),
+    "upkeep/repair": ("repair", "verify"),
+    "checkpoint": ("arguments",),
+    "checkpoint/saving": ("async", "frozen", "reuse", "save"),
+    "checkpoint/loading": ("load", "read_bytes"),
+    "store": ("damage", "faults", "roundtrip"),
+}
+MODULES: Final = {f"tests/{folder}/test_{name}.py" for folder, names in _SUITES.items() for name in names}
 """The suites that make their stores by `tests.support.repositories.memory`."""
 
 _STORES = itertools.count()
@@ -58,7 +59,7 @@ def storage(*, near: bool) -> RemoteStore | None:
     if not _places:
         return None
     bucket, server = _places[-1]
-    place = Place("s3", f"{bucket}/store-{next(_STORES)}", server.options)
+    place = RemoteLocation("s3", f"{bucket}/store-{next(_STORES)}", server.options)
     return Near(place) if near else Far(place)
 
 

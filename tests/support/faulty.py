@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from casckpt.errors import StorageError
-from casckpt.storage.base import Entry, Known, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
 
 METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep")
 
@@ -153,11 +153,11 @@ class FaultyStore:
         with self.faults("size", key):
             return self.inner.size(key)
 
-    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         with self.faults("list", prefix):
             yield from self.inner.list(prefix, known=known)
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
         with self.faults("list", folder):
             return self.inner.list_folder(folder)
 

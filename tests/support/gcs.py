@@ -11,10 +11,10 @@ from casckpt.format.records import Began, Committed, Process
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests
 from casckpt.repository.commits import Commit
-from casckpt.repository.gc import GcResult, execute, plan_gc, preview
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore
+from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc, preview
 from tests.support.repositories import Ticks, body, committed, put_blob
 
 LAST = Policy(keep_last=1)

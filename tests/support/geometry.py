@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from casckpt.format.extents import CellPlace, ExtentTable, build
+from casckpt.format.extents import ExtentTable, StoredCell, build
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, normalise
 from casckpt.plan.cells import Group
@@ -88,6 +88,13 @@ def cells_of(groups: Sequence[Group]) -> list[Region]:
     return [Region(group.box, cut.lo, cut.hi) for group in groups for cut in group.cuts]
 
 
+def stored_cell(
+    region: Region, blob: int, offset: int, nbytes: int, digest: CellDigest, *, unhashed: bool = False
+) -> StoredCell:
+    """A cell of a region."""
+    return StoredCell(blob, offset, nbytes, region.box, region.lo, region.hi, digest, unhashed)
+
+
 def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
     """A table of these cells, as a save would place them: one after the other, a new blob now and then."""
     places, offset = [], 4096
@@ -95,7 +102,7 @@ def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int 
         if number % per_blob == 0:
             offset = 4096
         nbytes = region.numel * itemsize
-        places.append(CellPlace(region, number // per_blob, offset, nbytes, digest(region)))
+        places.append(stored_cell(region, number // per_blob, offset, nbytes, digest(region)))
         offset += nbytes
     return build(shape, itemsize, cell, places)
 

@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import NotFound
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.crash import CALLS
 from tests.support.faulty import FaultyStore, Kind
 from tests.support.saves import CELL, cells, same_state

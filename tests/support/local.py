@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from casckpt.storage import syscalls
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.buffers import AlignedBuffer
-from casckpt.storage.local import LocalStore
-from casckpt.storage.newfile import Way
+from casckpt.storage.local import syscalls
+from casckpt.storage.local.newfile import Naming
+from casckpt.storage.local.store import LocalStore
 
 KEY = "objects/x/a"
 
@@ -22,11 +22,11 @@ def lacking(*args: object) -> Any:
     raise syscalls.Lacking
 
 
-def only(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+def only(way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that has nothing better than ``way``."""
-    if way > Way.UNNAMED:
+    if way > Naming.UNNAMED:
         monkeypatch.setattr(syscalls, "open_unnamed", lacking)
-    if way > Way.LINK:
+    if way > Naming.LINK:
         monkeypatch.setattr(syscalls, "link_named", lacking)
 
 

@@ -7,10 +7,12 @@ from itertools import count
 
 import msgspec
 
-from casckpt.format.extents import CellPlace, Packed, PackedExtents, build, pack
-from casckpt.format.manifest import TENSOR, BlobRef, Body, Manifest, decode, encode, packed_blobs, packed_entry
+from casckpt.format.columns import pack
+from casckpt.format.extents import Packed, PackedExtents, build
+from casckpt.format.manifest import TENSOR, BlobRef, Manifest, ManifestBody, decode, encode, packed_blobs, packed_entry
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
+from tests.support.geometry import stored_cell
 
 UPLOADER = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
 CELL = 4096  # bytes
@@ -32,12 +34,12 @@ def manifest(
         places = []
         for region, digest in cells:
             nbytes = region.numel * itemsize
-            places.append(CellPlace(region, 0, end, nbytes, CellDigest(digest)))
+            places.append(stored_cell(region, 0, end, nbytes, CellDigest(digest)))
             end += nbytes
         entries.append(packed_entry(TENSOR, key, dtype, build(shape, itemsize, CELL // itemsize, places)))
     refs = [BlobRef(BlobHash(f"{next(_BLOBS):064x}"), end, UPLOADER, worn)]
     blobs, table = packed_blobs(refs)
-    body = Body(
+    body = ManifestBody(
         format=1,
         casckpt="0",
         torch="0",

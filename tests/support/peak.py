@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from casckpt.checkpoint.store import Store
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 
 MIB = 1 << 20
 

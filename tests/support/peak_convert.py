@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from casckpt.checkpoint.store import Store
-from casckpt.frontends import resident, safetensors_export, torch_files
+from casckpt.frontends import resident, torch_files
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
@@ -25,9 +24,11 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
-from casckpt.frontends.safetensors_export import export_safetensors
+from casckpt.frontends.safetensors import exporting as safetensors_export
+from casckpt.frontends.safetensors.exporting import export_safetensors
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.dcp import save
 from tests.support.peak import MIB, taken
 

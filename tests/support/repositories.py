@@ -13,7 +13,7 @@ import msgspec
 
 from casckpt.format import manifest as format_manifest
 from casckpt.format.digest import hex_digest
-from casckpt.format.manifest import BlobRef, Body, Places
+from casckpt.format.manifest import BlobRef, BlobUploaders, ManifestBody
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.repository import blobs, commits, manifests
@@ -21,7 +21,7 @@ from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Clock, Entropy, Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
-from casckpt.storage.remote import RemoteStore
+from casckpt.storage.remote.store import RemoteStore
 from tests.support import elsewhere
 from tests.support.faulty import Call
 
@@ -111,11 +111,11 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
     return commits.just_committed(record)
 
 
-def body(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> tuple[Body, Places]:
+def body(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> tuple[ManifestBody, BlobUploaders]:
     """A manifest without tensors that names ``refs``."""
     stored, places = format_manifest.packed_blobs(refs)
     fields = {"created_at": START, "parent": None, "metadata": msgspec.Raw(msgspec.msgpack.encode({}))} | fields
-    made = Body(
+    made = ManifestBody(
         format=1,
         casckpt="0",
         torch="0",

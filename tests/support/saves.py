@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from casckpt.checkpoint.store import Store
-from casckpt.checkpoint.store import open as open_store
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.counts import IoCounts
+from casckpt.store.opening import open as open_store
+from casckpt.store.store import Store
 from tests.support import exact
 from tests.support.repositories import memory
 from tests.support.tensors import same

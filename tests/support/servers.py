@@ -44,6 +44,7 @@ class Server:
     environment: Mapping[str, str] = field(default_factory=dict)
     speaks_s3: bool = True
     buckets: int = 0
+    places: int = 0
     _taken: list[int] = field(default_factory=list)
     _process: subprocess.Popen[bytes] | None = None
     _client: Any = None
@@ -80,10 +81,18 @@ class Server:
         self.client.create_bucket(Bucket=name)
         return name
 
-    def look(self, bucket: str, key: str) -> bytes | None:
-        """The bytes of an object, None if there is none."""
+    def new_place(self) -> str:
+        """A bucket and a prefix where nothing is yet. SeaweedFS is busy for ever with each bucket that it has."""
+        self.places += 1
+        if self.places == 1:
+            self.client.create_bucket(Bucket="places")
+        return f"places/{self.places}"
+
+    def look(self, place: str, key: str) -> bytes | None:
+        """The bytes of an object in a bucket, or below a place in one; None if there is none."""
+        bucket, *prefix = place.split("/")
         try:
-            found: bytes = self.client.get_object(Bucket=bucket, Key=key)["Body"].read()
+            found: bytes = self.client.get_object(Bucket=bucket, Key="/".join((*prefix, key)))["Body"].read()
         except ClientError as error:
             if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
                 raise
@@ -159,11 +168,15 @@ def free_ports(count: int) -> list[int]:
     raise RuntimeError(f"fewer than {count} ports from {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
+_MOTO = "import sys; sys.setswitchinterval(1); from moto.server import main; main()"
+"""It looks whether a key is there, and creates it a little later: no other thread may come in between."""
+
+
 def moto(folder: Path) -> Server:
     """A fast imitation, which keeps all in memory."""
 
     def command(_: Path, ports: Sequence[int]) -> Sequence[str]:
-        return [sys.executable, binary("moto_server"), "-H", "127.0.0.1", "-p", str(ports[0])]
+        return [sys.executable, "-c", _MOTO, "-H", "127.0.0.1", "-p", str(ports[0])]
 
     return Server("moto", command, 1, folder, {"PYTHONWARNINGS": "ignore"})
 

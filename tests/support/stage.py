@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from casckpt.storage.base import Entry, Known, ObjectStore, Reader, Traits
+from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
 Choose = Callable[[list[str]], str]
 PATIENCE = 60.0  # seconds until a stage that does not move is taken for broken
@@ -161,7 +161,7 @@ class SteppedStore:
         self._stop("size", key)
         return self._inner.size(key)
 
-    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         self._stop("list", prefix)
         first = sorted(self._inner.list(prefix, known=known), key=lambda entry: entry.key)
         pivot = first[len(first) // 2].key if first else ""
@@ -169,7 +169,7 @@ class SteppedStore:
         self._stop("list more of", prefix)
         yield from (entry for entry in self._inner.list(prefix, known=known) if entry.key > pivot)
 
-    def list_folder(self, folder: str) -> tuple[builtins.list[Entry], builtins.list[str]]:
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
         self._stop("list", folder)
         return self._inner.list_folder(folder)
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 import casckpt
 from casckpt.checkpoint import wire
-from casckpt.checkpoint.store import Store
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.faulty import Call, Fault, FaultyStore
 from tests.support.ranks import die
 from tests.support.saves import steps

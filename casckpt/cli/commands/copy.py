@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from casckpt.cli.completion import REF, RUN, STORE
-from casckpt.cli.describe import doubt
+from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.text import count, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import SETTING
-from casckpt.plan.progress import Progress
+
+if TYPE_CHECKING:
+    from casckpt.upkeep.copies.copying import CopyResult
 
 
 @store_command("copy")
@@ -23,15 +25,17 @@ from casckpt.plan.progress import Progress
 @click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
-@click.option(
-    "--dst-option",
-    "dst_options",
-    type=SETTING,
-    multiple=True,
-    help="As --storage-option, for DST.",
-)
+@click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")
 def command(
-    session: Session, destination: str, refs: tuple[str, ...], dst_options: Any, dry_run: bool, **options: Any
+    session: Session,
+    destination: str,
+    refs: tuple[str, ...],
+    *,
+    run: str | None,
+    tags: bool,
+    jobs: int | None,
+    dst_options: Any,
+    dry_run: bool,
 ) -> int:
     """Copy checkpoints into another store, only what it lacks.
 
@@ -40,37 +44,35 @@ def command(
     the work. What DST has forgotten stays forgotten, unless it is named. Exit status 4 if something is damaged and was
     not copied, 5 if DST has another checkpoint in its place.
     """
-    from casckpt.checkpoint.store import open as open_store
-    from casckpt.repository import copying
-    from casckpt.storage.files import is_url
+    from casckpt.storage.paths import is_url
+    from casckpt.store.opening import open as open_store
 
     if session.storage_options and not is_url(session.url):
         raise click.UsageError("--storage-option is for STORE, which is a local folder; those of DST are --dst-option")
-    source = session.repository
     target = open_store(
-        destination,
-        storage_options=dict(dst_options),
-        cache_dir=session.cache_dir,
-        single_writer=session.single_writer,
-    ).repository
-    run, tags, jobs = (options[name] for name in ("run", "tags", "jobs"))
+        destination, storage_options=dict(dst_options), cache_dir=session.cache_dir, single_writer=session.single_writer
+    )
     part = _part()
     if run is not None:
-        doubt(source, run)
-    plan = copying.plan_copy(source, target, refs, run=run)
-    if dry_run:
-        result = copying.preview(source, target, plan)
-    else:
-        with progress_bar("copying") as shown:
-            done = Progress(shown)
-            result = copying.execute(source, target, plan, with_tags=tags, jobs=jobs, part=part, progress=done)
+        doubt(session.store, run)
+    with progress_bar("copying") as done:
+        result = session.store.copy_to(
+            target, *refs, run=run, tags=tags, jobs=jobs, part=part, dry_run=dry_run, progress=done, check=False
+        )  # fmt: skip
     if part[0] == 0:  # of those that torchrun has started, one says it
-        session.give(result.to_json(), text)
+        session.give(_described(result), text)
     return max((one.error.exit_status for one in result.failed), key=(0, 1, 5, 4).index, default=0)
 
 
+def _described(result: CopyResult) -> dict[str, Any]:
+    failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]
+    found = {name: plain(getattr(result, name)) for name in ("copied", "restored", "present", "left")}
+    found |= {"failed": failed, "tags": list(result.tags), "blobs_copied": result.blobs, "bytes_copied": result.nbytes}
+    return found | {"made_store": result.made_store, "dry_run": result.dry_run}
+
+
 def _part() -> tuple[int, int]:
-    """Which of how many processes this is, as torchrun tells."""
+    """Tell which of how many processes this is, as torchrun tells."""
     try:
         number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
@@ -81,13 +83,11 @@ def _part() -> tuple[int, int]:
 
 
 def text(result: dict[str, Any]) -> None:
-    """What was copied, or would be, and what was not."""
+    """Say what was copied, or would be, and what was not."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
-        for line in shortened([f"{what} {name(one)}" for one in ones]):
-            say(line)
-    for line in shortened([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5):
-        say(line)
+        say_some([f"{what} {name(one)}" for one in ones])
+    say_some([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5)
     for one in result["failed"]:
         say(f"not copied: {name(one)}: {printable(one['why'])}")
     if result["tags"]:

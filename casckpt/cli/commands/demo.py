@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from casckpt.cli.session import Output, plain_command
 from casckpt.cli.text import bold, printable, say
 from casckpt.errors import Conflict
+
+if TYPE_CHECKING:
+    from casckpt.frontends.demo import Training
 
 
 @plain_command("demo")
@@ -24,42 +27,53 @@ def command(output: Output, folder: Path | None) -> None:
     It is trained here; then come saves, what they share, a load, a gc. Takes seconds, and downloads nothing. FOLDER
     becomes the store, to play on with; without it, nothing is left behind.
     """
+    from casckpt.frontends.demo import Training
+
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="casckpt-demo-"))) / "store"
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise Conflict(f"{folder} is not empty; give another folder, or none")
-        tour = _Tour(output, folder)
+        tour = Tour(output, folder, Training)
         tour.run()
     if output.as_json:
         output.give({"folder": str(folder), "steps": tour.steps}, lambda result: None)
 
 
 @dataclass
-class _Tour:
+class Tour:
+    """The demo, in a folder. ``training``: makes the same training anew, at its beginning."""
+
     output: Output
     folder: Path
+    training: Callable[[], Training]
     steps: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def holds(self) -> bool:
+        """Tell whether all that was claimed is true."""
+        return all(step["result"] for step in self.steps if step["command"] is None)
+
     def run(self) -> None:
-        """All steps."""
-        from casckpt.checkpoint.store import open as open_store
-        from casckpt.cli.commands import diff, gc, list, stats, verify
+        """Show all steps."""
+        from casckpt.cli.commands import diff, gc, list, report, verify
+        from casckpt.cli.describe import plain
         from casckpt.frontends.demo import RUN, STEPS, loads_exactly, train_and_save
         from casckpt.repository.commits import list_commits
+        from casckpt.store.opening import open as open_store
 
         store = open_store(self.folder)
         first, last = f"{RUN}@{STEPS[0]}", f"{RUN}@{STEPS[-1]}"
-        train_and_save(store)
+        train_and_save(store, self.training())
         rows = list.listing(store.repository, list_commits(store.repository))
         self._show("Three saves of a model whose backbone is frozen: NEW is what each wrote", "list", rows, list.text)
         what = "Between the first and the last, only the head and its optimizer changed"
         self._show(what, f"diff {first} {last}", diff.differences(store, first, last), diff.text)
-        self._show("The store holds the backbone once", "stats", asdict(store.stats()), stats.text)
-        exact = loads_exactly(store, first)
+        self._show("The store holds the backbone once", "stats", plain(store.stats()), report.stats_text)
+        exact = loads_exactly(store, first, self.training())
         self._show(f"store.load(state, {first!r}), compared with the weights at that step", None, exact, _exactness)
-        self._show("Every byte is what was written", "verify", store.verify().to_json(), verify.text)
-        done, line = store.gc(keep_last=1, min_age=0).to_json(), "gc --keep-last 1 --min-age 0"
+        self._show("Every byte is what was written", "verify", plain(store.verify()), verify.text)
+        done, line = gc.described(store.gc(keep_last=1, min_age=0)), "gc --keep-last 1 --min-age 0"
         self._show("Keep the newest, and delete now what only the others needed", line, done, gc.text)
         rows = list.listing(store.repository, list_commits(store.repository))
         self._show("What is left", "list", rows, list.text)

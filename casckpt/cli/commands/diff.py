@@ -12,7 +12,7 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.store import Store
+    from casckpt.store.store import Store
 
 
 @store_command("diff")
@@ -43,7 +43,7 @@ def _parent(store: Store, ref: str) -> str:
 
 
 def differences(store: Store, old: str, new: str) -> dict[str, Any]:
-    """What differs, as plain data."""
+    """Give what differs, as plain data."""
     from casckpt.cli.describe import brief
 
     one, other = store.get(old), store.get(new)
@@ -64,7 +64,7 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> None:
-    """What differs, a line for each tensor that is not the same."""
+    """Say what differs, a line for each tensor that is not the same."""
     say(f"{name(result['old'])} -> {name(result['new'])}")
     for sign, title in (("+", "added"), ("-", "removed")):
         for key in shortened(result[title]):

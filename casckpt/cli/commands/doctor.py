@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any, Final
 
+from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, printable, say
-from casckpt.repository.doctor import examine
 
 FAILED: Final = 1
 _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
@@ -21,8 +20,8 @@ def command(session: Session) -> int:
     deleted again. Exit status 1 if anything is not ok.
     """
     checks = []
-    for finding in examine(session.repository):
-        checks.append(asdict(finding))
+    for finding in session.store.doctor():
+        checks.append(plain(finding))
         if not session.as_json:
             _tell(checks[-1])
     bad = [check["name"] for check in checks if check["ok"] is False]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
@@ -15,6 +14,9 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size, summed
 from casckpt.cli.types import RENAMING, SIZE
+
+if TYPE_CHECKING:
+    from casckpt.store.exports import ExportOptions
 
 _MOST = 8
 _NO_MODEL = {
@@ -36,7 +38,7 @@ _NO_MODEL = {
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
 @click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, and named without it.")
 @click.option(
-    "--rename", type=RENAMING, multiple=True,
+    "--rename", type=RENAMING, multiple=True, callback=lambda ctx, param, given: dict(given),
     help="Tensors whose whole name matches a regular expression get another one: 'h\\.(.*)=layers.\\1'. May be "
     "repeated; the first that matches counts.",
 )  # fmt: skip
@@ -50,7 +52,7 @@ _NO_MODEL = {
 )
 @click.option("--force", is_flag=True, help="Write over what is there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
-def command(session: Session, ref: str, out: str, *, rename: Sequence[tuple[str, str]], **options: Any) -> None:
+def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
     As hf: to a folder that from_pretrained of Transformers loads: the weights of the model alone, under the names that
@@ -67,7 +69,8 @@ def command(session: Session, ref: str, out: str, *, rename: Sequence[tuple[str,
 
     checkpoint = session.store.get(ref)
     with progress_bar("exporting") as done:
-        found = export(session.store, checkpoint, out, rename=dict(rename), progress=done, **options)
+        options["progress"] = done
+        found = export(session.store, checkpoint, out, **options)
     result = {
         "format": found.format,
         "files": [str(path) for path in found.files],

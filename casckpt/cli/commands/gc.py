@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.cli.completion import RUN
-from casckpt.cli.describe import doubt
+from casckpt.cli.describe import doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, moment, name, printable, say, shortened, size
+from casckpt.cli.text import count, moment, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import DURATION
 
 if TYPE_CHECKING:
-    from casckpt.repository.retiring import Waiting
+    from casckpt.upkeep.gc.gc import GcResult
+    from casckpt.upkeep.gc.retiring import Waiting
 
 AT_LEAST_ONE = click.IntRange(min=1)
 
@@ -38,7 +39,7 @@ AT_LEAST_ONE = click.IntRange(min=1)
     "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for so long.  [default: 1h]"
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def command(session: Session, dry_run: bool, **options: Any) -> None:
+def command(session: Session, dry_run: bool, **options: Any) -> None:  # those of `Store.gc`
     """Forget by rules, delete what nothing needs.
 
     Safe while others save. A checkpoint that any --keep rule keeps is kept; without a rule none is forgotten. The
@@ -46,10 +47,21 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:
     otherwise; the next gc after that deletes it. What has to wait is left to the next gc.
     """
     if options["run"] is not None:
-        doubt(session.repository, options["run"])
+        doubt(session.store, options["run"])
     with progress_bar("deleting", of_bytes=False) as done:
         result = session.store.gc(dry_run=dry_run, progress=done, tell=_Teller(), **options)
-    session.give(result.to_json(), text)
+    session.give(described(result), text)
+
+
+def described(result: GcResult) -> dict[str, Any]:
+    """Convert the result to plain data."""
+    found: dict[str, Any] = plain(result)
+    return found | {"waiting": list(map(_known, result.waiting))}
+
+
+def _known(one: Waiting) -> dict[str, Any]:
+    """Drop what is not known of it."""
+    return {name: value for name, value in plain(one).items() if value not in (None, [])}
 
 
 class _Teller:
@@ -62,33 +74,30 @@ class _Teller:
         for one in waiting:
             if one.txid not in self.told:
                 self.told.add(one.txid)
-                say(f"waiting for {_waits(one.to_json())}", err=True)
+                say(f"waiting for {_waits(_known(one))}", err=True)
 
 
 def text(result: dict[str, Any]) -> None:
-    """What was done, or would be."""
+    """Say what was done, or would be."""
     forget, purge, delete = ("would forget", "would purge", "would delete")
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
     purged = {one["id"] for one in result["purged"]}
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
-    for line in shortened([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()]):
-        say(line)
-    for line in shortened([f"{purge} {name(one)}" for one in result["purged"]]):
-        say(line)
+    say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
+    say_some([f"{purge} {name(one)}" for one in result["purged"]])
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")
     _say_space(delete, result)
     later = [one for one in result["waiting"] if one.get("id") not in forgotten]
-    for line in shortened([f"left for later: {_waits(one)}" for one in later]):
-        say(line)
+    say_some([f"left for later: {_waits(one)}" for one in later])
     if result["foreign"]:
         say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 
 def _say_space(delete: str, result: dict[str, Any]) -> None:
-    """What is freed now, and what then."""
+    """Say what is freed now, and what then."""
     say(
         f"{delete} {count(result['deleted_blobs'], 'blob')}, {size(result['deleted_bytes'])}; "
         f"{count(result['kept_blobs'], 'blob')}, {size(result['kept_bytes'])} stay"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
@@ -12,6 +12,9 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, printable, say, shortened, size
 
+if TYPE_CHECKING:
+    from casckpt.checkpoint.saving.options import ImportArguments
+
 
 @store_command("import")
 @click.argument("path", metavar="FILE_OR_FOLDER")
@@ -20,7 +23,7 @@ from casckpt.cli.text import name, printable, say, shortened, size
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
 @click.option("--as-is", is_flag=True, help="Leave what a file of torch.save holds in the nesting that it has there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
-def command(session: Session, path: str, **options: Any) -> None:
+def command(session: Session, path: str, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]) -> None:
     """Save what other programs wrote as a checkpoint.
 
     What it is shows in its contents: a safetensors file or a Hugging Face folder, a file of torch.save, a folder of
@@ -33,7 +36,8 @@ def command(session: Session, path: str, **options: Any) -> None:
     from casckpt.frontends.convert import import_any, looked_at
 
     with looked_at(path) as found, progress_bar("importing") as done:
-        made = import_any(session.store, found, progress=done, **options)
+        options["progress"] = done
+        made = import_any(session.store, found, as_is=as_is, allow_pickle=allow_pickle, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
     result |= {"kind": found.kind, "attachments": list(session.store.attachments(made)), "skipped": [*sources.skipped]}

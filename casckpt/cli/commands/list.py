@@ -129,13 +129,13 @@ def listing(
 
 
 def _say_forgotten(repo: Repository, commits: CommitList) -> None:
-    """What is not in the list, and takes space."""
+    """Say what is not in the list, and takes space."""
     forgotten = sum(not commit.visible for commit in commits.live())
     if not forgotten:
         return
     frees = "`casckpt stats` says what a gc frees"  # to read what many forgotten ones hold may take long there
     if not repo.storage.traits.remote:
-        from casckpt.repository.usage import freed_by_gc
+        from casckpt.upkeep.usage import freed_by_gc
 
         found = freed_by_gc(repo, commits)
         frees = f"a gc frees {freed(found.now, found.later)}"

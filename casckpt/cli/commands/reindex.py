@@ -15,10 +15,7 @@ def command(session: Session) -> None:
     This host has one for each store. It only saves time, and is checked when it is read; nothing in the store is
     changed.
     """
-    from casckpt.repository import manifests
-
-    known = manifests.reindex(session.repository)
-    session.give({"checkpoints": known, "path": str(session.repository.catalogue.path)}, _text)
+    session.give({"checkpoints": session.store.reindex(), "path": str(session.repository.catalogue.path)}, _text)
 
 
 def _text(result: dict[str, Any]) -> None:

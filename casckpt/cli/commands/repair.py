@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened
@@ -23,17 +24,17 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
     Exit status 4 if some of it cannot be repaired. The bytes come from equal blobs and cells of this store, or of
     others. A checkpoint of which a blob cannot be made again gets a new twin, with a new id, and is forgotten.
     """
-    from casckpt.checkpoint.store import open as open_store
+    from casckpt.store.opening import open as open_store
 
     others = [open_store(url, storage_options=session.storage_options, cache_dir=session.cache_dir) for url in sources]
     with progress_bar("repairing") as done:
         result = session.store.repair(*others, progress=done)
-    session.give(result.to_json(), text)
+    session.give(plain(result), text)
     return DAMAGED if result.is_damaged else 0
 
 
 def text(result: dict[str, Any]) -> None:
-    """What is right again, and what is lost."""
+    """Say what is right again, and what is lost."""
     for blob in result["blobs"]:
         say(f"repaired blob {blob}")
     for id in result["manifests"]:

@@ -1,14 +1,13 @@
-"""``casckpt report``."""
+"""``casckpt report``, and ``casckpt stats``, its short form."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
+from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, count, facts, freed, moment, say, size, table
 from casckpt.format.records import time_of
-from casckpt.repository.usage import usage
 
 _COLUMNS = (
     Column("RUN"),
@@ -28,9 +27,19 @@ def command(session: Session) -> None:
     SIZE is what the checkpoints of a run would take one by one, STORED what they take, ALONE what of that no other run
     uses: so much a gc would free if the run were given up.
     """
-    found = usage(session.repository)
-    runs = [asdict(run) | {"newest_at": time_of(run.newest_at).isoformat()} for run in found.runs]
-    session.give(asdict(found) | {"runs": runs}, text)
+    found = plain(session.store.report())
+    for run in found["runs"]:
+        run["newest_at"] = time_of(run["newest_at"]).isoformat()
+    session.give(found, text)
+
+
+@store_command("stats")
+def stats(session: Session) -> None:
+    """Show how much the store holds.
+
+    And what its checkpoints would take without sharing.
+    """
+    session.give(plain(session.store.stats()), stats_text)
 
 
 def text(result: dict[str, Any]) -> None:
@@ -58,3 +67,19 @@ def _cells(run: dict[str, Any]) -> tuple[str, ...]:
         size(run["bytes_used"]),
         size(run["bytes_alone"]),
     )
+
+
+def stats_text(result: dict[str, Any]) -> None:
+    """The numbers."""
+    stored, logical = result["bytes_stored"], result["bytes_logical"]
+    saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
+    unmirrored = result["unmirrored"]
+    state = f"{count(unmirrored, 'checkpoint')} behind" if unmirrored else "up to date"
+    mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {state}")]
+    facts([
+        ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
+        ("their size", f"{size(logical)}{saving}"),
+        ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
+        ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
+        *mirror,
+    ])  # fmt: skip

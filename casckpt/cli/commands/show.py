@@ -14,7 +14,7 @@ from casckpt.cli.text import Column, count, facts, moment, say, shortened, size,
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
-    from casckpt.checkpoint.store import Store
+    from casckpt.store.store import Store
 
 FEW = 20
 _FEW_VALUES = 8  # in one line; they may be hundreds, as of Lightning's loops

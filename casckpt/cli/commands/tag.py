@@ -41,7 +41,7 @@ def command(session: Session, tag: str | None, ref: str | None, delete: str | No
 def _tags(session: Session, only: str | None) -> list[dict[str, Any]]:
     from casckpt.repository.tags import list_tags
 
-    session.repository.marker  # noqa: B018  # no store is not the same as no tags
+    session.repository.check_exists()  # no store is not the same as no tags
     found = session.store.tags()
     for tag in list_tags(session.repository).tags.keys() - found.keys():
         log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from casckpt.cli.completion import REF
+from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
 
 if TYPE_CHECKING:
-    from casckpt.repository.verify import Mode
+    from casckpt.upkeep.repair.verify import Mode
 
 DAMAGED: Final = 4
 FAILED: Final = 1
@@ -34,14 +35,14 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
         result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
-    session.give(result.to_json(), text)
+    session.give(plain(result), text)
     if result.is_damaged:
         return DAMAGED
     return FAILED if result.failed else 0
 
 
 def text(result: dict[str, Any]) -> None:
-    """What was checked, and what is wrong."""
+    """Say what was checked, and what is wrong."""
     for one in result["damaged"]:
         users = ", ".join(id[:SHORT_ID] for id in one["checkpoints"])
         say(f"damaged blob {one['blob']}: {printable(one['why'])}")

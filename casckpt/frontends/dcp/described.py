@@ -10,13 +10,6 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan
 
 from casckpt.errors import InvalidInput, Refused
@@ -51,7 +44,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{(dcp.__name__, name): getattr(dcp, name) for name in _CLASSES if hasattr(dcp, name)},
     **{(planner.__name__, name): getattr(planner, name) for name in _PLAN_CLASSES if hasattr(planner, name)},
     **{("torch", str(one)[6:]): one for one in vars(torch).values() if isinstance(one, torch.dtype)},
-    (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (Metadata,), {}),  # of versions up to 0.15
+    (_MEGATRON_MODULE, "MCoreMetadata"): type("MCoreMetadata", (dcp.Metadata,), {}),  # of versions up to 0.15
     (_MEGATRON_MODULE, "MCoreSavePlan"): type("MCoreSavePlan", (SavePlan,), {}),
     (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
@@ -64,7 +57,7 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
 }
 
 
-def read_metadata(data: bytes, where: str, *, anything: bool) -> Metadata:
+def read_metadata(data: bytes, where: str, *, anything: bool) -> dcp.Metadata:
     """The metadata of the file ``where``. ``anything``: run what is in it.
 
     Raises InvalidInput where only that could read it, Refused for metadata of no use.
@@ -87,20 +80,20 @@ def read_metadata(data: bytes, where: str, *, anything: bool) -> Metadata:
 
 
 def _wrong(found: Any) -> str:
-    """What is not as it should be; nothing if all is. Attributes of the instances of a pickle may be anything."""
+    """Give what is not as it should be; nothing if all is. Attributes of the instances of a pickle may be anything."""
     described = getattr(found, "state_dict_metadata", None)
-    if not isinstance(found, Metadata) or not isinstance(described, dict):
+    if not isinstance(found, dcp.Metadata) or not isinstance(described, dict):
         return f"it holds a {type(found).__name__}, or one without its tensors"
     for key, value in described.items():
         if type(key) is not str:
             return f"a key is a {type(key).__name__}"
-        if not isinstance(value, BytesStorageMetadata) and not _is_tensor(value):
+        if not isinstance(value, dcp.BytesStorageMetadata) and not _is_tensor(value):
             return f"what it says of {key!r:.200} is not usable"
     places = found.storage_data
     if places is not None and not isinstance(places, dict):
         return "it does not say where its tensors lie"
     for index, place in (places or {}).items():
-        if not isinstance(index, MetadataIndex) or not _is_place(place):
+        if not isinstance(index, dcp.MetadataIndex) or not _is_place(place):
             return "it does not say of all its parts where they lie"
     return ""
 
@@ -108,7 +101,7 @@ def _wrong(found: Any) -> str:
 def _is_tensor(value: Any) -> bool:
     properties, size = getattr(value, "properties", None), getattr(value, "size", None)
     chunks = getattr(value, "chunks", None)
-    if not isinstance(value, TensorStorageMetadata) or not isinstance(chunks, list | tuple):
+    if not isinstance(value, dcp.TensorStorageMetadata) or not isinstance(chunks, list | tuple):
         return False
     if not isinstance(getattr(properties, "dtype", None), torch.dtype) or not _is_shape(size):
         return False
@@ -117,7 +110,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_inside(chunk: Any, size: tuple[int, ...]) -> bool:
     offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
-    if not isinstance(chunk, ChunkStorageMetadata) or not _is_shape(offsets) or not _is_shape(sizes):
+    if not isinstance(chunk, dcp.ChunkStorageMetadata) or not _is_shape(offsets) or not _is_shape(sizes):
         return False
     if not len(offsets) == len(sizes) == len(size):
         return False

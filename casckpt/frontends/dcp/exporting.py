@@ -11,26 +11,20 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.workers import usable_threads
+from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import InvalidInput
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import StreamEntry
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import new_folder, place_for, torch_saves
+from casckpt.frontends.new_files import new_folder, place_for, synced_file, torch_saves
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, Shown
 from casckpt.tensors.dtypes import torch_dtype
@@ -46,7 +40,7 @@ class _Chunk:
 
     key: str
     number: int
-    entry: Entry
+    entry: StreamEntry
     box: Box
 
     @property
@@ -107,10 +101,10 @@ class _Writer:
 
     def __init__(self, folder: Path, opened: Opened, download: Download, *, boxed: bool) -> None:
         self._folder, self._opened, self._download, self._boxed = folder, opened, download, boxed
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._number = 0
 
-    def write(self) -> Metadata:
+    def write(self) -> dcp.Metadata:
         """All of them; the metadata that say where everything lies."""
         metadata = self._opened.metadata()
         chunks = [chunk for key in self._opened.schema.tensors for chunk in self._chunks(key)]
@@ -119,18 +113,16 @@ class _Writer:
         files = list(lots(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
         for number, content in enumerate(files):
             name = f"__0_{number}.distcp"
-            with (self._folder / name).open("xb") as file:
+            with synced_file(self._folder / name) as file:
                 for window in content:
                     self._write_window(file, name, window)
                 for key, data in values.items() if number == len(files) - 1 else ():
-                    self._note(MetadataIndex(key), file, name, file.write(data))
-                file.flush()
-                os.fsync(file.fileno())
+                    self._note(dcp.MetadataIndex(key), file, name, file.write(data))
         self._describe(metadata, chunks)
         return metadata
 
     def _chunks(self, key: str) -> Iterator[_Chunk]:
-        number, entry, _ = self._opened.tensor(MetadataIndex(key))
+        number, entry, _ = self._opened.tensor(dcp.MetadataIndex(key))
         for box in split(entry.shape, torch_dtype(entry.dtype).itemsize, WINDOW_BYTES):
             yield _Chunk(key, number, entry, box)
 
@@ -138,7 +130,7 @@ class _Writer:
         made = [(chunk, chunk.memory()) for chunk in window]
         self._download.run(
             [
-                Want(chunk.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
+                StreamRequest(chunk.number, Destination(Region(chunk.box, 0, chunk.box.numel), data, data.dtype))
                 for chunk, data in made
                 if chunk.box.numel
             ]
@@ -147,21 +139,21 @@ class _Writer:
             start = file.tell()
             with torch_saves():
                 torch.save(data, file)
-            self._note(MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)
+            self._note(dcp.MetadataIndex(chunk.key, chunk.box.offset), file, name, file.tell() - start)
 
-    def _note(self, index: MetadataIndex, file: BinaryIO, name: str, nbytes: int) -> None:
+    def _note(self, index: dcp.MetadataIndex, file: BinaryIO, name: str, nbytes: int) -> None:
         self._places[index] = _StorageInfo(name, file.tell() - nbytes, nbytes)
 
-    def _describe(self, metadata: Metadata, chunks: Sequence[_Chunk]) -> None:
-        parts: dict[str, list[ChunkStorageMetadata]] = {}
+    def _describe(self, metadata: dcp.Metadata, chunks: Sequence[_Chunk]) -> None:
+        parts: dict[str, list[dcp.ChunkStorageMetadata]] = {}
         for chunk in chunks:
-            part = ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
+            part = dcp.ChunkStorageMetadata(torch.Size(chunk.box.offset), torch.Size(chunk.box.shape))
             parts.setdefault(chunk.key, []).append(part)
         for key, found in parts.items():
             told = metadata.state_dict_metadata[key]
-            if isinstance(told, TensorStorageMetadata):
-                properties = TensorProperties(dtype=told.properties.dtype)
-                metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, told.size, found)
+            if isinstance(told, dcp.TensorStorageMetadata):
+                properties = dcp.TensorProperties(dtype=told.properties.dtype)
+                metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, told.size, found)
         metadata.storage_data = self._places
 
 
@@ -178,12 +170,10 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 
 
 def _is_ours(name: str) -> bool:
-    """Is it a file of a DCP folder that was there before?"""
+    """Tell whether it is a file of a DCP folder that was there before."""
     return name == METADATA or name.endswith(".distcp")
 
 
 def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
+    with synced_file(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

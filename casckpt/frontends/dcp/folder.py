@@ -26,7 +26,7 @@ MEGATRON: Final = "metadata.json"
 
 
 def is_megatron(config: bytes) -> bool:
-    """Is this the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote?"""
+    """Tell whether this is the ``metadata.json`` of a folder that Megatron's strategy "torch_dist" wrote."""
     try:
         found = json.loads(config)
     except (ValueError, RecursionError):
@@ -44,12 +44,6 @@ class Folder:
         self.metadata, self._cuts = unflatten(found)
         self._places: dict[MetadataIndex, _StorageInfo] = places(self.metadata.storage_data or {}, self._cuts)
         self._values: dict[str, io.BytesIO] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        parts = (item.tensor_data for item in self.plan().items)
-        return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in parts if data is not None)
 
     def plan(self) -> SavePlan:
         """All that is in the folder, as a plan to save it."""
@@ -114,7 +108,7 @@ class Folder:
 
     @contextmanager
     def _part(self, item: WriteItem) -> Iterator[BinaryIO]:
-        """Where an item lies, as a file. What goes wrong while it is decoded is Damaged."""
+        """Open the place of an item, as a file. What goes wrong while it is decoded is Damaged."""
         key, place = item.index.fqn, self._places.get(item.index)
         if place is None:
             raise Damaged(f"{self._files.url}/{METADATA} does not say where {key!r} lies", key=key)
@@ -141,7 +135,7 @@ class Folder:
 
 
 def _is_readable(data: bytes) -> bool:
-    """Does torch's restricted unpickler read it, and is that of a size that can be stored?"""
+    """Tell whether torch's restricted unpickler reads it, and to a size that can be stored."""
     try:
         check_expansion(read_archive(data), len(data), "a value")
     except MISREAD:  # Refused is a ValueError

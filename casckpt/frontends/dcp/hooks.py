@@ -1,4 +1,4 @@
-"""What all hooks that DCP calls have in common: their errors travel to other ranks."""
+"""The common part of all hooks that DCP calls: their errors travel to other ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from casckpt.checkpoint.ending import note_if_late
+from casckpt.checkpoint.exit_status import note_if_late
 from casckpt.checkpoint.messages import portable
 
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""What the ids name that DCP's calls are given: RUN@STEP, a step, or a path, as loops have it that save into folders.
+"""The ids that DCP's calls are given: RUN@STEP, a step, or a path, as in loops that save into folders.
 
 The number at the end of a path is its step, and all before it its run: ``/ckpt/step-500`` is step 500 of ``ckpt/step``.
 A path without one, ``/ckpt/last``, is step 0 of ``ckpt/last``: a place that is saved to again and again.

@@ -5,62 +5,46 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.job import save_options
+from casckpt.checkpoint.saving.options import ImportArguments, SaveOptions
 from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
-from casckpt.frontends.dcp.session import Session, Wish
+from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Shown
-from casckpt.storage.files import Files, open_files
+from casckpt.storage.files import Files
+from casckpt.storage.paths import open_files
 
 MAX_ATTACHMENT_BYTES: Final = 64 << 20
 log = logging.getLogger(__name__)
 
 
 def dcp_to_casckpt(
-    path: str | os.PathLike[str],
-    store: AnyStore,
-    *,
-    run: str = "default",
-    step: int,
-    overwrite: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    allow_pickle: bool = False,
-    progress: Shown | None = None,
+    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
 ) -> Checkpoint:
     """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
 
     Of Megatron's `torch_dist` folders too: ``common.pt`` and other small files become attachments. Memory holds 256 MiB
     of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``,
     and without it a value that torch's restricted unpickler does not read is refused: nobody could read it afterwards.
+    ``options``: of `Store.save`.
 
     Raises NotFound, InvalidInput, Refused or Damaged for a folder of no use, and what `Store.save` raises.
     """
-    return import_folder(
-        open_files(path), store, run=run, step=step, overwrite=overwrite, metadata=metadata, allow_pickle=allow_pickle,
-        progress=progress,
-    )  # fmt: skip
+    return import_folder(open_files(path), store, SaveOptions(allow_pickle=allow_pickle, **options))
 
 
 def import_folder(
-    files: Files,
-    store: AnyStore,
-    *,
-    allow_pickle: bool,
-    attachments: Mapping[str, bytes] | None = None,
-    more: Mapping[Any, Any] | None = None,
-    **options: Any,
+    files: Files, store: AnyStore, options: SaveOptions, more: Mapping[Any, Any] | None = None
 ) -> Checkpoint:
-    """`dcp_to_casckpt`, from any `Files`. ``more``: a state to save beside; ``attachments``: those of the folder."""
-    folder, opened = Folder(files, allow_pickle=allow_pickle), as_store(store)
-    found = small_files(files) if attachments is None else attachments
+    """`dcp_to_casckpt`, from any `Files`. ``more``: a state to save beside. Attachments: unless given, its files."""
+    folder, opened = Folder(files, allow_pickle=options.allow_pickle), as_store(store)
+    if options.attachments is None:
+        options = replace(options, attachments=small_files(files))
     folder.read_values()
-    wish = Wish(found, None, allow_pickle, more or {})
-    rest: dict[str, Any] = {"ephemeral": False, "dedup": "store", "threads": None, "check_replicas": False}
-    session = Session(opened.repository, save_options(**rest, **options), wish, rank=0, alone=False)
+    session = WriterSession(opened.repository, options.checked(), rank=0, alone=False, more=more or {})
     (plan,) = session.begin([session.ask(folder.plan())])
     results = session.write(plan, folder)
     session.finish(folder.metadata, [results])

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from casckpt.checkpoint.prepare import Prepared, prepare, stored_object
-from casckpt.checkpoint.sources import Source
+from casckpt.checkpoint.saving.prepare import Prepared, prepare, stored_object
+from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
 from casckpt.format.manifest import TENSOR, ObjectEntry
@@ -70,7 +70,7 @@ class Values:
 
 
 def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bool) -> Values:
-    """What the planner gives for its items that are no tensors. Raises InvalidInput, naming the key."""
+    """Take what the planner gives for its items that are no tensors. Raises InvalidInput, naming the key."""
     values = Values()
     for item in items:
         if item.type == WriteItemType.BYTE_IO:
@@ -123,7 +123,7 @@ def _add_archive(values: Values, key: str, data: bytes, planner: Resolver) -> bo
 
 
 def _as_loaded(key: str, value: Any) -> Any:
-    """What a load will make of it. Raises InvalidInput for what is not plain."""
+    """Give what a load will make of it. Raises InvalidInput for what is not plain."""
     flat = flatten({key: value})
 
     def leaf(key: str, _: Leaf) -> Any:
@@ -136,7 +136,7 @@ def _as_loaded(key: str, value: Any) -> Any:
 
 
 def _is_default(planner: Resolver, *more: str) -> bool:
-    """Does it hand over what DCP's default planner does? ``more``: methods that must be that one's, too."""
+    """Tell whether it hands over what DCP's default planner does. ``more``: methods that must be that one's, too."""
     names = ("resolve_data", "transform_object", *more)
     same = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
     return isinstance(planner, DefaultSavePlanner) and all(same)
@@ -261,7 +261,7 @@ def _place_of(item: WriteItem) -> tuple[Shape, Shape, Box | None]:
 
 
 def sources_of(parts: Sequence[_Part], planner: Resolver, is_frozen: Any) -> list[Source]:
-    """What the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
+    """Take what the planner gives for these parts. Raises InvalidInput, naming the key, for what cannot be stored."""
     pieces: dict[str, list[Piece]] = {}
     first: dict[str, tuple[str, Shape]] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""What a manifest says for DCP alone, where its tree does not tell: a note of plain data."""
+"""A note of plain data in a manifest, for DCP alone: what the tree does not tell."""
 
 from __future__ import annotations
 

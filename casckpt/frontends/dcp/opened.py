@@ -7,31 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
-from casckpt.checkpoint.contents import Contents
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load import values_at
-from casckpt.checkpoint.load_plan import LoadOptions
-from casckpt.checkpoint.store import Store
+from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.load import values_at
+from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import Entry, ObjectEntry
+from casckpt.format.manifest import ObjectEntry, StreamEntry
 from casckpt.format.regions import Shape
 from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
+from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, write_archive
 from casckpt.tensors.untrusted import MISREAD
@@ -51,7 +44,7 @@ class Opened:
 
     @cached_property
     def note(self) -> Note:
-        """What was noted for DCP when it was saved."""
+        """Give what was noted for DCP when it was saved."""
         return read_note(self.manifest, allow_pickle=self._options.allow_pickle)
 
     @cached_property
@@ -75,19 +68,19 @@ class Opened:
         read = self._values_at([key for key in objects if key not in hidden])
         return read | dict.fromkeys(hidden, Opaque)
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> dcp.Metadata:
         """For DCP. Every tensor is one chunk: what overlaps with what is found out when it is read."""
         schema = self.schema
-        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        found: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         for key in schema.paths if self.note.keys is None else self.note.keys:
-            found[key] = BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
+            found[key] = dcp.BytesStorageMetadata() if key in schema.values else self._tensor_metadata(key)
         planner_data = self.note.planner_data if self.note.keys is not None else schema.paths
-        made = Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
+        made = dcp.Metadata(found, planner_data=planner_data, storage_data={"checkpoint": self.checkpoint.id})
         commit = self.checkpoint.commit
         stamp(made, commit.run, commit.step, commit.txid)
         return made
 
-    def _tensor_metadata(self, key: str) -> TensorStorageMetadata:
+    def _tensor_metadata(self, key: str) -> dcp.TensorStorageMetadata:
         chunked = self.note.chunks.get(key)
         if chunked is None:
             _, entry = self._entry(key)
@@ -96,13 +89,13 @@ class Opened:
         dtype = self._entry(parts[0].key)[1].dtype if parts else "float32"
         return _described(dtype, shape, [(part.offset, part.shape) for part in parts])
 
-    def _entry(self, key: str) -> tuple[int, Entry]:
+    def _entry(self, key: str) -> tuple[int, StreamEntry]:
         found = self._contents.tensor(key)
         if found is None:
             raise MissingKey(f"{self.checkpoint.run}@{self.checkpoint.step} lacks the tensor {key!r}", keys=(key,))
         return found
 
-    def tensor(self, index: MetadataIndex) -> tuple[int, Entry, Shape]:
+    def tensor(self, index: dcp.MetadataIndex) -> tuple[int, StreamEntry, Shape]:
         """(number, entry, offset in it) of what DCP names a chunk."""
         offset = tuple(index.offset or ())
         chunked = self.note.chunks.get(index.fqn)
@@ -188,9 +181,9 @@ def _check_restricted(key: str, data: bytes) -> None:
         ) from error
 
 
-def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> TensorStorageMetadata:
-    parts = [ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(dtype)), torch.Size(shape), parts)
+def _described(dtype: str, shape: Shape, chunks: Sequence[tuple[Shape, Shape]]) -> dcp.TensorStorageMetadata:
+    parts = [dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes)) for offset, sizes in chunks]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=torch_dtype(dtype)), torch.Size(shape), parts)
 
 
 def _bits(value: Any) -> tuple[type, Any]:

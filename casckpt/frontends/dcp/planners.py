@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from typing_extensions import override
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
@@ -45,8 +46,8 @@ class PickleFreeSavePlanner(DefaultSavePlanner):
     With `StorageWriter`. Values that are not plain data are refused, naming the key, unless the writer may pickle.
     """
 
+    @override
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
-        """See `DefaultSavePlanner`."""
         if write_item.type == WriteItemType.BYTE_IO:
             return ValueStream(object)
         found: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
@@ -56,8 +57,8 @@ class PickleFreeSavePlanner(DefaultSavePlanner):
 class PickleFreeLoadPlanner(DefaultLoadPlanner):
     """DCP's default planner, but what is no tensor is taken as `StorageReader` has it: nothing is unpickled."""
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See `DefaultLoadPlanner`."""
         key = read_item.dest_index.fqn
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], value_of(value))

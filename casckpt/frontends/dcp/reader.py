@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as Protocol
 from torch.futures import Future
 
-from casckpt.checkpoint.download import Download, Want
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
+from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.tied import Tied
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.tied import Tied
-from casckpt.checkpoint.workers import usable_threads
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
@@ -30,6 +29,7 @@ from casckpt.frontends.dcp.ids import reference_of
 from casckpt.frontends.dcp.opened import Opened
 from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
@@ -103,20 +103,19 @@ class StorageReader(Protocol):
         self._opened, self._missing = None, None
 
     @hook
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP is to know of the checkpoint.
+    def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
+        """Give what DCP is to know of the checkpoint.
 
         DCP calls it without ``rank`` first. Only where there is no such checkpoint on any rank does the second call
         look for what each rank saved for itself (``use_collectives=False``).
         """
         if self._ref is None:
             raise InvalidInput("the reader was given no checkpoint; give ref=, or checkpoint_id=REF to each load")
-        rank = int(kwargs.get("rank", this_rank()))
-        self._alone = "rank" in kwargs
-        checkpoint = self._of_rank(self._ref, rank) if self._alone else self._of_all(self._ref)
+        self._alone = rank is not None
+        checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
         self._opened = Opened(
-            self._store, checkpoint, rank=rank, verify=self._verify, allow_pickle=self._allow_pickle,
-            threads=self._threads,
+            self._store, checkpoint, rank=this_rank() if rank is None else rank, verify=self._verify,
+            allow_pickle=self._allow_pickle, threads=self._threads,
         )  # fmt: skip
         metadata = self._opened.metadata()
         if metadata.storage_meta is not None:
@@ -143,7 +142,7 @@ class StorageReader(Protocol):
             raise self._missing from None
 
     @hook
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """A load begins."""
         self._now  # noqa: B018 - or it is not dcp.load that calls
 
@@ -210,7 +209,7 @@ class StorageReader(Protocol):
 
     def _wants(
         self, item: ReadItem, target: torch.Tensor, held: Any, converted: dict[str, None], tied: Tied
-    ) -> Iterator[Want]:
+    ) -> Iterator[StreamRequest]:
         """``held``: what the state has under its key, if that is known."""
         key = item.storage_index.fqn
         number, entry, base = self._now.tensor(item.storage_index)
@@ -229,7 +228,7 @@ class StorageReader(Protocol):
             raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
         if region.numel:
             tied.add(key, target, entry.dtype, table, region)
-            yield Want(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
+            yield StreamRequest(number, Destination(region, target, stored, held if is_dtensor(held) else None), table)
 
     def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
         possible = converts(stored, target)
@@ -242,7 +241,7 @@ class StorageReader(Protocol):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Is it a reference, a step, or a path that names a run?"""
+        """Tell whether it is a reference, a step, or a path that names a run."""
         try:
             reference_of(checkpoint_id, "default")
         except InvalidInput:
@@ -259,7 +258,7 @@ def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[R
 
 
 def _is_in_place(planner: LoadPlanner) -> bool:
-    """Does it resolve tensors to views of those that are there?"""
+    """Tell whether it resolves tensors to views of those that are there."""
     names = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
     same = (getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in names)
     return isinstance(planner, DefaultLoadPlanner) and all(same)

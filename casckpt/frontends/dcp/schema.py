@@ -1,4 +1,4 @@
-"""What DCP's metadata says, as a tree of casckpt, and the other way round.
+"""DCP's metadata as a tree of casckpt, and back.
 
 DCP flattens a state like casckpt does, with three differences: dicts with any keys are descended, and keys become text;
 a list is descended if a tensor or a dict stands in it, and else is one value; a tuple always is one value. So a leaf of
@@ -39,7 +39,7 @@ class Schema:
 
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
-    """How DCP's default planner would flatten this state. ``value_at``: the object of a flat key, or `Opaque`."""
+    """Flatten this state as DCP's default planner would. ``value_at``: the object of a flat key, or `Opaque`."""
     return _Walk(value_at).walk(tree)
 
 
@@ -86,14 +86,14 @@ class _Walk:
         return any(self._opens(child, (*home, element)) for element, child in node.children)
 
     def _opens(self, node: Node, home: Path) -> bool:
-        """Is a list that holds it descended?"""
+        """Tell whether a list that holds it is descended."""
         if isinstance(node, Leaf):
             return node.kind == TENSOR or _steps(self.value_at(join(home))) is not None
         return node.kind != TUPLE and (node.kind != LIST or self._is_descended(node, home))
 
 
 def is_one_value(value: Any) -> bool:
-    """Does DCP keep a value without tensors in one piece?"""
+    """Tell whether DCP keeps a value without tensors in one piece."""
     return _steps(value) is None
 
 

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from threading import local
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from casckpt.checkpoint.asked import Home
-from casckpt.checkpoint.describe import Share, Streams, joined
-from casckpt.checkpoint.known import DamagedBlobs, Sources, known_by_reading
-from casckpt.checkpoint.leader import Leader, SaveMemory, SaveOptions, Stored
-from casckpt.checkpoint.prepare import Prepared, frozen_by, prepare
-from casckpt.checkpoint.save import store_share
-from casckpt.checkpoint.sources import Source
+from casckpt.checkpoint.agreement import StoreIdentity
+from casckpt.checkpoint.saving.known import DamagedBlobs, ReusableManifests, known_by_reading
+from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
+from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
+from casckpt.checkpoint.saving.save import store_share
+from casckpt.checkpoint.saving.shares import Share, Streams, joined
+from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.manifest import TENSOR, Name
 from casckpt.format.names import TxId
@@ -32,6 +35,7 @@ from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree, me
 from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
+from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
@@ -41,21 +45,21 @@ from casckpt.tensors.state import check_key
 
 
 @dataclass(frozen=True)
-class Asked:
+class LocalStorageData:
     """What a rank puts into its local plan: a number of this save."""
 
     number: bytes
 
 
 @dataclass(frozen=True)
-class Told:
+class GlobalStorageData:
     """What the coordinator puts into the plan of a rank. ``commits``: of the checkpoints whose cells may be reused."""
 
     number: bytes
     txid: TxId
     commits: Sequence[Commit]
     damaged: DamagedBlobs
-    home: Home
+    home: StoreIdentity
 
 
 @dataclass(frozen=True)
@@ -63,41 +67,43 @@ class Written:
     """What one rank stored; rides on the first of its results."""
 
     rank: int
-    stored: Stored
+    stored: FinishRequest
     nodes: Mapping[str, bytes]
     opaque: frozenset[str]
     is_odd: bool
     tensors: Tensors
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What the user of a writer asked for, beside `SaveOptions`. ``more``: a state to save beside that of the plan."""
-
-    attachments: Mapping[str, bytes] | None = None
-    frozen: Any = None
-    allow_pickle: bool = False
-    more: Mapping[Any, Any] = field(default_factory=dict)
-
-
 class _Latest(local):
     """The last session of a thread."""
 
-    session: weakref.ref[Session] | None = None
+    session: weakref.ref[WriterSession] | None = None
 
 
 _latest = _Latest()
 
 
-class Session:
-    """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others."""
+class WriterSession:
+    """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others.
 
-    def __init__(self, repo: Repository, options: SaveOptions, wish: Wish, *, rank: int, alone: bool) -> None:
-        self.repo, self.options, self.wish, self.rank, self.alone = repo, options, wish, rank, alone
+    ``more``: a state to save beside that of the plan.
+    """
+
+    def __init__(
+        self,
+        repo: Repository,
+        options: SaveOptions,
+        *,
+        rank: int,
+        alone: bool,
+        more: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> None:
+        self.repo, self.options, self.rank, self.alone, self.more = repo, options, rank, alone, more
+        self._progress = Progress(options.progress)
         self.number = repo.entropy(16)
         self.checkpoint = ""
         self._leader: Leader | None = None
-        self._last_resort: weakref.finalize[..., Session] | None = None
+        self._last_resort: weakref.finalize[..., WriterSession] | None = None
         self._known: KnownCells | None = None
         self._txid: TxId | None = None
         self._extra = Prepared([], [], [], b"")
@@ -124,31 +130,30 @@ class Session:
         """The local plan of this rank. Raises InvalidInput for a key that cannot be stored."""
         for item in plan.items:
             check_key(item.index.fqn)
-        return replace(plan, storage_data=Asked(self.number))
+        return replace(plan, storage_data=LocalStorageData(self.number))
 
     # the coordinator
 
     def begin(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """Begin the transaction; then the plans, with what each rank needs to know."""
-        wish = self.wish
-        self._extra = prepare(wish.more, wish.attachments, rank=0, allow_pickle=wish.allow_pickle)
-        leader = self._leader = Leader(self.repo, len(plans), SaveMemory(), self.options, reuse=True)
+        options = self.options
+        self._extra = prepare(self.more, options.attachments, rank=0, allow_pickle=options.allow_pickle)
+        leader = self._leader = Leader(self.repo, len(plans), SaveMemory(), options, reuse=True)
         # where another rank fails, DCP does not tell us
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
-        try:
+        with self._aborting():
             self._txid = leader.start()
             sources = leader.sources(_streams(plans))
             self._known = sources.known()
-        except BaseException as error:
-            self._abort(error)
-            raise
         return [replace(plan, storage_data=self._answer(plan, sources)) for plan in plans]
 
-    def _answer(self, plan: SavePlan, sources: Sources) -> Told | None:
+    def _answer(self, plan: SavePlan, sources: ReusableManifests) -> GlobalStorageData | None:
         asked = plan.storage_data
-        if not isinstance(asked, Asked) or self._txid is None:
+        if not isinstance(asked, LocalStorageData) or self._txid is None:
             return None
-        return Told(asked.number, self._txid, sources.commits, sources.damaged, Home.of(self.repo))
+        return GlobalStorageData(
+            asked.number, self._txid, sources.commits, sources.damaged, StoreIdentity.of(self.repo)
+        )
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
@@ -158,25 +163,28 @@ class Session:
         written = {one.rank: one for one in found if isinstance(one, Written)}
         if self._written is not None:
             written.setdefault(self.rank, self._written)  # it may have had no item, and so no result
-        try:
+        with self._aborting():
             self.checkpoint = self._commit(self._leader, metadata, [written[rank] for rank in sorted(written)])
-        except BaseException as error:
-            self._abort(error)
-            raise
 
-    def _abort(self, error: BaseException) -> None:
-        if self._leader is not None and self._last_resort is not None and self._last_resort.detach():
-            self._leader.abort(error)
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Inside, an error gives the transaction up."""
+        try:
+            yield
+        except BaseException as error:
+            if self._leader is not None and self._last_resort is not None and self._last_resort.detach():
+                self._leader.abort(error)
+            raise
 
     def _commit(self, leader: Leader, metadata: Metadata, written: Sequence[Written]) -> str:
         streams = _all_streams(metadata, written)
         nodes = _nodes(metadata, written)
         tree = tree_of({key: (path_of(key, metadata.planner_data), node) for key, node in nodes.items()})
-        if self.wish.more:
+        if self.more:
             tree = merge([tree, decode_tree(self._extra.tree)], TORCH_EXTENSIONS)
         check_keys(tree)
         note = _note(metadata, tree, written)
-        encoded = note.encoded(allow_pickle=self.wish.allow_pickle)
+        encoded = note.encoded(allow_pickle=self.options.allow_pickle)
         done = leader.conclude([one.stored for one in written], streams, encode_tree(tree), encoded)
         return done[0].record.manifest
 
@@ -184,45 +192,43 @@ class Session:
 
     def write(self, plan: SavePlan, planner: Resolver) -> list[WriteResult]:
         """Store the items of a plan; durable when it returns."""
-        try:
+        with self._aborting():
             self._written = self._write(plan, planner)
-        except BaseException as error:
-            self._abort(error)
-            raise
         sizes = {item.index: item.tensor_storage_size() or 0 for item in plan.items}
         results = [WriteResult(item.index, sizes[item.index], None) for item in plan.items]
         return [replace(one, storage_data=self._written) if not i else one for i, one in enumerate(results)]
 
     def _write(self, plan: SavePlan, planner: Resolver) -> Written:
-        values = values_of(plan.items, planner, allow_pickle=self.wish.allow_pickle)
+        values = values_of(plan.items, planner, allow_pickle=self.options.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, known = self._knowledge(plan)
-        is_frozen = frozen_by(self.wish.frozen)
+        is_frozen = frozen_by(self.options.frozen)
         others, shares = [*values.sources, *self._extra.sources], []
         for window in tensors.windows(planner):
             sources, others = [*others, *sources_of(window, planner, is_frozen)], []
             shares.append(self._store(txid, sources, known))
         objects = [*values.objects, *self._extra.objects]
-        stored = Stored(joined(shares), objects, self._extra.attachments, None, None)
+        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
         )
 
     def _store(self, txid: TxId, sources: Sequence[Source], known: KnownCells) -> Share:
-        return store_share(self.repo, txid, Prepared(sources, [], [], b""), known, self.options)
+        prepared, threads = Prepared(sources, [], [], b""), self.options.threads
+        return store_share(self.repo, txid, prepared, known, threads=threads, progress=self._progress)
 
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells]:
         """(whose folder to upload to, what may be reused)."""
         if self._known is not None and self._txid is not None:
             return self._txid, self._known
         told, options = plan.storage_data, self.options
-        if isinstance(told, Told) and told.number == self.number:
+        if isinstance(told, GlobalStorageData) and told.number == self.number:
             told.home.check_shared(self.repo, told.txid)
             return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
-        if isinstance(told, Told):
+        if isinstance(told, GlobalStorageData):
             told.home.check(self.repo)
         commits = list_commits(self.repo)  # after the plan came, so after the coordinator has begun
-        sources = Sources(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)
+        sources = ReusableManifests(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)
         return self.repo.new_txid(options.run, options.step), sources.known()
 
 

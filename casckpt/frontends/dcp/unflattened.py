@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from casckpt.format.regions import Box, Region, Shape, flat_boxes
 from casckpt.tensors.foreign import part_shape
@@ -21,7 +16,7 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 
 @dataclass(frozen=True)
-class Cut:
+class FlatBox:
     """A box of a tensor, and where it lies in the flat chunk that the folder has under ``index``."""
 
     index: MetadataIndex
@@ -38,9 +33,9 @@ class Cut:
         return (found if found.numel() == chunk.numel() else found.clone()).view(box)
 
 
-def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, Cut]]:
+def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, FlatBox]]:
     """The metadata with flat tensors in their own shape, as boxes of it; and what each of these is cut out of."""
-    described, cuts = dict(metadata.state_dict_metadata), dict[MetadataIndex, Cut]()
+    described, cuts = dict(metadata.state_dict_metadata), dict[MetadataIndex, FlatBox]()
     for key, shape in _own_shapes(metadata):
         stored = described.get(key)
         if not isinstance(stored, TensorStorageMetadata):
@@ -54,7 +49,7 @@ def unflatten(metadata: Metadata) -> tuple[Metadata, dict[MetadataIndex, Cut]]:
 
 
 def _own_shapes(metadata: Metadata) -> Iterator[tuple[str, Shape]]:
-    """What Megatron says of them."""
+    """Give what Megatron says of them."""
     said = getattr(metadata, "mcore_data", None)
     for key, value in said.items() if isinstance(said, dict) else ():
         shape = value.get(_SHAPE) if isinstance(value, dict) else None
@@ -62,8 +57,8 @@ def _own_shapes(metadata: Metadata) -> Iterator[tuple[str, Shape]]:
             yield key, shape
 
 
-def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[MetadataIndex, Cut]:
-    """None if it is not stored so."""
+def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[MetadataIndex, FlatBox]:
+    """Cut the flat chunks of a tensor into boxes of it; empty for a tensor that is not stored flat."""
     part = part_shape(shape, tuple(stored.size))
     if part is None or any(not set(chunk.sizes[:-1]) <= {1} for chunk in stored.chunks):
         return {}
@@ -72,11 +67,11 @@ def _cuts(key: str, stored: TensorStorageMetadata, shape: Shape) -> dict[Metadat
         *at, lo = chunk.offsets
         box = Box(tuple(i * extent for i, extent in zip(at, part, strict=True)), part)
         for piece, start in flat_boxes(Region(box, lo, lo + chunk.sizes[-1])):
-            cut = Cut(MetadataIndex(key, chunk.offsets), start - lo, piece.offset, piece.shape)
+            cut = FlatBox(MetadataIndex(key, chunk.offsets), start - lo, piece.offset, piece.shape)
             found[MetadataIndex(key, torch.Size(piece.offset))] = cut
     return found
 
 
-def places(stored: Mapping[MetadataIndex, Any], cuts: Mapping[MetadataIndex, Cut]) -> dict[MetadataIndex, Any]:
-    """Where each box lies: in the file where its chunk does."""
+def places(stored: Mapping[MetadataIndex, Any], cuts: Mapping[MetadataIndex, FlatBox]) -> dict[MetadataIndex, Any]:
+    """Tell where each box lies: in the file where its chunk does."""
     return {**stored, **{index: stored[cut.index] for index, cut in cuts.items() if cut.index in stored}}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import local
-from typing import Any
+from typing import Any, Unpack
 from uuid import uuid4
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -14,18 +13,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as Protocol
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from typing_extensions import override
 
-from casckpt.checkpoint.job import save_options
-from casckpt.checkpoint.prepare import Frozen
+from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.store import Dedup
+from casckpt.checkpoint.saving.options import SaveOptions, WriterArguments
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import place_of, stamp
-from casckpt.frontends.dcp.session import Session, Wish
+from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.plan.progress import Shown
 
 
 class StorageWriter(Protocol):
@@ -41,32 +39,15 @@ class StorageWriter(Protocol):
     """
 
     def __init__(
-        self,
-        store: AnyStore,
-        *,
-        run: str = "default",
-        step: int | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        overwrite: bool = False,
-        ephemeral: bool = False,
-        attachments: Mapping[str, bytes] | None = None,
-        frozen: Frozen = None,
-        dedup: Dedup = "store",
-        allow_pickle: bool = False,
-        threads: int | None = None,
-        progress: Shown | None = None,
+        self, store: AnyStore, *, run: str = "default", step: int | None = None, **options: Unpack[WriterArguments]
     ) -> None:
         """See the class."""
         super().__init__()
         self._store = as_store(store)
         self._run = check_run(run)
-        self._place = _Place(run, None if step is None else check_step(step))
-        self._wish = Wish(attachments, frozen, allow_pickle)
-        self._options: dict[str, Any] = {
-            "metadata": metadata, "overwrite": overwrite, "ephemeral": ephemeral, "dedup": dedup, "threads": threads,
-            "progress": progress, "check_replicas": False,
-        }  # fmt: skip
-        save_options(run=run, step=step or 0, **self._options)  # refused here rather than in a save
+        self._place = _Target(run, None if step is None else check_step(step))
+        check_keywords("StorageWriter", options, WriterArguments)
+        self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here rather than in a save
         self._here = _Here()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,40 +63,47 @@ class StorageWriter(Protocol):
         RUN@STEP, a step, or a path. Where threads save at a time, the next save of a thread goes where it said itself.
         """
         if checkpoint_id is not None:
-            self._place = self._here.place = _Place(*place_of(checkpoint_id, self._run))
+            self._place = self._here.place = _Target(*place_of(checkpoint_id, self._run))
 
     @hook
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,
+        *args: object,
+        rank: int | None = None,
+        use_collectives: bool = True,
+        **kwargs: object,
+    ) -> None:
         """A save begins, in this thread, to whose end all other calls are of it."""
         place = self._next
         place.used = True
         run, step = place.run, place.step
         if step is None:
             raise InvalidInput("the writer was given no step; give step=, or checkpoint_id='RUN@STEP' to each save")
-        rank, alone = kwargs.get("rank", this_rank()), not kwargs.get("use_collectives", True)
-        options = save_options(run=f"{run}/rank-{rank}" if alone else run, step=step, **self._options)
-        self._here.session = Session(self._store.repository, options, self._wish, rank=rank, alone=alone)
+        rank, alone = this_rank() if rank is None else rank, not use_collectives
+        options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
+        self._here.session = WriterSession(self._store.repository, options, rank=rank, alone=alone)
 
     @hook
+    @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See `Session.ask`."""
         return self._session.ask(plan)
 
     @hook
+    @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See `Session.begin`."""
         return self._session.begin(plans)
 
     @hook
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """See `Session.write`. It is done when this returns, so no failure can hide in the future."""
+        """See `WriterSession.write`. It is done when this returns, so no failure can hide in the future."""
         future: Future[list[WriteResult]] = Future()
         future.set_result(self._session.write(plan, planner))
         return future
 
     @hook
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """See `Session.finish`. All ranks find the id of the checkpoint in ``metadata.storage_data``."""
+        """See `WriterSession.finish`. All ranks find the id of the checkpoint in ``metadata.storage_data``."""
         session = self._session
         session.finish(metadata, results)
         metadata.storage_data = {"checkpoint": session.checkpoint}
@@ -128,7 +116,7 @@ class StorageWriter(Protocol):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Is it RUN@STEP, a step, or a path that names a run?"""
+        """Tell whether it is RUN@STEP, a step, or a path that names a run."""
         try:
             place_of(checkpoint_id, "default")
         except InvalidInput:
@@ -136,20 +124,20 @@ class StorageWriter(Protocol):
         return True
 
     @property
-    def _next(self) -> _Place:
-        """Where the next save of this thread goes: as it said itself, unless a save went there since."""
+    def _next(self) -> _Target:
+        """Tell where the next save of this thread goes: as it said itself, unless a save went there since."""
         mine = self._here.place
         return self._place if mine is None or mine.used else mine
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> WriterSession:
         if self._here.session is None:
             raise InvalidInput("a StorageWriter was used before set_up_storage_writer; pass it to dcp.save")
         return self._here.session
 
 
 @dataclass
-class _Place:
+class _Target:
     """Where to save. ``used``: a save has gone there."""
 
     run: str
@@ -163,5 +151,5 @@ class _Here(local):
     ``place``: what was said in it last. A thread that DCP starts for a save may have been told nothing.
     """
 
-    place: _Place | None = None
-    session: Session | None = None
+    place: _Target | None = None
+    session: WriterSession | None = None

@@ -1,4 +1,4 @@
-"""What Lightning calls a checkpoint, and what of it lies where in a store."""
+"""The contents of Lightning's checkpoint, and where each part of it lies in a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WEIGHTS, REST = "model", "lightning"
 
 
 def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of Lightning's dict: weights where every front end has them, all else beside them."""
+    """Give what is saved of Lightning's dict: weights where every front end has them, all else beside them."""
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
     return {REST: rest} if weights is None else {WEIGHTS: weights, REST: rest}

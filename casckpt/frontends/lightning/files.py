@@ -1,20 +1,20 @@
-"""Which checkpoint each of Lightning's files names, kept by tags: what no file names any more is forgotten."""
+"""The files of Lightning, each named by a tag: a checkpoint that no file names any more is forgotten."""
 
 from __future__ import annotations
 
 import os
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.store import Store
 from casckpt.errors import NotFound
 from casckpt.format.keys import check_run
 from casckpt.frontends.lightning.pointer import Pointer
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.repository.refs import TAG
-from casckpt.repository.retiring import retire_now
+from casckpt.store.store import Store
+from casckpt.upkeep.gc.retiring import retire_now
 
 
-class Files:
+class RunFiles:
     """The files of one run. One process keeps them. ``gc``: after a removal, delete what nobody needs."""
 
     def __init__(self, store: Store, run: str, *, gc: bool) -> None:

@@ -12,9 +12,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.lightning.contents import from_state, to_state
-from casckpt.frontends.lightning.files import Files
+from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 
@@ -44,10 +45,10 @@ class CasCheckpointIO(CheckpointIO):
         threads: int | None = None,
     ) -> None:
         self.store = as_store(store)
-        self._book = Files(self.store, run, gc=gc)
+        self._run_files = RunFiles(self.store, run, gc=gc)
         self._async = async_save
-        self._options: dict[str, Any] = {"no_dist": True, "allow_pickle": allow_pickle, "threads": threads}
-        self._files = TorchCheckpointIO()
+        self._allow_pickle, self._threads = allow_pickle, threads
+        self._torch_io = TorchCheckpointIO()
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
 
@@ -59,12 +60,14 @@ class CasCheckpointIO(CheckpointIO):
         pointer = Pointer(path)
         before = pointer.read()
         state, step = to_state(checkpoint), self._step_of(checkpoint)
-        run, overwrite = self._book.place(pointer, step)
-        options: dict[str, Any] = {"run": run, "step": step, "overwrite": overwrite, **self._options}
+        run, overwrite = self._run_files.place(pointer, step)
+        options: SaveArguments = {
+            "overwrite": overwrite, "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads,
+        }  # fmt: skip
         if not self._async:
-            self._book.saved(pointer, before, self.store.save(state, **options))
+            self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
             return
-        saving = self.store.save_async(state, **options)
+        saving = self.store.save_async(state, run=run, step=step, **options)
         if before is None:
             pointer.write({"run": run, "step": step})  # so that Lightning gives the name to nobody else
         self._later(lambda: self._finish(pointer, before, saving))
@@ -72,7 +75,7 @@ class CasCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What was saved there; of a file that Lightning wrote by itself, its contents.
+        """Give what was saved there; of a file that Lightning wrote by itself, its contents.
 
         ``path`` may also be a reference into the store. ``weights_only`` says nothing here: no pickle is loaded, unless
         ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a FileNotFoundError.
@@ -81,11 +84,11 @@ class CasCheckpointIO(CheckpointIO):
         pointer = Pointer(path)
         if pointer.is_foreign():
             more = {} if map_location is None else {"map_location": map_location}
-            loaded: dict[str, Any] = self._files.load_checkpoint(Path(path), weights_only=weights_only, **more)
+            loaded: dict[str, Any] = self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
             return loaded
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        options = {name: self._options[name] for name in ("allow_pickle", "threads")}
-        return from_state(self.store.read(self._book.named(pointer), device=device, **options))
+        ref, threads = self._run_files.named(pointer), self._threads
+        return from_state(self.store.read(ref, device=device, allow_pickle=self._allow_pickle, threads=threads))
 
     def remove_checkpoint(self, path: AnyPath) -> None:
         """Remove the file, and forget the checkpoint if no other file names it."""
@@ -100,7 +103,7 @@ class CasCheckpointIO(CheckpointIO):
         if self._queue is not None:
             self._queue.shutdown()
             self._queue = None
-        self._book.close()
+        self._run_files.close()
         for one in waiting:
             one.result()
 
@@ -110,7 +113,7 @@ class CasCheckpointIO(CheckpointIO):
         """Of a Trainer its global step; a Fabric's states are numbered."""
         if isinstance(checkpoint.get("global_step"), int):
             return int(checkpoint["global_step"])
-        return max((one.step + 1 for one in self._book.checkpoints()), default=0)
+        return max((one.step + 1 for one in self._run_files.checkpoints()), default=0)
 
     def _finish(self, pointer: Pointer, before: str | None, saving: Future[Checkpoint]) -> None:
         try:
@@ -119,13 +122,13 @@ class CasCheckpointIO(CheckpointIO):
             if before is None:
                 pointer.delete()
             raise
-        self._book.saved(pointer, before, saved)
+        self._run_files.saved(pointer, before, saved)
 
     def _remove(self, pointer: Pointer) -> None:
         if pointer.is_foreign():
-            self._files.remove_checkpoint(Path(pointer.path))
+            self._torch_io.remove_checkpoint(Path(pointer.path))
         else:
-            self._book.remove(pointer)
+            self._run_files.remove(pointer)
 
     def _later(self, call: Callable[[], None]) -> None:
         self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-lightning")

@@ -45,7 +45,7 @@ class Pointer:
         return get_filesystem(os.fspath(self.path))
 
     def exists(self) -> bool:
-        """Is there any file?"""
+        """Tell whether there is any file."""
         return bool(self._files.isfile(os.fspath(self.path)))
 
     def read(self) -> str | None:
@@ -54,11 +54,11 @@ class Pointer:
         return found.get("id") if found is not None else None
 
     def is_foreign(self) -> bool:
-        """Is there a file that is none of ours?"""
+        """Tell whether there is a file that is none of ours."""
         return self.exists() and self._contents() is None
 
     def is_pending(self) -> bool:
-        """Does it stand for a save that has not ended?"""
+        """Tell whether it stands for a save that has not ended."""
         found = self._contents()
         return found is not None and "id" not in found
 

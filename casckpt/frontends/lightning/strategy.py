@@ -9,10 +9,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from casckpt.checkpoint.asked import check_same
+from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import InvalidInput
-from casckpt.frontends.lightning.files import Files
+from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
@@ -26,9 +26,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
 
     def __init__(
         self, store: AnyStore, *, run: str, gc: bool = False, allow_pickle: bool = False, **options: Any
-    ) -> None:
+    ) -> None:  # Lightning's own arguments, which depend on its version
         super().__init__(**options)
-        self._book = Files(as_store(store), run, gc=gc)
+        self._book = RunFiles(as_store(store), run, gc=gc)
         self._allow_pickle = allow_pickle
 
     @property

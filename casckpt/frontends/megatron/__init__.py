@@ -20,17 +20,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from casckpt.frontends.megatron.async_request import AsyncRequest
+from casckpt.frontends.megatron.background import AsyncRequest
+from casckpt.frontends.megatron.claims import validate_sharding_integrity
 from casckpt.frontends.megatron.config import (
     CheckpointingConfig,
     check_is_distributed_checkpoint,
     maybe_load_config,
     save_config,
 )
-from casckpt.frontends.megatron.dropping import remove_sharded_tensors
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.megatron.folders import write_folder
-from casckpt.frontends.megatron.integrity import validate_sharding_integrity
+from casckpt.frontends.megatron.kinds import (
+    add_prefix_for_sharding,
+    apply_prefix_mapping,
+    extract_nonpersistent,
+    extract_sharded_base,
+    extract_sharded_tensors,
+    extract_sharded_tensors_and_factories,
+    extract_sharded_tensors_or_nonpersistent,
+    replace_prefix_for_sharding,
+)
 from casckpt.frontends.megatron.loading import load
 from casckpt.frontends.megatron.mapping import (
     FactoryBuildFn,
@@ -76,18 +85,8 @@ from casckpt.frontends.megatron.reading import (
     load_sharded_objects,
     load_tensors_metadata,
 )
-from casckpt.frontends.megatron.removed import forget_removed
+from casckpt.frontends.megatron.removing import forget_removed, remove_sharded_tensors
 from casckpt.frontends.megatron.saving import save
-from casckpt.frontends.megatron.selecting import (
-    add_prefix_for_sharding,
-    apply_prefix_mapping,
-    extract_nonpersistent,
-    extract_sharded_base,
-    extract_sharded_tensors,
-    extract_sharded_tensors_and_factories,
-    extract_sharded_tensors_or_nonpersistent,
-    replace_prefix_for_sharding,
-)
 from casckpt.frontends.megatron.strictness import StrictHandling, parse_strict_flag
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 from casckpt.errors import NotFound
 from casckpt.frontends.megatron.errors import CheckpointExists, checkpointing_errors
-from casckpt.frontends.megatron.place import CheckpointDir, Place, folder_of, place_of
+from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, folder_of, place_of
 from casckpt.frontends.new_files import new_file
 from casckpt.repository import manifests
 
@@ -63,7 +63,7 @@ def maybe_load_config(checkpoint_dir: CheckpointDir) -> CheckpointingConfig | No
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: CheckpointDir) -> bool:
-    """Is there a checkpoint with a valid config?"""
+    """Tell whether there is a checkpoint with a valid config."""
     return maybe_load_config(checkpoint_dir) is not None
 
 
@@ -91,8 +91,8 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: CheckpointDir) -> N
             )
 
 
-def is_only_config(place: Place) -> bool:
-    """Is there a checkpoint with nothing but what `save_config` wrote?"""
+def is_only_config(place: StoreRef) -> bool:
+    """Tell whether there is a checkpoint with nothing but what `save_config` wrote."""
     if place.ref not in place.store:
         return False
     body = manifests.get(place.store.repository, place.store.get(place.ref).commit).body

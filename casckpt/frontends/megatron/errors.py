@@ -1,4 +1,4 @@
-"""What the Megatron front end raises: Megatron's one exception, which is also the error of casckpt that it is."""
+"""Errors of the Megatron front end: Megatron's one exception, which is also the error of casckpt that it is."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class ShardedMismatch(CheckpointingException, Mismatch):
     """Shape, dtype or kind differs between the checkpoint and what it is loaded into."""
 
     kind, exit_status = Mismatch.kind, Mismatch.exit_status
+
+
+def refused(key: str, why: str, rank: int | None = None) -> CheckpointingException:
+    """Say what is wrong with a value of a state dict, by its key."""
+    return CheckpointingException(f"{key!r}: {why}", key=key, rank=rank)
 
 
 _LIKE: dict[type[CasckptError], type[CheckpointingException]] = {

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casckpt.errors import NotFound
-from casckpt.frontends.megatron.common_file import COMMON_NAME, packed
+from casckpt.frontends.megatron.common import COMMON_NAME, packed
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
+from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import load_common_state_dict
-from casckpt.frontends.megatron.stored import Stored
+from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
 
@@ -33,14 +33,14 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
     see `load_common_state_dict`. Raises CheckpointingException (also a NotFound) if there is no checkpoint.
     """
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir), common=True)
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir), common=True)
         common = stored.file or packed(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
         target = Path(folder)
-        point(target, Place(stored.store, stored.where), common)
+        point(target, StoreRef(stored.store, stored.where), common)
         _write(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))
 
 
-def point(folder: Path, place: Place, common: bytes | None) -> None:
+def point(folder: Path, place: StoreRef, common: bytes | None) -> None:
     """Say in a folder where the checkpoint is. ``common``: of the file common.pt; None: it is there."""
     run, step = place.run_and_step()
     if common is not None:
@@ -50,14 +50,14 @@ def point(folder: Path, place: Place, common: bytes | None) -> None:
 
 
 def is_pointed(folder: Folder) -> bool:
-    """Is the checkpoint of a folder in a store, and has torch_dist not written over it since?"""
+    """Tell whether the checkpoint of a folder is in a store, and torch_dist has not written over it since."""
     return Path(folder, POINTER_NAME).exists() and not Path(folder, _TORCH_DIST).exists()
 
 
-def place_in(folder: Folder, store: AnyStore | None = None) -> Place:
-    """Where the checkpoint of a folder is; ``store``: in this one. Raises as `pointed_at`."""
+def place_in(folder: Folder, store: AnyStore | None = None) -> StoreRef:
+    """Tell where the checkpoint of a folder is; ``store``: in this one. Raises as `pointed_at`."""
     url, ref = pointed_at(folder)
-    return Place(as_store(url if store is None else store), ref)
+    return StoreRef(as_store(url if store is None else store), ref)
 
 
 def pointed_at(folder: Folder) -> tuple[str, str]:
@@ -77,7 +77,7 @@ def pointed_at(folder: Folder) -> tuple[str, str]:
     return url, ref
 
 
-def check_common(stored: Stored, folder: Folder) -> None:
+def check_common(stored: MegatronCheckpoint, folder: Folder) -> None:
     """Raise CheckpointingException if common.pt, which Megatron reads in the folder, is of another save."""
     path = Path(folder, COMMON_NAME)
     if COMMON_NAME not in stored.store.attachments(stored.checkpoint) or not path.exists():

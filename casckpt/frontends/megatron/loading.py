@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 
+from casckpt.checkpoint.loading.load_plan import RankArguments
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
 from casckpt.format.regions import Box, Shape, full_box
+from casckpt.frontends.megatron.claims import Claim, Sharing, check_claims, claims_of, hand_on, plan_sharing
 from casckpt.frontends.megatron.errors import ShardedMismatch, checkpointing_errors
-from casckpt.frontends.megatron.integrity import Claim, check_claims, claims_of
-from casckpt.frontends.megatron.kinds import is_factory, is_sharded_object
+from casckpt.frontends.megatron.kinds import extract_nonpersistent, extract_sharded_base, is_factory, is_sharded_object
 from casckpt.frontends.megatron.mapping import apply_factory_merges
 from casckpt.frontends.megatron.nesting import (
     Nested,
@@ -22,13 +24,11 @@ from casckpt.frontends.megatron.nesting import (
     merge,
     nested_values,
 )
-from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
+from casckpt.frontends.megatron.parts import ReshapedCopies, boxes_of, copies
+from casckpt.frontends.megatron.place import CheckpointDir
 from casckpt.frontends.megatron.reading import object_key, read_common
-from casckpt.frontends.megatron.reshaped import Copies, boxes_of, copies
-from casckpt.frontends.megatron.saving import check_strategies, is_empty
-from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
-from casckpt.frontends.megatron.sharing import Sharing, hand_on, plan_sharing
-from casckpt.frontends.megatron.stored import Request, Stored
+from casckpt.frontends.megatron.saving import is_empty, located
+from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest
 from casckpt.frontends.megatron.strictness import (
     StrictHandling,
     check_missing,
@@ -41,9 +41,6 @@ from casckpt.tensors.memory import narrow
 from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def load(  # noqa: PLR0917 - the positions of Megatron-core's
     sharded_state_dict: dict[Any, Any],
@@ -54,10 +51,7 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     fully_parallel: bool = False,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    allow_pickle: bool = False,
-    **options: Any,
+    **options: Unpack[RankArguments],
 ) -> Any:
     """Load; every rank of ``process_group`` (None: all) makes the call, with its own part.
 
@@ -68,22 +62,18 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
 
     ``checkpoint_dir`` may name any reference: ``ckpts#sft@latest``, ``ckpts#tag:best``. ``validate_access_integrity``:
     the ranks together must ask for every element just once, by main replicas, as in `save`. ``fully_parallel``: what
-    several ranks ask for alike is read by one of them, and handed on. ``options``: ``verify`` and ``threads`` of
-    `Store.load`.
+    several ranks ask for alike is read by one of them, and handed on. ``options``:
+    ``process_group``, ``no_dist``, ``allow_pickle``, ``verify``, ``threads`` and ``progress`` of `Store.load`.
 
     Raises CheckpointingException before any tensor changes, on every rank alike: it is also a NotFound if there is no
     such checkpoint, a MissingKey for unexpected keys, a Mismatch for another global shape without
     ``allow_shape_mismatch``. Damaged and StorageError during the read, after which the tensors are undefined.
     """
     with checkpointing_errors():
-        ranks = open_ranks(process_group, no_dist=no_dist)
-
-        def locate() -> Place:
-            check_strategies(sharded_strategy, common_strategy)
-            return place_of(checkpoint_dir)
-
-        stored = Stored.together(ranks, locate, common=True)
-        loading = Loading(stored, sharded_state_dict)
+        ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
+        locate = partial(located, checkpoint_dir, sharded_strategy, common_strategy)
+        stored = MegatronCheckpoint.together(ranks, locate, common=True)
+        loading = RankLoad(stored, sharded_state_dict)
 
         def decide(gathered: list[tuple[list[Claim], set[str]]]) -> list[tuple[set[str], Sharing | None]]:
             claims = [claims for claims, _ in gathered]
@@ -95,12 +85,12 @@ def load(  # noqa: PLR0917 - the positions of Megatron-core's
 
         def plan() -> tuple[list[Claim], set[str]]:
             planned = loading.plan(strict)
-            loading.put_into(read_common(stored, allow_pickle))
+            loading.put_into(read_common(stored, options.get("allow_pickle", False)))
             return planned
 
         missing, sharing = ranks.exchange(plan, decide)
         log_missing(loading.strict, stored.where, missing)
-        loading.read(ranks, sharing, process_group=process_group, no_dist=no_dist, allow_pickle=allow_pickle, **options)
+        loading.read(ranks, sharing, **options)
         loaded = loading.merged()
     return (loaded, missing, loading.unexpected) if loading.strict.returns else loaded
 
@@ -114,18 +104,18 @@ class _Part:
     shards: Sequence[Shard] = ()
 
 
-class Loading:
+class RankLoad:
     """One rank's part of a load."""
 
-    def __init__(self, stored: Stored, sharded_state_dict: dict[Any, Any]) -> None:
+    def __init__(self, stored: MegatronCheckpoint, sharded_state_dict: dict[Any, Any]) -> None:
         self.stored = stored
         self.strict = StrictHandling.ASSUME_OK_UNEXPECTED
         self.unexpected: set[str] = set()
         self._template = sharded_state_dict
-        self._request = Request()
+        self._request = ReadRequest()
         self._results: dict[int, Any] = {}
         self._padding: list[torch.Tensor] = []
-        self._copies: list[Copies] = []
+        self._copies: list[ReshapedCopies] = []
         self._parts: list[_Part] = []
 
     def plan(self, strict: str | StrictHandling) -> tuple[list[Claim], set[str]]:
@@ -159,7 +149,7 @@ class Loading:
         return self.stored.tensor_key(value.key) is None
 
     def _leave_out(self) -> None:
-        """What is unexpected, and with any part of what a factory built, all of it."""
+        """Leave out what is unexpected, and with any part of what a factory built, all of it."""
         gone = {id(value) for value in nested_values(self._sharded) if value.key in self.unexpected}
         broken = [number for number, built in self._built.items() if any(id(v) in gone for v in _values(built))]
         gone.update(id(value) for number in broken for value in _values(self._built[number]))
@@ -175,7 +165,7 @@ class Loading:
         return str(value.key)
 
     def _add_tensor(self, value: Any) -> str:
-        """What `read` is to read of it; its key in the checkpoint."""
+        """Plan what `read` is to read of it; its key in the checkpoint."""
         key = self.stored.tensor_key(value.key) or str(value.key)  # what is unexpected is left out already
         data = _data(value)
         self._parts.append(_Part(data, key, self._shards(value, data, self.stored.tensors[key].shape)))
@@ -210,7 +200,7 @@ class Loading:
             yield Shard(narrow(piece, here), stored, common.offset)
 
     def missing(self, used: frozenset[str]) -> set[str]:
-        """What no rank asked for, of the keys that all ranks ``used``."""
+        """Give what no rank asked for, of the keys that all ranks ``used``."""
         if not self.strict.looks_for_missing:
             return set()
         have = {*self.stored.tensors, *self.stored.object_names}
@@ -225,7 +215,7 @@ class Loading:
         merge(common, dict_list_map_outplace(lambda value: value.unwrap(), self._local))
         self._state = merge(common, dict_list_map_outplace(lambda value: value, self._sharded))
 
-    def read(self, ranks: Ranks, sharing: Sharing | None, **options: Any) -> None:
+    def read(self, ranks: Ranks, sharing: Sharing | None, **options: Unpack[RankArguments]) -> None:
         """Read all that was asked for, or take it from others. Raises what `Store.load` raises."""
         for number, part in enumerate(self._parts):
             for shard in part.shards if sharing is None or sharing.is_read(number) else ():
@@ -265,7 +255,7 @@ def _data(value: Any) -> torch.Tensor:
 
 
 def _outside(data: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
-    """What of ``data`` does not lie in a box of it; corners several times."""
+    """Give what of ``data`` does not lie in a box of it; corners several times."""
     for axis, (start, end) in enumerate(zip(box.offset, box.end, strict=True)):
         yield data.narrow(axis, 0, start)
         yield data.narrow(axis, end, data.shape[axis] - end)

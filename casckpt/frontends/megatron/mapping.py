@@ -1,4 +1,4 @@
-"""How a state dict says what is sharded, and what is not saved: `ShardedTensor`, `ShardedObject`, factories.
+"""The classes by which a state dict says what is sharded: `ShardedTensor`, `ShardedObject`, factories.
 
 Fields, defaults and constructors are those of ``megatron.core.dist_checkpointing.mapping`` (0.15.3, with
 ``flattened_range``), so that code moves over by its imports. Units are elements; for a `ShardedObject`, shards.
@@ -9,18 +9,20 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
-from casckpt.frontends.megatron.errors import CheckpointingException
+from casckpt.frontends.megatron.errors import CheckpointingException, refused
 from casckpt.frontends.megatron.kinds import is_factory
-from casckpt.frontends.megatron.narrowing import narrowed
 from casckpt.frontends.megatron.nesting import Nested, Path, dict_list_map_inplace
+from casckpt.frontends.megatron.parts import narrowed
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -39,16 +41,27 @@ class ShardedBase(ABC):
     def validate_metadata_integrity(self) -> None:
         """Raise CheckpointingException where the fields contradict each other."""
 
-    @abstractmethod
     def without_data(self) -> Self:
         """A copy whose data is None."""
+        other = copy(self)
+        other.data = None
+        return other
 
     def __str__(self) -> str:
         return f"{type(self).__name__}(key={self.key!r})"
 
 
+class _Given(TypedDict, total=False):
+    allow_shape_mismatch: bool
+
+
+class _GivenFlat(_Given, total=False):
+    replica_id: ReplicaId
+    prepend_axis_num: int
+
+
 def is_main_replica(replica_id: ReplicaId | Iterable[int]) -> bool:
-    """Is it the one of its replicas that is written: 0, or all zeros (also none at all)?"""
+    """Tell whether it is the replica that is written: 0, or all zeros (also none at all)."""
     return replica_id == 0 if isinstance(replica_id, int) else all(one == 0 for one in replica_id)
 
 
@@ -78,25 +91,22 @@ class ShardedTensor(ShardedBase):
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
+    @override
     def validate_metadata_integrity(self) -> None:
-        """Raise CheckpointingException where the fields contradict each other."""
         problem = self._problem()
         if problem:
-            raise CheckpointingException(f"{self.key!r}: {problem} ({self!r})", key=self.key)
+            raise refused(self.key, f"{problem} ({self!r})")
 
     def _problem(self) -> str | None:
         if len(self.global_shape) != len(self.global_offset):
             return "global_shape and global_offset differ in length"
         if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
             return "local_shape and prepend_axis_num do not make up the dimensions of global_shape"
-        if self.axis_fragmentations is not None and not self._on_a_grid():
+        if self.axis_fragmentations is not None and any(extent and start % extent for start, extent in self._axes()):
             return "global_offset is no multiple of local_shape; for an uneven cut give axis_fragmentations=None"
         if self.flattened_range is not None and self.flattened_range.step is not None:
             return "flattened_range has a step, which is not supported"
         return None if self.data is None else self._problem_of(self.data)
-
-    def _on_a_grid(self) -> bool:
-        return all(extent == 0 or start % extent == 0 for start, extent in self._axes())
 
     def _axes(self) -> Iterator[tuple[int, int]]:
         """(offset, extent) of each axis that ``data`` has."""
@@ -122,11 +132,11 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Is the global tensor cut into equal parts along each axis?"""
+        """Tell whether the global tensor is cut into equal parts along each axis."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """What to index the global tensor with to get this part: ints for prepended axes, slices for the others."""
+        """Give the index of this part in the global tensor: ints for prepended axes, slices for the others."""
         return (*self._before(), *(slice(start, start + extent) for start, extent in self._axes()))
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
@@ -135,10 +145,7 @@ class ShardedTensor(ShardedBase):
         Raises CheckpointingException without a ``flattened_range``.
         """
         if self.flattened_range is None:
-            raise CheckpointingException(
-                f"{self.key!r}: coordinates are those of a flattened_range, and it has none; use global_slice()",
-                key=self.key,
-            )
+            raise refused(self.key, "coordinates are those of a flattened_range, and it has none; use global_slice()")
         if not self.local_shape:  # which numpy has no indices for
             return ()
         return tuple(np.unravel_index(np.asarray(self.flat_elements(), dtype=np.int64), self.local_shape))
@@ -149,7 +156,7 @@ class ShardedTensor(ShardedBase):
         return (*self._before(), *(index + start for index, (start, _) in zip(local, self._axes(), strict=True)))
 
     def local_chunk_offset_in_global(self) -> Shape:
-        """Which part it is, along each axis of the grid of parts."""
+        """Tell which part it is, along each axis of the grid of parts."""
         return (*self._before(), *(start // extent if extent else 0 for start, extent in self._axes()))
 
     def max_allowed_chunks(self) -> Shape:
@@ -163,16 +170,9 @@ class ShardedTensor(ShardedBase):
         pairs = list(zip(self.global_shape, self.axis_fragmentations, strict=True))
         for extent, count in pairs:
             if extent % count and not self.allow_shape_mismatch:
-                raise CheckpointingException(
-                    f"{self.key!r}: an axis of {extent} is no multiple of {count}; give allow_shape_mismatch=True if "
-                    "it is padded",
-                    key=self.key,
-                )
+                why = f"an axis of {extent} is no multiple of {count}; give allow_shape_mismatch=True if it is padded"
+                raise refused(self.key, why)
         return tuple(extent // count for extent, count in pairs)
-
-    def without_data(self) -> Self:
-        """A copy whose data is None."""
-        return replace(self, data=None)
 
     def narrow(self, dim: int, start: int, length: int) -> list[Self]:
         """The same elements of each part along an axis: ``length`` from ``start`` on, with the data as a view.
@@ -199,7 +199,7 @@ class ShardedTensor(ShardedBase):
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         flattened_range: None = None,
-        **init_kwargs: Any,
+        **init_kwargs: Unpack[_Given],
     ) -> Self:
         """A part of a regular grid.
 
@@ -207,18 +207,19 @@ class ShardedTensor(ShardedBase):
         two for one axis the last holds. Raises CheckpointingException for what is no such triple.
         """
         if flattened_range is not None:
-            raise CheckpointingException(f"{key!r}: for a flattened_range use from_rank_offsets_flat", key=key)
+            raise refused(key, "for a flattened_range use from_rank_offsets_flat")
         parts = [1] * prepend_axis_num + list(data.shape)
         offset, counts = [0] * len(parts), [1] * len(parts)
         for triple in rank_offsets:
             axis, which, count = _checked(key, triple, len(parts))
             offset[axis], counts[axis] = which * parts[axis], count
+        shape, whole = tuple(data.shape), tuple(part * count for part, count in zip(parts, counts, strict=True))
         return cls(
             key,
             data,
             data.dtype,
-            tuple(data.shape),
-            tuple(part * count for part, count in zip(parts, counts, strict=True)),
+            shape,
+            whole,
             tuple(offset),
             tuple(counts),
             replica_id,
@@ -234,16 +235,16 @@ class ShardedTensor(ShardedBase):
         non_flat_local_shape: Sequence[int],
         *rank_offsets: tuple[int, int, int],
         flattened_range: slice | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[_GivenFlat],
     ) -> Self:
         """A slice, ``flattened_range``, of a flattened part of shape ``non_flat_local_shape``; ``data`` is 1-d.
 
         The rest as in `from_rank_offsets`. Raises CheckpointingException if slice and data do not fit.
         """
         if flattened_range is None:
-            raise CheckpointingException(f"{key!r}: it needs a flattened_range; or use from_rank_offsets", key=key)
+            raise refused(key, "it needs a flattened_range; or use from_rank_offsets")
         if data.ndim != 1:
-            raise CheckpointingException(f"{key!r}: flat data is 1-d, not of shape {list(data.shape)}", key=key)
+            raise refused(key, f"flat data is 1-d, not of shape {list(data.shape)}")
         whole = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         part = cls.from_rank_offsets(key, whole, *rank_offsets, **kwargs)
         return replace(part, data=data, flattened_range=flattened_range)
@@ -251,9 +252,7 @@ class ShardedTensor(ShardedBase):
 
 def _checked(key: str, triple: Sequence[int], dims: int) -> Sequence[int]:
     if len(triple) != 3 or not (0 <= triple[0] < dims and 0 <= triple[1] < triple[2]):
-        raise CheckpointingException(
-            f"{key!r}: {triple} is no rank offset: give (axis below {dims}, part, number of parts above it)", key=key
-        )
+        raise refused(key, f"{triple} is no rank offset: give (axis below {dims}, part, number of parts above it)")
     return triple
 
 
@@ -274,18 +273,11 @@ class ShardedObject(ShardedBase):
     def __post_init__(self) -> None:
         self.validate_metadata_integrity()
 
+    @override
     def validate_metadata_integrity(self) -> None:
-        """Raise CheckpointingException if shape and offset differ in length."""
         if len(self.global_shape) != len(self.global_offset):
-            raise CheckpointingException(
-                f"{self.key!r}: global_shape {self.global_shape} and global_offset {self.global_offset} differ in "
-                "length",
-                key=self.key,
-            )
-
-    def without_data(self) -> Self:
-        """A copy whose data is None."""
-        return replace(self, data=None)
+            lengths = f"global_shape {self.global_shape} and global_offset {self.global_offset} differ in length"
+            raise refused(self.key, lengths)
 
     @property
     def unique_key(self) -> str:
@@ -329,22 +321,15 @@ class ShardedTensorFactory(ShardedBase):
         if _takes_four(self.build_fn):
             return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
         if self.flattened_range is not None:
-            raise CheckpointingException(
-                f"{self.key!r}: its build_fn takes three arguments, and the flattened_range would be the fourth",
-                key=self.key,
-            )
+            raise refused(self.key, "its build_fn takes three arguments, and the flattened_range would be the fourth")
         return self.build_fn(self.key, self.data, self.replica_id)
 
     def merge(self, built: Nested) -> Any:
-        """What ``merge_fn`` makes of what was loaded for what `build` built."""
+        """Give what ``merge_fn`` makes of what was loaded for what `build` built."""
         return self.merge_fn(built)
 
     def validate_metadata_integrity(self) -> None:
         """There is nothing that could be checked before `build`."""
-
-    def without_data(self) -> Self:
-        """A copy whose data is None."""
-        return replace(self, data=None)
 
 
 def _takes_four(build_fn: Callable[..., Any]) -> bool:

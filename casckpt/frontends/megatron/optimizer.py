@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from casckpt.frontends.megatron.errors import CheckpointingException
-from casckpt.frontends.megatron.kinds import is_factory
+from casckpt.frontends.megatron.kinds import extract_sharded_tensors_and_factories, is_factory
 from casckpt.frontends.megatron.mapping import LocalNonpersistentObject
 from casckpt.frontends.megatron.nesting import Nested, nested_values
-from casckpt.frontends.megatron.selecting import extract_sharded_tensors_and_factories
 from casckpt.tensors.dtensors import is_dtensor, local_of
 
 log = logging.getLogger(__name__)
 
 
 def _memory(tensor: torch.Tensor | None) -> tuple[int, ...]:
-    """Where its elements lie, and its shape; nothing if it has none."""
+    """Tell where its elements lie, and its shape; nothing if it has none."""
     local = None if tensor is None else local_of(tensor)
     return () if local is None or not local.numel() else (local.data_ptr(), *local.shape)
 
@@ -63,7 +62,7 @@ def get_param_id_to_sharded_param_map(
 
 
 def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, prefix: str) -> Any:
-    """What is sharded as ``model_param``, with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
+    """Give what is sharded as ``model_param``, with the key ``<prefix>.<its key>`` and the data of ``optim_param``.
 
     Raises CheckpointingException if that has another shape than the parameter.
     """
@@ -80,9 +79,7 @@ def make_sharded_optimizer_tensor(model_param: Any, optim_param: torch.Tensor, p
 
 
 def optim_state_to_sharding_state(
-    optim_state_dict: dict[str, Any],
-    id_to_sharded_param_map: Mapping[int, Any],
-    exclude_keys: Collection[str] = (),
+    optim_state_dict: dict[str, Any], id_to_sharded_param_map: Mapping[int, Any], exclude_keys: Collection[str] = ()
 ) -> None:
     """Make an optimizer's state dict a sharded one, in place.
 

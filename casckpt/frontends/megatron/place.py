@@ -1,4 +1,4 @@
-"""Where a checkpoint is, given as what Megatron code calls a checkpoint_dir: ``STORE#RUN@STEP``."""
+"""The place of a checkpoint, given as what Megatron code calls a checkpoint_dir: ``STORE#RUN@STEP``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
-from casckpt.checkpoint.place import At, at
-from casckpt.checkpoint.store import Store
 from casckpt.frontends.megatron.errors import CheckpointingException
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.store.place import At, at
+from casckpt.store.store import Store
 
 CheckpointDir: TypeAlias = str | os.PathLike[str] | At
 """``STORE#RUN@STEP``, or what `casckpt.at` gives."""
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreRef:
     """A store, and a checkpoint in it: for a save RUN@STEP, for a load any reference."""
 
     store: Store
     ref: str
 
     def run_and_step(self) -> tuple[str, int]:
-        """Where a save puts it. Raises InvalidInput for any other reference."""
+        """Tell where a save puts it. Raises InvalidInput for any other reference."""
         run, found, step = self.ref.rpartition("@")
         if not found or not step.isascii() or not step.isdigit():
             raise CheckpointingException(
@@ -41,17 +41,17 @@ def _opened(url: str) -> Store:
     return as_store(url)
 
 
-def place_of(checkpoint_dir: CheckpointDir) -> Place:
+def place_of(checkpoint_dir: CheckpointDir) -> StoreRef:
     """Take a checkpoint_dir apart. Raises CheckpointingException for what is none, InvalidInput for a bad URL."""
     if isinstance(checkpoint_dir, At):
-        return Place(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
+        return StoreRef(_store(checkpoint_dir.store), f"{checkpoint_dir.run}@{checkpoint_dir.step}")
     text = _text(checkpoint_dir)
     store, found, ref = text.rpartition("#")
     if not found or not store or not ref:
         raise CheckpointingException(
             f"{text!r} is no place in a store: give STORE#RUN@STEP, as ckpts#sft@100, or casckpt.at(store, run=, step=)"
         )
-    return Place(_store(store), ref)
+    return StoreRef(_store(store), ref)
 
 
 def _text(checkpoint_dir: str | os.PathLike[str]) -> str:

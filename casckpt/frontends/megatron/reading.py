@@ -11,7 +11,7 @@ from casckpt.frontends.megatron.kinds import is_sharded_object
 from casckpt.frontends.megatron.mapping import ShardedObject, ShardedTensor
 from casckpt.frontends.megatron.nesting import Nested, dict_list_map_inplace, nested_values
 from casckpt.frontends.megatron.place import CheckpointDir, place_of
-from casckpt.frontends.megatron.stored import Request, Stored
+from casckpt.frontends.megatron.stored import MegatronCheckpoint, ReadRequest, read_values
 from casckpt.tensors.dtypes import torch_dtype
 
 CONTENT_METADATA = "content_metadata"
@@ -23,15 +23,12 @@ def load_common_state_dict(checkpoint_dir: CheckpointDir, *, allow_pickle: bool 
     Raises CheckpointingException (also a NotFound) if there is no checkpoint, or for a pickle without ``allow_pickle``.
     """
     with checkpointing_errors():
-        return read_common(Stored.read(place_of(checkpoint_dir), common=True), allow_pickle)
+        return read_common(MegatronCheckpoint.read(place_of(checkpoint_dir), common=True), allow_pickle)
 
 
-def read_common(stored: Stored, allow_pickle: bool) -> dict[Any, Any]:
+def read_common(stored: MegatronCheckpoint, allow_pickle: bool) -> dict[Any, Any]:
     """See `load_common_state_dict`."""
-    request = Request()
-    labels = {key: request.add(key) for key in stored.common_keys}
-    request.run(stored, no_dist=True, allow_pickle=allow_pickle)
-    return stored.common({key: request.values[label] for key, label in labels.items()}, allow_pickle)
+    return stored.common(read_values(stored, stored.common_keys, allow_pickle=allow_pickle), allow_pickle)
 
 
 def load_content_metadata(
@@ -48,20 +45,17 @@ def load_content_metadata(
 def load_plain_tensors(checkpoint_dir: CheckpointDir) -> dict[str, torch.Tensor]:
     """All sharded tensors, whole, in new memory, by key. The common part is not included."""
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir))
-        request = Request()
-        labels = {key: request.add(key) for key in stored.tensors}
-        request.run(stored, no_dist=True)
-        return {key: request.values[label] for key, label in labels.items()}
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
+        return read_values(stored, stored.tensors)
 
 
 def load_tensors_metadata(checkpoint_dir: CheckpointDir, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """A ShardedTensor, whole and without data, for each sharded tensor, by key: its shape and dtype."""
     with checkpointing_errors():
-        return tensors_metadata(Stored.read(place_of(checkpoint_dir)))
+        return tensors_metadata(MegatronCheckpoint.read(place_of(checkpoint_dir)))
 
 
-def tensors_metadata(stored: Stored, kind: Any = ShardedTensor) -> dict[str, Any]:
+def tensors_metadata(stored: MegatronCheckpoint, kind: Any = ShardedTensor) -> dict[str, Any]:
     """See `load_tensors_metadata`. ``kind``: the class to make them of."""
     metadata = {}
     for key, entry in stored.tensors.items():
@@ -75,7 +69,7 @@ def load_sharded_metadata(
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """The same, and a ShardedObject without data for each shard of an object, by its unique key."""
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir))
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
         return {**tensors_metadata(stored), **stored.objects}
 
 
@@ -87,15 +81,15 @@ def load_sharded_objects(
     Raises CheckpointingException (also a MissingKey), naming key and shard, before anything changes.
     """
     with checkpointing_errors():
-        stored = Stored.read(place_of(checkpoint_dir))
-        request = Request()
+        stored = MegatronCheckpoint.read(place_of(checkpoint_dir))
+        request = ReadRequest()
         wanted = [value for value in nested_values(sharded_state_dict) if is_sharded_object(value)]
         values = {id(value): stored.ask_for(request, object_key(stored, value)) for value in wanted}
         request.run(stored, no_dist=True, allow_pickle=allow_pickle)
     dict_list_map_inplace(lambda x: values[id(x)]() if id(x) in values else x, sharded_state_dict)
 
 
-def object_key(stored: Stored, wanted: Any) -> str:
+def object_key(stored: MegatronCheckpoint, wanted: Any) -> str:
     """The flat key of what a ShardedObject asks for. Raises ShardedKeyMissing, naming key and shard."""
     key = stored.object_key(wanted)
     if key is None:

@@ -5,31 +5,35 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, Unpack
 
-from casckpt.checkpoint.job import State
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, open_ranks
-from casckpt.checkpoint.store import Store
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.format.regions import normalise
-from casckpt.frontends.megatron.async_request import AsyncRequest
+from casckpt.frontends.megatron.background import AsyncRequest
+from casckpt.frontends.megatron.claims import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
+from casckpt.frontends.megatron.common import NOTES_NAME, set_apart
 from casckpt.frontends.megatron.config import BACKEND, CONFIG_NAME, OURS, VERSION, encoded, is_only_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
-from casckpt.frontends.megatron.integrity import Claim, Claims, ObjectClaim, check_claims, claims_of, main_regions
-from casckpt.frontends.megatron.kinds import is_nonpersistent, is_sharded_base, is_sharded_tensor
+from casckpt.frontends.megatron.kinds import (
+    extract_nonpersistent,
+    extract_sharded_base,
+    is_nonpersistent,
+    is_sharded_base,
+    is_sharded_tensor,
+)
 from casckpt.frontends.megatron.mapping import apply_factories
 from casckpt.frontends.megatron.nesting import Nested, Path, diff, nested_values
-from casckpt.frontends.megatron.notes import NOTES_NAME, set_apart
-from casckpt.frontends.megatron.place import CheckpointDir, Place, place_of
+from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
 from casckpt.frontends.megatron.reading import CONTENT_METADATA
-from casckpt.frontends.megatron.selecting import extract_nonpersistent, extract_sharded_base
 from casckpt.frontends.megatron.stored import is_object_key
 from casckpt.tensors.foreign import flat_range, megatron_shard
 from casckpt.tensors.state import check_nesting
 from casckpt.tensors.values import Shard
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 Preprocess = Callable[[dict[Any, Any]], Any]
@@ -46,11 +50,7 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     content_metadata: Mapping[str, Any] | None = None,
     *,
     fully_parallel: bool = False,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    attachments: Mapping[str, bytes] | None = None,
-    overwrite: bool = False,
-    **options: Any,
+    **options: Unpack[SaveArguments],
 ) -> AsyncRequest | None:
     """Save; every rank of ``process_group`` (None: all) makes the call, with its own part.
 
@@ -62,20 +62,16 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
     ``preprocess_common_before_consistancy_check`` gives them). ``async_sharded_save``: copy the tensors, save in the
     background, and return a request whose ``finalize_fns`` wait for it. ``content_metadata``: see
     `load_content_metadata`. ``fully_parallel``: all replicas share the writing, balanced by bytes, instead of the main
-    ones alone; they must hold the same. ``options``: further ones of `Store.save` (``metadata``, ``ephemeral``,
-    ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ...). ``sharded_strategy`` and ``common_strategy`` are
-    there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
+    ones alone; they must hold the same. ``options``: those of `Store.save` (``overwrite``, ``attachments``,
+    ``metadata``, ``allow_pickle``, ``dedup``, ``threads``, ``check_replicas``, ``no_dist``, ...). ``sharded_strategy``
+    and ``common_strategy`` are there for Megatron's signature: the one is None or ("casckpt", 1), the other None.
 
     Raises CheckpointingException, naming key, rank and region, on every rank alike; it is also a Conflict if the step
     exists and not ``overwrite``. StorageError and RankFailed as `Store.save`. After an error nothing is visible.
     """
     with checkpointing_errors():
-        ranks = open_ranks(process_group, no_dist=no_dist)
-
-        def locate() -> Place:
-            check_strategies(sharded_strategy, common_strategy)
-            return place_of(checkpoint_dir)
-
+        ranks = open_ranks(options.get("process_group"), no_dist=options.get("no_dist", False))
+        locate = partial(located, checkpoint_dir, sharded_strategy, common_strategy)
         check_replicas = bool(options.get("check_replicas"))
         saving = Saving(sharded_state_dict, ranks.rank, content_metadata, fully_parallel, check_replicas)
         place, replaces = saving.agree(
@@ -86,22 +82,21 @@ def save(  # noqa: PLR0917 - the positions of Megatron-core's
             background=bool(async_sharded_save),
         )
         run, step = place.run_and_step()
-        given = {
-            **options, "run": run, "step": step, "process_group": process_group, "no_dist": no_dist,
-            "attachments": {**(attachments or {}), **saving.files}, "overwrite": overwrite or replaces,
-        }  # fmt: skip
+        options["attachments"] = {**(options.get("attachments") or {}), **saving.files}
+        options["overwrite"] = options.get("overwrite", False) or replaces
         if async_sharded_save:
-            return AsyncRequest(None, (), [background(place.store, saving.state, given)])
-        place.store.save(saving.state, **given)
+            future = place.store.save_async(saving.state, run=run, step=step, **options)
+            return AsyncRequest(None, (), [partial(_wait, future)])
+        place.store.save(saving.state, run=run, step=step, **options)
         return None
 
 
-def check_strategies(sharded: Any, common: Any) -> None:
-    """Raise for strategies of somebody else."""
+def located(checkpoint_dir: CheckpointDir, sharded: Any, common: Any) -> StoreRef:
+    """Find where the checkpoint is, or is to be. Raises InvalidInput, and for strategies of somebody else."""
     if common is not None:
         raise NotImplementedError("a common_strategy cannot be chosen: the common part lies in the store; give None")
     if sharded in (None, (BACKEND, VERSION)):
-        return
+        return place_of(checkpoint_dir)
     if isinstance(sharded, tuple | str):
         raise CheckpointingException(f"sharded_strategy={sharded!r} knows nothing of stores; give None")
     raise CheckpointingException(
@@ -111,15 +106,9 @@ def check_strategies(sharded: Any, common: Any) -> None:
     )
 
 
-def background(store: Store, state: State, options: Mapping[str, Any]) -> Callable[[], None]:
-    """Begin a save now; what waits for its end."""
-    future = store.save_async(state, **options)
-
-    def wait() -> None:
-        with checkpointing_errors():
-            future.result()
-
-    return wait
+def _wait(future: Future[Checkpoint]) -> None:
+    with checkpointing_errors():
+        future.result()
 
 
 @dataclass(frozen=True)
@@ -149,17 +138,17 @@ class Saving:
     def agree(
         self,
         ranks: Ranks,
-        locate: Callable[[], Place],
+        locate: Callable[[], StoreRef],
         *,
         validate: bool,
         preprocess: Preprocess | None,
         background: bool = False,
-    ) -> tuple[Place, bool]:
+    ) -> tuple[StoreRef, bool]:
         """Sort the state dict, check it together with all ranks. Where to save, and whether a mere config is there.
 
         ``background``: how the save is to run; ranks that differ in it would wait for each other.
         """
-        places: list[Place] = []
+        places: list[StoreRef] = []
 
         def look() -> tuple[list[Claim], bool]:
             places.append(locate())
@@ -234,7 +223,7 @@ class Saving:
             )  # fmt: skip
 
     def state(self) -> dict[Any, Any]:
-        """What `Store.save` takes. Raises CheckpointingException for two things with one key."""
+        """Give what `Store.save` takes. Raises CheckpointingException for two things with one key."""
         shards: dict[str, list[Shard]] = {}
         objects: dict[str, Any] = {}
         for value, mine in zip(self.sharded, self.mine, strict=True):
@@ -260,7 +249,7 @@ def _packed(common: Any) -> bytes | None:
 
 
 def is_empty(value: Any) -> bool:
-    """Is it a flattened tensor without elements?"""
+    """Tell whether it is a flattened tensor without elements."""
     flat = flat_range(value) if is_sharded_tensor(value) else None
     return flat is not None and not flat
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in Megatron's terms: sharded tensors, shards of objects, and the common part.
+"""A stored checkpoint in Megatron's terms: sharded tensors, shards of objects, and the common part.
 
 Whichever front end wrote it: a tensor is a sharded tensor under its flat key, and what is no tensor is common. What
 `save` of this front end wrote as a tensor of the common part is listed in `Notes`.
@@ -7,25 +7,25 @@ Whichever front end wrote it: a tensor is a sharded tensor under its flat key, a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
-from casckpt.checkpoint.asked import check_same
+from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
+from casckpt.checkpoint.loading.load_plan import RankArguments
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.checkpoint.store import Store
-from casckpt.format.manifest import Entry, Manifest
+from casckpt.format.manifest import Manifest, StreamEntry
 from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
-from casckpt.frontends.megatron.common_file import COMMON_NAME, read
+from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, read
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
-from casckpt.frontends.megatron.notes import NOTES_NAME, Notes
-from casckpt.frontends.megatron.place import Place
+from casckpt.frontends.megatron.place import StoreRef
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
+from casckpt.store.store import Store
 from casckpt.tensors.state import inflate
 from casckpt.tensors.values import Shard
 
@@ -36,7 +36,7 @@ Facts: TypeAlias = tuple[Commit, Manifest, Notes, bytes | None]
 
 
 @dataclass(frozen=True)
-class Stored:
+class MegatronCheckpoint:
     """One checkpoint. ``notes``: on its common part. ``file``: its common.pt, if any."""
 
     store: Store
@@ -46,7 +46,7 @@ class Stored:
     file: bytes | None
 
     @classmethod
-    def read(cls, place: Place, *, common: bool = False) -> Stored:
+    def read(cls, place: StoreRef, *, common: bool = False) -> MegatronCheckpoint:
         """The one at a place; ``common``: with its common.pt. Raises NotFound, Damaged, StorageError, Refused."""
         checkpoint = place.store.get(place.ref)
         warn_if_forgotten(checkpoint.commit)
@@ -59,12 +59,12 @@ class Stored:
         return cls(place.store, checkpoint.commit, manifest, notes, file)
 
     @classmethod
-    def together(cls, ranks: Ranks, locate: Callable[[], Place], *, common: bool = False) -> Stored:
+    def together(cls, ranks: Ranks, locate: Callable[[], StoreRef], *, common: bool = False) -> MegatronCheckpoint:
         """The same on all ranks, which must name the same; read by rank 0.
 
         Each has a store of its own for what it loads.
         """
-        places: list[Place] = []
+        places: list[StoreRef] = []
 
         def hello() -> str:
             places.append(locate())
@@ -84,7 +84,7 @@ class Stored:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What `Store.load` takes."""
+        """Give what `Store.load` takes."""
         return Checkpoint(self.store.repository, self.commit)
 
     @property
@@ -93,7 +93,7 @@ class Stored:
         return f"{self.commit.run}@{self.commit.step}"
 
     @cached_property
-    def tensors(self) -> dict[str, Entry]:
+    def tensors(self) -> dict[str, StreamEntry]:
         """The sharded tensors by key."""
         objects = (join((name, *path)) for name in self.objects for path, _ in leaves(self._nodes[name]))
         others = self.notes.tensors.union(objects)
@@ -102,11 +102,8 @@ class Stored:
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
         """The shards of objects, without data, by unique key."""
-        found = {}
-        for element, _ in self._children:
-            if is_object_key(str(element)):
-                found[str(element)] = ShardedObject.empty_from_unique_key(str(element))
-        return found
+        names = (str(element) for element, _ in self._children)
+        return {name: ShardedObject.empty_from_unique_key(name) for name in names if is_object_key(name)}
 
     @cached_property
     def object_names(self) -> frozenset[str]:
@@ -171,7 +168,7 @@ class Stored:
         alone = prod(wanted.global_shape) == 1 and find(self._tree, wanted.key) is not None
         return str(wanted.key) if alone and wanted.key not in self.tensors else None
 
-    def ask_for(self, request: Request, key: str) -> Callable[[], Any]:
+    def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
         """Let an object, a leaf or a container of the tree, be read; what gives its value after that."""
         node = self._nodes.get(key) or find(self._tree, key)
         if not isinstance(node, Container):
@@ -189,7 +186,7 @@ class Stored:
         return found if self.file is None else merge(found, read(self.file, self.where, allow_pickle))
 
 
-class Request:
+class ReadRequest:
     """What is to be read of a checkpoint, each thing under a label of its own: its name, or one that begins with it."""
 
     def __init__(self) -> None:
@@ -204,13 +201,22 @@ class Request:
         self.values[label], self._names[label] = into, name
         return label
 
-    def run(self, stored: Stored, **options: Any) -> None:
+    def run(self, stored: MegatronCheckpoint, **options: Unpack[RankArguments]) -> None:
         """Read it all. ``options``: as in `Store.load`. Raises what that raises."""
         stored.store.load(
             self.values, stored.checkpoint, rename=self._names.__getitem__, cast=True, unread="ignore", **options
         )
 
 
+def read_values(stored: MegatronCheckpoint, keys: Iterable[str], *, allow_pickle: bool = False) -> dict[str, Any]:
+    """Read flat keys as something new, for this process alone. Raises what `Store.load` raises."""
+    request = ReadRequest()
+    for key in keys:
+        request.add(key)
+    request.run(stored, no_dist=True, allow_pickle=allow_pickle)
+    return request.values
+
+
 def is_object_key(key: str) -> bool:
-    """Has it the form of the unique key of a shard of an object?"""
+    """Tell whether it has the form of the unique key of a shard of an object."""
     return _OBJECT.fullmatch(key) is not None

@@ -14,34 +14,32 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Unpack
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import mapping as theirs
 from megatron.core.dist_checkpointing.strategies import async_utils
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from casckpt.checkpoint.loading.load_plan import ReadArguments
 from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.megatron import mapping as ours
-from casckpt.frontends.megatron.common_file import COMMON_NAME, classes_to_register, packed, places_of
+from casckpt.frontends.megatron.background import Ending, wait_for_end
+from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
+from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, packed, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
-from casckpt.frontends.megatron.dropping import drop
-from casckpt.frontends.megatron.endings import Ending, wait_for_end
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
-from casckpt.frontends.megatron.integrity import Claim
-from casckpt.frontends.megatron.loading import Loading
+from casckpt.frontends.megatron.loading import RankLoad
 from casckpt.frontends.megatron.nesting import Nested
-from casckpt.frontends.megatron.place import Place
+from casckpt.frontends.megatron.place import StoreRef
 from casckpt.frontends.megatron.reading import tensors_metadata
-from casckpt.frontends.megatron.removed import folder_noted, follow
+from casckpt.frontends.megatron.removing import drop, folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
-from casckpt.frontends.megatron.sharing import Sharing, plan_sharing
-from casckpt.frontends.megatron.stored import Stored
+from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import AnyStore, as_store
 
 if TYPE_CHECKING:
@@ -71,16 +69,23 @@ def _errors_of_both() -> Iterator[None]:
         raise both(str(error), **error.__dict__) from error
 
 
+class _Arguments(SaveArguments):
+    run: str
+    step: int
+
+
 class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc] # Megatron-core has no types
     """Saves into a store: ``dist_checkpointing.save(state, folder, sharded_strategy=CasSaveShardedStrategy(...))``.
 
     ``run``, ``step``: of all saves, or a function of the folder; a step of None: the number at the end of its name
     (``iter_0000100``). ``forget_removed``: after a save, forget what was saved into folders beside this one that are
     gone, see `casckpt.frontends.megatron.forget_removed`.
-    ``overwrite``: a step that exists is replaced, as Megatron writes over a folder: a training that was rolled back
-    comes to it again. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy serves many
-    saves.
+    ``overwrite`` (unless False): a step that exists is replaced, as Megatron writes over a folder: a training that was
+    rolled back comes to it again. ``fully_parallel``, ``options``: see `casckpt.frontends.megatron.save`. One strategy
+    serves many saves.
     """
+
+    can_handle_sharded_objects = True  # they go into the store too
 
     def __init__(
         self,
@@ -89,23 +94,15 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         run: RunOf,
         step: StepOf = None,
         fully_parallel: bool = False,
-        overwrite: bool = True,
         forget_removed: bool = False,
-        process_group: ProcessGroup | None = None,
-        **options: Any,
+        **options: Unpack[SaveArguments],
     ) -> None:
         # That of the base class takes other arguments in each version, and nothing that it sets is used.
         self.backend, self.version = BACKEND, VERSION
         self.store = as_store(store)
         self.run, self.step = run, step
-        self.fully_parallel, self.overwrite = fully_parallel, overwrite
-        self.process_group, self.options = process_group, options
+        self.fully_parallel, self.options = fully_parallel, options
         self.forget_removed, self._said = forget_removed, False
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """They go into the store too."""
-        return True
 
     def save(self, sharded_state_dict: Nested, checkpoint_dir: Folder) -> None:
         """Save, and return once it is committed. Raises as `casckpt.frontends.megatron.save`."""
@@ -139,30 +136,30 @@ class CasSaveShardedStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _prepared(
         self, state: Nested, folder: Path, begin: Callable[[], None] = lambda: None
-    ) -> tuple[Saving, dict[str, Any], Callable[[], None]]:
+    ) -> tuple[Saving, _Arguments, Callable[[], None]]:
         """This rank's part, the arguments of `Store.save`, and what is to be done when that is through."""
-        ranks = open_ranks(self.process_group)
+        ranks = open_ranks(self.options.get("process_group"))
         saving = Saving(state, ranks.rank, fully_parallel=self.fully_parallel)
         common: list[_Common] = []  # on rank 0
 
-        def locate() -> Place:
+        def locate() -> StoreRef:
             begin()
             if ranks.rank == 0:
                 common.extend(_common(state, folder))
                 self._say_what_needs_classes(common)
             run = self.run if isinstance(self.run, str) else self.run(folder)
-            return Place(self.store, f"{run}@{self._step(folder)}")
+            return StoreRef(self.store, f"{run}@{self._step(folder)}")
 
         place, replaces = saving.agree(ranks, locate, validate=False, preprocess=None)
         if any(one.handed_over for one in common):
             saving.leave_out(_COMMON_KEY)
         files = {COMMON_NAME: common[0].file} if common else {}
         run, step = place.run_and_step()
-        given = {
-            **self.options, "run": run, "step": step, "process_group": self.process_group,
-            "attachments": {**self.options.get("attachments", {}), **saving.files, **files},
+        given: _Arguments = {
+            **self.options, "run": run, "step": step,
+            "attachments": {**(self.options.get("attachments") or {}), **saving.files, **files},
             "metadata": {**(self.options.get("metadata") or {}), **folder_noted(folder)},
-            "overwrite": self.overwrite or replaces,
+            "overwrite": self.options.get("overwrite", True) or replaces,
         }  # fmt: skip
 
         def finish() -> None:
@@ -211,7 +208,7 @@ def _common(state: Nested, folder: Path) -> list[_Common]:
     return [_Common(packed(state[_COMMON_KEY].data), handed_over=True)]
 
 
-def _point(ranks: Ranks, folder: Path, place: Place, common: Sequence[_Common]) -> None:
+def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common]) -> None:
     """Say in the folder where the checkpoint is. ``common``: on rank 0, if there is one."""
 
     def write() -> None:
@@ -224,11 +221,10 @@ def _point(ranks: Ranks, folder: Path, place: Place, common: Sequence[_Common]) 
 def _request_class(async_strategy: str) -> Any:
     """That of the queue that is to schedule it. "nvrx" is what Megatron says where nobody has chosen."""
     if async_strategy == "nvrx":
-        try:
+        with suppress(ImportError):
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
-        except ImportError:
-            return async_utils.AsyncRequest
-        return AsyncRequest
+
+            return AsyncRequest
     return async_utils.AsyncRequest
 
 
@@ -239,30 +235,25 @@ class CasLoadShardedStrategy:
     own `load`.
     """
 
+    can_handle_sharded_objects = True  # they come from the store too
+
     def __init__(
         self,
         store: AnyStore | None = None,
         *,
         fully_parallel: bool = False,
         process_group: ProcessGroup | None = None,
-        allow_pickle: bool = False,
-        **options: Any,
+        **options: Unpack[ReadArguments],
     ) -> None:
         self.store = None if store is None else as_store(store)
-        self.fully_parallel, self.process_group = fully_parallel, process_group
-        self.allow_pickle, self.options = allow_pickle, options
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """They come from the store too."""
-        return True
+        self.fully_parallel, self.process_group, self.options = fully_parallel, process_group, options
 
     def load(self, sharded_state_dict: Nested, checkpoint_dir: Folder, async_strategy: Any = None) -> Nested:
         """The state dict with values in place of what is sharded. Raises as `casckpt.frontends.megatron.load`."""
         with _errors_of_both():
             ranks = open_ranks(self.process_group)
-            stored = Stored.together(ranks, lambda: self._place(checkpoint_dir))
-            loading = Loading(stored, sharded_state_dict)
+            stored = MegatronCheckpoint.together(ranks, lambda: self._place(checkpoint_dir))
+            loading = RankLoad(stored, sharded_state_dict)
 
             def plan() -> tuple[list[Claim], set[str]]:
                 if ranks.rank == 0:
@@ -274,20 +265,18 @@ class CasLoadShardedStrategy:
                 return [*plan_sharing(claims)] if self.fully_parallel else everyone(None, ranks.size)
 
             sharing = ranks.exchange(plan, decide)
-            loading.read(
-                ranks, sharing, process_group=self.process_group, allow_pickle=self.allow_pickle, **self.options
-            )
+            loading.read(ranks, sharing, process_group=self.process_group, **self.options)
         return loading.loaded()
 
     def load_tensors_metadata(self, checkpoint_dir: Folder, metadata: Any = None) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_tensors_metadata`."""
         with _errors_of_both():
-            return tensors_metadata(Stored.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
+            return tensors_metadata(MegatronCheckpoint.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
 
     def load_sharded_metadata(self, checkpoint_dir: Folder) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_sharded_metadata`."""
         with _errors_of_both():
-            stored = Stored.read(self._place(checkpoint_dir))
+            stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
             objects = {
                 key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
                 for key, one in stored.objects.items()
@@ -297,7 +286,7 @@ class CasLoadShardedStrategy:
     def remove_sharded_tensors(self, checkpoint_dir: Folder, key_prefix: str) -> None:
         """See `casckpt.frontends.megatron.remove_sharded_tensors`."""
         with _errors_of_both():
-            drop(self._place(checkpoint_dir), key_prefix, self.allow_pickle)
+            drop(self._place(checkpoint_dir), key_prefix, self.options.get("allow_pickle", False))
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for what another backend wrote."""
@@ -311,5 +300,5 @@ class CasLoadShardedStrategy:
             with _errors_of_both():
                 raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
 
-    def _place(self, folder: Folder) -> Place:
+    def _place(self, folder: Folder) -> StoreRef:
         return place_in(folder, self.store)

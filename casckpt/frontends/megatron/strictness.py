@@ -1,4 +1,4 @@
-"""What to do where a sharded state dict and a checkpoint do not name the same keys.
+"""Strictness: what a load does where a sharded state dict and a checkpoint do not name the same keys.
 
 *Missing* keys are in the checkpoint, but no rank asked for them. *Unexpected* ones were asked for, but are not there.
 """
@@ -19,7 +19,7 @@ class StrictHandling(Enum):
     """The names and values of Megatron-core's. What is unexpected and does not raise is left out of the result."""
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    """Unexpected keys raise."""
+    """The caller says that there are no unexpected keys; they raise all the same."""
     LOG_UNEXPECTED = "log_unexpected"
     """Unexpected keys are logged."""
     LOG_ALL = "log_all"
@@ -42,12 +42,12 @@ class StrictHandling(Enum):
 
     @property
     def logs(self) -> bool:
-        """Are keys logged?"""
+        """Tell whether keys are logged."""
         return self.name.startswith("LOG")
 
     @property
     def returns(self) -> bool:
-        """Are keys returned?"""
+        """Tell whether keys are returned."""
         return self.name.startswith("RETURN")
 
     @property
@@ -57,18 +57,18 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
-        """Does Megatron-core look into the checkpoint before it loads? Here the keys are known in any case."""
+        """Tell whether Megatron-core looks into the checkpoint before it loads. Here the keys are known in any case."""
         return parse_strict_flag(val) is not StrictHandling.ASSUME_OK_UNEXPECTED
 
     @staticmethod
     def requires_global_app_metadata(val: StrictHandling) -> bool:
-        """Does Megatron-core gather what all ranks ask for?"""
+        """Tell whether Megatron-core gathers what all ranks ask for."""
         strict = parse_strict_flag(val)
         return strict.looks_for_missing or strict is StrictHandling.IGNORE_ALL
 
     @staticmethod
     def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
-        """Does `load` return keys beside the state dict?"""
+        """Tell whether `load` returns keys beside the state dict."""
         return parse_strict_flag(val).returns
 
 

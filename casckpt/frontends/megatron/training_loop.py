@@ -14,17 +14,15 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, Unpack, cast
 
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import Conflict
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.folders import Folder, is_pointed, pointed_at
-from casckpt.frontends.megatron.place import Place
+from casckpt.frontends.megatron.place import StoreRef
 from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy, CasSaveShardedStrategy, StepOf
 from casckpt.frontends.stores import AnyStore, as_store
 
@@ -37,6 +35,8 @@ _ORIGINALS: dict[str, Callable[..., Any]] = {
 _ITERATION = re.compile(r"iter_([0-9]+)")
 _NON_PERSISTENT = "non_persistent"  # the folder in --save of checkpoints that are not to stay
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _Undo: TypeAlias = Callable[[], None]
 _base: Any = None
 with suppress(ImportError):  # from 0.19 on
@@ -85,8 +85,9 @@ def install(
     *,
     run: str,
     step: Callable[[Path], int | None] | None = None,
-    allow_pickle: bool = False,
-    **options: Any,
+    fully_parallel: bool = False,
+    forget_removed: bool = False,
+    **options: Unpack[SaveArguments],
 ) -> Installed:
     """Let Megatron-core's training loop save into a store, and load from it; every rank makes the call, before it runs.
 
@@ -95,16 +96,17 @@ def install(
     Checkpoints in a folder ``non_persistent`` go to the run ``<run>-non-persistent``. ``step``: of a folder, None if it
     is to be saved as before.
 
-    ``options``: of `CasSaveShardedStrategy`, as ``forget_removed``, and of `Store.save`. ``allow_pickle``: for loads
-    too. Raises Conflict if it is installed already.
+    ``fully_parallel``, ``forget_removed``: of `CasSaveShardedStrategy`. ``options``: of `Store.save`; ``allow_pickle``
+    for loads too. Raises Conflict if it is installed already.
     """
     if _installed:
         raise Conflict("Megatron-core saves into a store already; call undo() of what install() gave you")
     step_of = _iteration if step is None else step
     saves = CasSaveShardedStrategy(
-        store, run=partial(_run_of, run), step=cast(StepOf, step_of), allow_pickle=allow_pickle, **options
-    )
-    installed = Installed(saves, _Loads(saves.store, allow_pickle=allow_pickle))
+        store, run=partial(_run_of, run), step=cast(StepOf, step_of), fully_parallel=fully_parallel,
+        forget_removed=forget_removed, **options,
+    )  # fmt: skip
+    installed = Installed(saves, _Loads(saves.store, allow_pickle=options.get("allow_pickle", False)))
 
     def takes(folder: Folder) -> bool:
         return installed.active and step_of(Path(folder)) is not None
@@ -120,10 +122,10 @@ def install(
 class _Loads(CasLoadShardedStrategy):
     """From the store that a folder names: it may be that of another training."""
 
-    def _place(self, folder: Folder) -> Place:
+    def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)
         same = self.store is not None and self.store.url == url
-        return Place(self.store if same and self.store is not None else as_store(url), ref)
+        return StoreRef(self.store if same and self.store is not None else as_store(url), ref)
 
 
 def _run_of(run: str, folder: Path) -> str:
@@ -179,14 +181,12 @@ def _replaced(kind: type, name: str, method: Callable[..., Any]) -> _Undo:
     return undo
 
 
-def _handing_over(
-    original: Callable[..., Any], ours: Callable[..., Any], takes: Callable[[Folder], bool]
-) -> Callable[..., Any]:
+def _handing_over(original: Callable[P, T], ours: Callable[..., T], takes: Callable[[Folder], bool]) -> Callable[P, T]:
     """A method of Megatron's, which calls ours for folders that it takes."""
     signature = inspect.signature(original)
 
     @wraps(original)
-    def method(*arguments: Any, **named: Any) -> Any:
+    def method(*arguments: P.args, **named: P.kwargs) -> T:
         folder = signature.bind(*arguments, **named).arguments["checkpoint_dir"]
         return ours(*arguments[1:], **named) if takes(folder) else original(*arguments, **named)
 

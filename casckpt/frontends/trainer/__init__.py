@@ -15,8 +15,7 @@ In the checkpoint: model and optimizer as `casckpt.frontends.training_state` nam
 
 from __future__ import annotations
 
-from casckpt.frontends.trainer.checkpointer import Checkpointer
-from casckpt.frontends.trainer.config import CheckpointerConfig
+from casckpt.frontends.trainer.checkpointer import Checkpointer, CheckpointerConfig
 from casckpt.frontends.trainer.last_save import SaveOnSignal
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.train_state import TrainState, restore_rng, rng_state

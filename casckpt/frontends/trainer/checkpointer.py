@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load_plan import Unread
-from casckpt.checkpoint.prepare import Frozen
+from casckpt.checkpoint.keywords import check_keywords
+from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
 from casckpt.checkpoint.ranks import open_ranks
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import CasckptError, Conflict, InvalidInput, Revoked
 from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.trainer.config import CheckpointerConfig, Keep
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.newest import newest_together
@@ -27,6 +25,7 @@ from casckpt.frontends.trainer.one_run import OneRun
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
+from casckpt.frontends.trainer.settings import StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
@@ -38,6 +37,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+
+
+class _Overrides(TrainerArguments, total=False):
+    run: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointerConfig(TrainerSettings):
+    """The keyword arguments of `Checkpointer`, which describes them. Raises InvalidInput for what makes no sense."""
+
+    def build(
+        self, store: AnyStore, process_group: ProcessGroup | None = None, **overrides: Unpack[_Overrides]
+    ) -> Checkpointer:
+        """A checkpointer for ``store``, with ``overrides`` over these settings. Every rank makes the call."""
+        settings = vars(self)
+        unknown = sorted(overrides.keys() - settings.keys())
+        if unknown:
+            raise InvalidInput(f"a checkpointer has no setting {unknown[0]!r}; it has {', '.join(sorted(settings))}")
+        return Checkpointer(store, process_group=process_group, **(settings | dict(overrides)))
 
 
 class Checkpointer(OneRun):
@@ -63,31 +81,11 @@ class Checkpointer(OneRun):
         *,
         run: str,
         process_group: ProcessGroup | None = None,
-        keep: Keep = None,
-        overwrite: bool = False,
-        save_threads: int | None = None,
-        load_threads: int | None = None,
-        pre_download: bool = False,
-        throttle: int | None = None,
-        work_dir: str | os.PathLike[str] | None = None,
-        save_interval: int | None = None,
-        fixed_steps: Iterable[int] | None = None,
-        max_checkpoints: int | None = None,
-        ephemeral_save_interval: int | None = None,
-        ephemeral_cooldown: int | None = None,
-        max_steps_at_risk: int | None = None,
-        gc: bool = False,
-        frozen: Frozen = None,
-        allow_pickle: bool = False,
+        **settings: Unpack[TrainerArguments],
     ) -> None:
-        self.config = CheckpointerConfig(
-            run=run, keep=keep, overwrite=overwrite, save_threads=save_threads, load_threads=load_threads,
-            pre_download=pre_download, throttle=throttle, work_dir=work_dir, save_interval=save_interval,
-            fixed_steps=fixed_steps, max_checkpoints=max_checkpoints, ephemeral_save_interval=ephemeral_save_interval,
-            ephemeral_cooldown=ephemeral_cooldown, max_steps_at_risk=max_steps_at_risk, gc=gc, frozen=frozen,
-            allow_pickle=allow_pickle,
-        )  # fmt: skip
-        super().__init__(throttled(as_store(store), throttle, work_dir), run)
+        check_keywords("Checkpointer", settings, TrainerArguments)
+        self.config = CheckpointerConfig(run=run, **settings)
+        super().__init__(throttled(as_store(store), self.config.throttle, self.config.work_dir), run)
         self.summary: SaveSummary | None = None
         self.process_group = process_group
         self._schedule, self._rotation = self.config.schedule, self.config.rotation
@@ -115,27 +113,24 @@ class Checkpointer(OneRun):
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
-        *,
-        ephemeral: bool = False,
-        overwrite: bool | None = None,
-        attachments: Mapping[str, bytes] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        **options: Unpack[StepArguments],
     ) -> Checkpoint:
         """Save, and return once the checkpoint is durable and visible; then forget what retention does not keep.
 
         ``model``, ``optim``: or lists of them; or as the model an object with state_dict_to_save, state_dict_to_load
         and load_state_dict. ``train_state``: of this rank: a nested mapping of tensors and plain data, or an object
-        with state_dict, such as `TrainState`. ``overwrite``: None for the checkpointer's setting.
+        with state_dict, such as `TrainState`. ``overwrite``: None for the checkpointer's setting. ``ephemeral``,
+        ``attachments``, ``metadata``: as for `Store.save`.
 
         Raises as `Store.save` does, on every rank alike; then nothing of the save is visible, and the same step can be
         saved again.
         """
+        check_keywords("Checkpointer.save", options, StepArguments)
         begun = time.monotonic()
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
-        saved = self.store.save(state, **options)
+        saved = self.store.save(state, run=self.run, step=step, **self._save_arguments(model, **options))
         self._files.clear()
         self.last_step = saved.step
         seconds = time.monotonic() - begun
@@ -148,11 +143,7 @@ class Checkpointer(OneRun):
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
-        *,
-        ephemeral: bool = False,
-        overwrite: bool | None = None,
-        attachments: Mapping[str, bytes] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        **options: Unpack[StepArguments],
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
@@ -160,12 +151,12 @@ class Checkpointer(OneRun):
         the next save or load, and raised by `wait` and `close`. A Conflict, over a step that is saved already, is
         raised by the next save, too.
         """
+        check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
         self._settle(to_save=True)
         ranks = open_ranks(self.process_group)
         state = state_to_save(ranks, model, optim, train_state)
-        options = self._save_options(step, ephemeral, overwrite, metadata, attachments, model=model)
-        saving = self.store.save_async(state, **options)
+        saving = self.store.save_async(state, run=self.run, step=step, **self._save_arguments(model, **options))
         blocked = time.monotonic() - begun
         done: Future[Checkpoint] = Future()
 
@@ -184,7 +175,7 @@ class Checkpointer(OneRun):
         return done
 
     def due(self, step: int) -> Kind | None:
-        """Is ``step`` to be saved, and as what? By the intervals and fixed steps; the same on every rank."""
+        """Say as what ``step`` is to be saved, if it is: by the intervals and fixed steps, the same on every rank."""
         return self._schedule.due(check_step(step), self.last_step)
 
     def save_if_due(
@@ -246,10 +237,8 @@ class Checkpointer(OneRun):
         *,
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
-        strict: bool = True,
-        ignore_mismatched: Sequence[str] | None = None,
         unread: Unread = "warn",
-        rename: Rename = None,
+        **match: Unpack[MatchArguments],
     ) -> Any:
         """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
 
@@ -259,13 +248,12 @@ class Checkpointer(OneRun):
         "ignore". ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
         `Store.load` does.
         """
-        return self._restore(
-            ref, model, optim,
-            Wanted(
-                optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, strict=strict,
-                ignore_mismatched=ignore_mismatched, unread=unread, rename=rename,
-            ),
-        )[1]  # fmt: skip
+        check_keywords("Checkpointer.load", match, MatchArguments)
+        wanted = Wanted(
+            optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, unread=unread,
+            **match,
+        )  # fmt: skip
+        return self._restore(ref, model, optim, wanted)[1]
 
     def resume(
         self,
@@ -305,7 +293,7 @@ class Checkpointer(OneRun):
     ) -> tuple[Checkpoint, Any]:
         """(the checkpoint, with what was left of it; this rank's train state)."""
         self._settle()
-        options = {
+        options: RankArguments = {
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.load_threads,
@@ -318,26 +306,22 @@ class Checkpointer(OneRun):
         self._settle()
         return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask)
 
-    def _save_options(
+    def _save_arguments(
         self,
-        step: int,
-        ephemeral: bool,
-        overwrite: bool | None,
-        metadata: Mapping[str, Any] | None,
-        attachments: Mapping[str, bytes] | None,
-        *,
         model: TrainModel,
-    ) -> dict[str, Any]:
+        *,
+        ephemeral: bool = False,
+        overwrite: bool | None = None,
+        attachments: Mapping[str, bytes] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> SaveArguments:
         """For `Store.save`, which checks them where all ranks hear of it."""
         given: Any = {} if attachments is None else attachments
-        files = config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given
         return {
-            "run": self.run,
-            "step": step,
             "ephemeral": ephemeral,
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
             "metadata": metadata,
-            "attachments": files,
+            "attachments": config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given,
             "frozen": self.config.frozen,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
@@ -345,7 +329,7 @@ class Checkpointer(OneRun):
         }
 
     def _after(self, saved: Checkpoint, blocked: float, durable: float, *, leads: bool) -> None:
-        """What rank 0 does once a checkpoint is committed. It is there whatever goes wrong here."""
+        """Do, on rank 0, what is due once a checkpoint is committed. It is there whatever goes wrong here."""
         if not leads:
             return
         gone: list[Commit] = []

@@ -1,4 +1,4 @@
-"""What a checkpoint of a training loop holds, and how it goes back: model, optimizer, and the train state of each rank.
+"""The contents of a training loop's checkpoint: model, optimizer, and the train state of each rank.
 
 The train state of rank 3 is ``train.3``: ranks may hold other things each, in other nestings.
 """
@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, renamer
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load_plan import Unread
+from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, Unread
+from casckpt.checkpoint.loading.unread import is_within, tell
 from casckpt.checkpoint.ranks import Ranks
-from casckpt.checkpoint.store import Store
-from casckpt.checkpoint.unread import is_within, tell
 from casckpt.errors import InvalidInput, Mismatch, NotFound
-from casckpt.format.tree import Container, decode_tree, find
-from casckpt.frontends.training_state.loading import Loading, Unused
+from casckpt.format.tree import Container, decode_tree
+from casckpt.format.tree import find as find_node
+from casckpt.frontends.training_state.loading import TrainingStateLoad, Unused
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
-from casckpt.frontends.training_state.stored import GROUPS, Stored, StoredGroups
-from casckpt.frontends.training_state.together import find as find_stored
-from casckpt.frontends.training_state.together import make_state
+from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
+from casckpt.frontends.training_state.together import find, make_state
+from casckpt.store.store import Store
 
 log = logging.getLogger("casckpt")
 
@@ -44,10 +44,10 @@ class TrainModule(Protocol):
     """
 
     def state_dict_to_save(self) -> Mapping[str, Any]:
-        """What to save."""
+        """Give what to save."""
 
     def state_dict_to_load(self, metadata: StoredKeys) -> dict[str, Any]:
-        """What to fill."""
+        """Give what to fill."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Take over what was filled."""
@@ -58,7 +58,7 @@ class HasState(Protocol):
     """A train state that is an object, such as `TrainState`."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What to save of it on this rank."""
+        """Give what to save of it on this rank."""
 
 
 TrainModel: TypeAlias = AnyModel | TrainModule
@@ -108,7 +108,7 @@ class Wanted:
     optim: bool | None
     train: bool | None
     pre_download: bool
-    strict: bool
+    strict: bool = True
     ignore_mismatched: Sequence[str] | None = None
     unread: Unread = "warn"
     rename: Rename = None
@@ -120,7 +120,7 @@ class Wanted:
 class Restoring:
     """One load, on one rank: the checkpoint that was found, and what goes where."""
 
-    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted, options: Mapping[str, Any]) -> None:
+    def __init__(self, ranks: Ranks, store: Store, wanted: Wanted, options: RankArguments) -> None:
         self._ranks, self._store, self._wanted, self._options = ranks, store, wanted, options
 
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
@@ -139,7 +139,7 @@ class Restoring:
             state, loaded = self._load_module(stored, model, train)
         else:
             wanted = self._wanted
-            loading = Loading(stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched)
+            loading = TrainingStateLoad(stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched)
             state, loaded = self._load_named(loading, stored, model, optims, train)
             if self._ranks.rank == 0 and optims and groups is None:
                 log.warning(
@@ -150,14 +150,17 @@ class Restoring:
             tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
-    def _find(self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]) -> tuple[Stored, StoredGroups | None]:
-        options = {"required": False, "allow_pickle": bool(self._options.get("allow_pickle"))}
+    def _find(
+        self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]
+    ) -> tuple[StoredTraining, StoredGroups | None]:
+        find_stored = partial(find, self._ranks, self._store, ref, required=False)
+        allow_pickle = self._options.get("allow_pickle", False)
         try:
-            return find_stored(self._ranks, self._store, ref, optimizer=wants_optimizer, **options)
+            return find_stored(optimizer=wants_optimizer, allow_pickle=allow_pickle)
         except Mismatch as error:
             if not self._wanted.lenient or error.key != GROUPS:
                 raise
-        return find_stored(self._ranks, self._store, ref, optimizer=lambda: False, **options)
+        return find_stored(optimizer=lambda: False, allow_pickle=allow_pickle)
 
     def _left(self, subtrees: Sequence[str], *, has_train: bool) -> list[str]:
         """Of what was left unread, that of which the caller did not say so. Other ranks have had train states, too."""
@@ -165,7 +168,7 @@ class Restoring:
         meant += [TRAIN] if has_train or self._wanted.train is False else []
         return [key for key in subtrees if not any(is_within(key, one) for one in meant)]
 
-    def _check_there(self, stored: Stored, has_optimizer: bool) -> None:
+    def _check_there(self, stored: StoredTraining, has_optimizer: bool) -> None:
         """In an exchange: ranks may want other things each."""
         for what, name, wanted, there in (
             ("an optimizer", "load_optim_state", self._wanted.optim, has_optimizer),
@@ -177,7 +180,7 @@ class Restoring:
                     f'{name}=None (to resume: missing="warn") to go on without, or choose another checkpoint'
                 )
 
-    def _train_template(self, stored: Stored) -> dict[str, Any]:
+    def _train_template(self, stored: StoredTraining) -> dict[str, Any]:
         wanted = self._wanted.train is not False and self._wanted.is_train_state_set
         ranks = _ranks_of(stored) if wanted else []
         if not ranks:
@@ -185,7 +188,12 @@ class Restoring:
         return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
 
     def _load_named(
-        self, loading: Loading, stored: Stored, model: AnyModel, optims: Sequence[Optimizer], train: dict[str, Any]
+        self,
+        loading: TrainingStateLoad,
+        stored: StoredTraining,
+        model: AnyModel,
+        optims: Sequence[Optimizer],
+        train: dict[str, Any],
     ) -> tuple[dict[str, Any], Checkpoint]:
 
         def plan() -> Unused:
@@ -202,7 +210,7 @@ class Restoring:
         return key if key.startswith(f"{TRAIN}.") else renamer(self._wanted.rename)(key)
 
     def _load_module(
-        self, stored: Stored, model: TrainModule, train: dict[str, Any]
+        self, stored: StoredTraining, model: TrainModule, train: dict[str, Any]
     ) -> tuple[dict[str, Any], Checkpoint]:
         made: list[dict[str, Any]] = []
         optim = self._wanted.whole or _has_optimizer(stored) if self._wanted.optim is None else self._wanted.optim
@@ -218,12 +226,14 @@ class Restoring:
         self._ranks.exchange(lambda: bool(model.load_state_dict(loaded)), lambda done: done)
         return state, filled
 
-    def _fill(self, stored: Stored, state: dict[str, Any], rename: Rename, ignored: Sequence[str] | None) -> Checkpoint:
+    def _fill(
+        self, stored: StoredTraining, state: dict[str, Any], rename: Rename, ignored: Sequence[str] | None
+    ) -> Checkpoint:
         ref = stored.checkpoint
-        options: dict[str, Any] = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
+        match: MatchArguments = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
         if self._wanted.pre_download:
-            self._ranks.exchange(lambda: self._store.pre_download(ref, state, **options), lambda done: done)
-        return self._store.load(state, ref, unread="ignore", **options, **self._options)
+            self._ranks.exchange(lambda: self._store.pre_download(ref, state, **match), lambda done: done)
+        return self._store.load(state, ref, unread="ignore", **match, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:
@@ -235,12 +245,12 @@ def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Ca
     return partial(method, *given, **options)
 
 
-def _has_optimizer(stored: Stored) -> bool:
+def _has_optimizer(stored: StoredTraining) -> bool:
     return bool(stored.keys_below(OPTIM))
 
 
-def _ranks_of(stored: Stored) -> list[int]:
+def _ranks_of(stored: StoredTraining) -> list[int]:
     """The ranks that saved a train state."""
-    node = find(decode_tree(stored.manifest.body.tree), TRAIN)
+    node = find_node(decode_tree(stored.manifest.body.tree), TRAIN)
     children = node.children if isinstance(node, Container) else ()
     return sorted(element for element, _ in children if isinstance(element, int))

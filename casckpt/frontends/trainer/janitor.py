@@ -9,8 +9,8 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import CasckptError
+from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,13 @@ import logging
 import signal
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.trainer.checkpointer import Checkpointer
 from casckpt.frontends.trainer.contents import AnyTrainState, TrainModel
+from casckpt.frontends.trainer.settings import StepArguments
 from casckpt.frontends.training_state.parts import AnyOptimizer
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class SaveOnSignal:
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
-        **options: Any,
+        **options: Unpack[StepArguments],
     ) -> None:
         """If any rank has got a signal: save ``step``, unless it is saved already, and raise SystemExit on every rank.
 
@@ -90,7 +91,7 @@ class SaveOnSignal:
         raise SystemExit(128 + number if self._status is None else self._status)
 
     def _saved_already(self, step: int) -> bool:
-        """Is ``step`` the last one saved, for good? Waits for it, if it is on its way."""
+        """Tell whether ``step`` is the last one saved, for good. Waits for it, if it is on its way."""
         try:
             self._checkpointer.wait()
         except CasckptError as error:

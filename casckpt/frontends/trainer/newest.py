@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from casckpt.checkpoint.asked import check_same
+from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.checkpoint.store import Store
 from casckpt.errors import NotFound
 from casckpt.repository.commits import Commit
+from casckpt.store.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.store import Store
 from casckpt.errors import NotFound
 from casckpt.frontends.trainer.newest import newest
+from casckpt.store.store import Store
 
 
 class OneRun:
@@ -30,7 +30,7 @@ class OneRun:
         return self.store.get(f"{self.run}@latest")
 
     def contains_checkpoint(self) -> bool:
-        """Is there any of the run?"""
+        """Tell whether there is any of the run."""
         return newest(self.store, self.run) is not None
 
     @staticmethod

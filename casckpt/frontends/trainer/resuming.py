@@ -1,4 +1,4 @@
-"""What a resume is to restore: all that it is given, or it says so."""
+"""A resume: it restores all that it is given, or says so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
-from casckpt.checkpoint.load_plan import Unread
+from casckpt.checkpoint.loading.load_plan import Unread
 from casckpt.errors import InvalidInput
 from casckpt.frontends.trainer.contents import Wanted
 from casckpt.frontends.trainer.train_state import TrainState
@@ -17,7 +17,7 @@ Missing: TypeAlias = Literal["raise", "warn"]
 
 
 def is_to_be_set(train_state: Any, missing: Any) -> bool:
-    """Is there a train state to set? Raises InvalidInput for one that cannot be, and for another ``missing``."""
+    """Look for a train state to set. Raises InvalidInput for one that cannot be, and for another ``missing``."""
     if missing not in get_args(Missing):
         raise InvalidInput(f'missing={missing!r:.80} is not usable; give "raise" or "warn"')
     if train_state is not None and not hasattr(train_state, "load_state_dict"):
@@ -33,7 +33,6 @@ def to_resume(optimizer: bool, train_state: bool, missing: Missing, unread: Unre
         optim=demand if optimizer else None,
         train=demand if train_state else None,
         pre_download=pre_download,
-        strict=True,
         unread=unread,
         is_train_state_set=train_state,
         whole=missing == "raise",

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run go after a save, and how: always after the new one is committed, never before.
+"""Rotation: which checkpoints of a run go after a save, always once the new one is committed, never before.
 
 So there is no instant at which fewer are loadable than the newest one, the tagged ones and those of fixed steps.
 """
@@ -12,8 +12,8 @@ from casckpt.format.names import TxId
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.retiring import retire_now
 from casckpt.repository.tags import tags
+from casckpt.upkeep.gc.retiring import retire_now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,12 @@ class Rotation:
 
     @property
     def is_empty(self) -> bool:
-        """Does everything stay?"""
+        """Tell whether everything stays."""
         return self.keep is None and self.max_checkpoints is None
 
 
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
-    """What goes of the ``visible`` checkpoints of one run, oldest first. Pure; ``now`` in microseconds.
+    """Choose what goes of the ``visible`` checkpoints of one run, oldest first. Pure; ``now`` in microseconds.
 
     "Newest" is by transaction: a run that was rolled back goes on from its latest save. Of two of one step the one
     begun last answers, and the other goes.

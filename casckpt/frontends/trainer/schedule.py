@@ -1,4 +1,4 @@
-"""When a training loop saves. Pure: a step goes in, a kind of checkpoint comes out."""
+"""The schedule of a training loop's saves. Pure: a step goes in, a kind of checkpoint comes out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Schedule:
         return min(gaps, default=None)
 
     def due(self, step: int, last: int | None) -> Kind | None:
-        """What is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none."""
+        """Give what is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none."""
         if step in self.fixed or (self.every is not None and step > 0 and step % self.every == 0):
             return "permanent"
         if self.ephemeral_every is None or step <= 0 or step % self.ephemeral_every:

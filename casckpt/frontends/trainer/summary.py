@@ -1,4 +1,4 @@
-"""What a save cost, in one line."""
+"""A summary of what a save cost, in one line."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from threading import Lock
 from types import TracebackType
 from typing import IO, Any
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
+from casckpt.store.store import Store
 
 OBJECTS = "objects/"
 

@@ -1,9 +1,9 @@
-"""What a training loop needs beside model and optimizer to go on as if nothing had happened, for each rank."""
+"""Train state: what each rank needs beside model and optimizer to resume exactly."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class TrainState(MutableMapping[str, Any]):
     plain data, which is read and set as ``train["epoch"]``. ``rng``: with the generators of `rng_state`.
     """
 
-    def __init__(self, *, rng: bool = True, **parts: Any) -> None:
+    def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # of any type: what is to be saved
         self._rng, self._parts = rng, parts
 
     def __getitem__(self, name: str) -> Any:
@@ -93,9 +93,10 @@ class TrainState(MutableMapping[str, Any]):
         """
         missing = [name for name in (*self._parts, *((RNG,) if self._rng else ())) if name not in state]
         if missing and strict:
+            without = " (rng=False: without the random generators)" if RNG in missing else ""
             raise MissingKey(
                 f"the saved train state has no {missing[0]!r}, but {', '.join(map(repr, state)) or 'nothing'}; leave "
-                f"that part out of the TrainState{_no_rng(missing)}, or load another checkpoint",
+                f"that part out of the TrainState{without}, or load another checkpoint",
                 keys=tuple(missing),
             )
         for name in [name for name in self._parts if name not in missing]:
@@ -103,10 +104,6 @@ class TrainState(MutableMapping[str, Any]):
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing
-
-
-def _no_rng(missing: Sequence[str]) -> str:
-    return " (rng=False: without the random generators)" if RNG in missing else ""
 
 
 def _state_of(part: Any) -> Any:

@@ -43,7 +43,7 @@ class FlatPart:
     everywhere: bool
 
     def has_form(self, shape: Shape) -> bool:
-        """Is that the shape of an optimizer's state for these elements?"""
+        """Tell whether that is the shape of an optimizer's state for these elements."""
         return shape == (self.shape if self.everywhere else (self.hi - self.lo,))
 
     def shard(self, data: torch.Tensor) -> Shard:
@@ -58,7 +58,7 @@ def flat_parts(model: nn.Module) -> dict[int, FlatPart]:
     range of a whole is: parameters that are DTensors, or do not lie in row-major order.
     """
     parts: dict[int, FlatPart] = {}
-    for handle in _handles(model):
+    for handle in [one._handle for one in _fsdp_modules(model) if one._handle is not None]:
         _check(handle)
         flat = handle.flat_param
         stretch = getattr(flat, "_local_shard", flat.data).detach()
@@ -119,10 +119,6 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
     """Modules that FSDP wraps. Asked without importing it: where it is not loaded, there are none."""
     home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return [one for one in model.modules() if home is not None and isinstance(one, home.FullyShardedDataParallel)]
-
-
-def _handles(model: nn.Module) -> list[Any]:
-    return [one._handle for one in _fsdp_modules(model) if one._handle is not None]
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which parameter of an optimizer is which of a checkpoint, and which saved options go to which of its groups.
+"""Param groups: which parameter of an optimizer is which of a checkpoint, and which options go to which group.
 
 Groups of several ranks are one list in a checkpoint, also where ranks have other parameters each (pipeline stages).
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from casckpt.errors import InvalidInput, Mismatch, MissingKey
-from casckpt.frontends.training_state.optimizer import Named
+from casckpt.frontends.training_state.optimizer import NamedParameter
 
 _LOG = logging.getLogger("casckpt")
 
@@ -37,7 +37,7 @@ class Match:
 
 
 def match(
-    here: Sequence[Sequence[Named]], saved: Sequence[Mapping[str, Any]], saved_name: Callable[[str], str]
+    here: Sequence[Sequence[NamedParameter]], saved: Sequence[Mapping[str, Any]], saved_name: Callable[[str], str]
 ) -> Match:
     """Match by name, whatever the number and order of groups. ``saved_name``: what a name here was when it was saved.
 
@@ -122,7 +122,7 @@ def merged(groups_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[
 
 
 def _options(
-    number: int, group: Sequence[Named], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
+    number: int, group: Sequence[NamedParameter], origins: Sequence[int], saved: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The saved options of one group here, whose parameters were in the groups ``origins``."""
     if not group and number < len(saved) and not saved[number]["params"]:
@@ -130,7 +130,9 @@ def _options(
     if not origins:
         return {}
     first, *rest = [_without_parameters(saved[origin]) for origin in origins]
-    agreed = {name: value for name, value in first.items() if all(_agree(name, value, other) for other in rest)}
+    agreed = {
+        name: value for name, value in first.items() if all(name in one and _same(value, one[name]) for one in rest)
+    }
     differing = sorted({name for options in (first, *rest) for name in options} - set(agreed))
     if differing:
         _LOG.warning(
@@ -143,10 +145,6 @@ def _options(
 
 def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", _NAMES)}
-
-
-def _agree(name: str, value: Any, other: Mapping[str, Any]) -> bool:
-    return name in other and _same(value, other[name])
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How this process holds a parameter, and with it the state of an optimizer that has the parameter's shape."""
+"""The part of a parameter that this process holds, and of optimizer state of the same shape."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from casckpt.checkpoint.load_plan import new_empty
+from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.errors import InvalidInput
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import StreamEntry
 from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.tensors.dtensors import is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype
@@ -77,8 +77,8 @@ class Holding:
 
     # loading
 
-    def destination(self, entry: Entry, there: torch.Tensor | None, device: torch.device, taken: set[int]) -> Any:
-        """Where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
+    def destination(self, entry: StreamEntry, there: torch.Tensor | None, device: torch.device, taken: set[int]) -> Any:
+        """Tell where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
 
         ``taken``: addresses of memory that holds something else already: some optimizers share one ``step``.
         """
@@ -123,22 +123,22 @@ def unwrapped(value: Any) -> Any:
     return type(value)([unwrapped(child) for child in value]) if type(value) in (list, tuple) else value
 
 
-def _new_like(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _new_like(tensor: torch.Tensor, entry: StreamEntry) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=torch_dtype(entry.dtype), requires_grad=False)
 
 
-def _fits(there: torch.Tensor, entry: Entry, taken: set[int]) -> bool:
+def _fits(there: torch.Tensor, entry: StreamEntry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
     return alike and here.is_contiguous() and here.data_ptr() not in taken
 
 
-def _is_plain(there: torch.Tensor | None, entry: Entry, parameter: torch.Tensor) -> bool:
+def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor) -> bool:
     """Is the state of a DTensor to be no DTensor? As it was before, or as torch keeps single numbers."""
     return entry.shape == () != tuple(parameter.shape) if there is None else not is_dtensor(there)
 
 
-def _new_dtensor(parameter: DTensor, entry: Entry) -> torch.Tensor:
+def _new_dtensor(parameter: DTensor, entry: StreamEntry) -> torch.Tensor:
     """Sharded like the parameter if it has its shape, else whole on every rank; where the parameter's memory is."""
     if tuple(parameter.shape) == entry.shape:
         return _new_like(parameter, entry)

@@ -1,4 +1,4 @@
-"""What torch's own optimizers keep for a parameter. By name: no step is ever taken, so none can be asked.
+"""The state that torch's own optimizers keep for a parameter, by name, as no step is ever taken to find out.
 
 An optimizer of somebody else may keep anything, and is given what was saved.
 """

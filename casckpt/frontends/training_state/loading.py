@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load_plan import new_empty
-from casckpt.checkpoint.unread import that_hold
+from casckpt.checkpoint.loading.load_plan import new_empty
+from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.errors import Mismatch
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import StreamEntry
 from casckpt.format.tree import Container, Element, Node
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
@@ -23,14 +23,7 @@ from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
-from casckpt.frontends.training_state.stored import (
-    GROUPS,
-    STATE,
-    Stored,
-    StoredGroups,
-    is_step,
-    steps_on_cpu,
-)
+from casckpt.frontends.training_state.stored import GROUPS, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.values import Shard
@@ -44,7 +37,7 @@ class Unused:
     optimizer: Sequence[str]
 
 
-class Loading:
+class TrainingStateLoad:
     """A load of one checkpoint, with its optimizer's groups if they are wanted.
 
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
@@ -54,7 +47,7 @@ class Loading:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: StoredTraining,
         groups: StoredGroups | None,
         strict: bool,
         rename: Rename = None,
@@ -103,7 +96,7 @@ class Loading:
         return self._ignored.patterns
 
     def _fits(self, name: str, value: Any) -> bool:
-        """Is there a tensor of this shape in the checkpoint?"""
+        """Tell whether there is a tensor of this shape in the checkpoint."""
         entry = self._stored.manifest.tensors.get(self.saved_key(f"model.{name}"))
         shape = value.global_shape if isinstance(value, Shard) else getattr(value, "shape", None)
         return entry is not None and shape is not None and entry.shape == tuple(shape)
@@ -116,7 +109,7 @@ class Loading:
         return saved.removeprefix("model.") if self._bare else saved
 
     def _saved_name(self, name: str) -> str:
-        """What a name of the model's was when it was saved."""
+        """Give what a name of the model's was when it was saved."""
         return self._saved_key(f"model.{name}").removeprefix("model.")
 
     def _unused_keys(self) -> list[str]:
@@ -131,8 +124,11 @@ class Loading:
     def check_unused(self, found: Sequence[Unused]) -> Sequence[None]:
         """On rank 0: raise Mismatch for names of the checkpoint that no rank has."""
         if self._strict:
-            _check_unused_keys(on_no_rank([unused.model for unused in found]), self._stored.where)
-            check_unused(on_no_rank([unused.optimizer for unused in found]), self._stored.where)
+            names, where = on_no_rank([unused.model for unused in found]), self._stored.where
+            if names:
+                what = f"the model in {where} has {listed(names)}, which this model has not"
+                raise Mismatch(f"{what}; pass strict=False to leave them out", keys=tuple(names))
+            check_unused(on_no_rank([unused.optimizer for unused in found]), where)
         return [None] * len(found)
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
@@ -162,16 +158,8 @@ class Ignored:
         self.patterns = (*given, *(f"model.{pattern}" for pattern in given))
 
     def __call__(self, name: str) -> bool:
-        """Is it one of them?"""
+        """Tell whether it is one of them."""
         return matches(f"model.{name}", self.patterns)
-
-
-def _check_unused_keys(names: Sequence[str], where: str) -> None:
-    if names:
-        raise Mismatch(
-            f"the model in {where} has {listed(names)}, which this model has not; pass strict=False to leave them out",
-            keys=tuple(names),
-        )
 
 
 _NOWHERE = "\0"
@@ -192,7 +180,7 @@ class _OptimizerPlan:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: StoredTraining,
         saved: StoredGroups,
         model: nn.Module,
         optim: Optimizer,
@@ -243,8 +231,8 @@ class _OptimizerPlan:
                     homes[name] = _Home(holding, on_cpu, there)
         return homes
 
-    def _place(self, name: Element, key: str, entry: Entry) -> Any:
-        """What to load one piece of state into."""
+    def _place(self, name: Element, key: str, entry: StreamEntry) -> Any:
+        """Give what to load one piece of state into."""
         home = self._homes.get(str(name))
         cpu = torch.device("cpu")
         if home is None:

@@ -18,7 +18,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def is_extra_state(name: str) -> bool:
-    """Is it what `torch.nn.Module.get_extra_state` gave, and not a parameter or buffer?"""
+    """Tell whether it is what `torch.nn.Module.get_extra_state` gave, and not a parameter or buffer."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 

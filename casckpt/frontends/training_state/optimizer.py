@@ -22,14 +22,14 @@ _TREE = "tree"
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedParameter:
     """A parameter of an optimizer. ``names``: its plain names, of which the first is its own."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
 
 
-def named_groups(model: nn.Module, optim: Optimizer) -> list[list[Named]]:
+def named_groups(model: nn.Module, optim: Optimizer) -> list[list[NamedParameter]]:
     """The parameters of each group.
 
     Raises InvalidInput, saying which, for one that the model does not have, or whose state contains itself.
@@ -43,7 +43,7 @@ def named_groups(model: nn.Module, optim: Optimizer) -> list[list[Named]]:
                     f"parameter {position} of group {number} of the optimizer, of shape {list(parameter.shape)}, is "
                     "none of the model's; give the model that the optimizer was made for"
                 )
-        groups.append([Named(parameter, names[id(parameter)]) for parameter in group["params"]])
+        groups.append([NamedParameter(parameter, names[id(parameter)]) for parameter in group["params"]])
     known = {one.parameter: one.names[0] for group in groups for one in group}
     for key, value in optim.state.items():
         check_nesting(value, f"the optimizer's state of {known.get(key, key)!r:.200}")
@@ -92,7 +92,7 @@ def states_to_save(model: nn.Module, optims: Sequence[Optimizer]) -> dict[str, A
     return {"state": state, "param_groups": groups}
 
 
-def _state_of(optim: Optimizer, groups: Sequence[Sequence[Named]]) -> dict[str, Any]:
+def _state_of(optim: Optimizer, groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     owned = {id(one.parameter) for group in groups for one in group}
     keys: list[Any] = list(optim.state)  # torch's types say tensors, but anything is allowed
     for key in keys:
@@ -111,7 +111,7 @@ def _state_of(optim: Optimizer, groups: Sequence[Sequence[Named]]) -> dict[str, 
     return _by_name(packed, groups)
 
 
-def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[Named]]) -> dict[str, Any]:
+def _by_name(packed: Mapping[str, Any], groups: Sequence[Sequence[NamedParameter]]) -> dict[str, Any]:
     names: dict[Any, str] = {}
     named = []
     for group, members in zip(packed["param_groups"], groups, strict=True):
@@ -223,7 +223,7 @@ def _taken_over(old: Any, new: Any) -> Any:
 
 
 def _unconverted(saved: Any, found: Any) -> Any:
-    """What the optimizer made of a state, with the tensors that it only converted or copied put back."""
+    """Give what the optimizer made of a state, with the tensors that it only converted or copied put back."""
     if isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor):
         return saved if saved.shape == found.shape else found
     if isinstance(saved, Mapping) and isinstance(found, defaultdict | dict):

@@ -53,27 +53,33 @@ class Parts(nn.Module):
         super().__init__()
         self.__dict__["parts"] = tuple(parts)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         """Of all parts."""
-        return chain.from_iterable(part.named_modules(*args, **kwargs) for part in self.parts)
+        return chain.from_iterable(part.named_modules(memo, prefix, remove_duplicate) for part in self.parts)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Of all parts, by plain names."""
         for part in self.parts:
-            for name, parameter in part.named_parameters(*args, **kwargs):
+            for name, parameter in part.named_parameters(prefix, recurse, remove_duplicate):
                 yield plain_name(part, name), parameter
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Of all parts, by plain names."""
         for part in self.parts:
-            for name, buffer in part.named_buffers(*args, **kwargs):
+            for name, buffer in part.named_buffers(prefix, recurse, remove_duplicate):
                 yield plain_name(part, name), buffer
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict[str, Any]:  # type: ignore[override]  # no overloads
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False) -> OrderedDict[str, Any]:  # type: ignore[override]  # no overloads
         """Of all parts, by plain names. Raises InvalidInput for a name that two parts have."""
         found: OrderedDict[str, Any] = OrderedDict()
         for part in self.parts:
-            for key, value in part.state_dict(*args, **kwargs).items():
+            for key, value in part.state_dict(prefix=prefix, keep_vars=keep_vars).items():
                 name = plain_name(part, key)
                 if found.setdefault(name, value) is not value:
                     raise InvalidInput(f"two parts of the model have the name {name!r}; rename one", key=name)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer, and a template of it that a load can fill."""
+"""The optimizer state in a checkpoint, and a template of it that a load can fill."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 from torch.optim import ASGD, Optimizer
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.store import Store
 from casckpt.errors import Damaged, Mismatch, MissingKey
-from casckpt.format.manifest import Entry, Manifest
+from casckpt.format.manifest import Manifest, StreamEntry
 from casckpt.format.regions import whole
 from casckpt.format.tree import DICT, Container, Element, Leaf, Node, decode_tree, find, join, leaves
 from casckpt.plan.reads import covers
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
+from casckpt.store.store import Store
 from casckpt.tensors.state import inflate
 
 GROUPS = "optim.param_groups"
@@ -23,14 +23,14 @@ STATE = "optim.state"
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
 
-Place: TypeAlias = Callable[[Element, str, Entry], Any]
+Place: TypeAlias = Callable[[Element, str, StreamEntry], Any]
 """(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
 
 StoredGroups: TypeAlias = list[dict[str, Any]]
 """The groups of an optimizer, with their parameters by name."""
 
 
-class Stored:
+class StoredTraining:
     """One checkpoint: its keys, and its optimizer's groups and state by name."""
 
     def __init__(self, store: Store, commit: Commit, manifest: Manifest) -> None:
@@ -41,7 +41,7 @@ class Stored:
         self._tree = decode_tree(manifest.body.tree)
 
     @classmethod
-    def read(cls, store: Store, ref: str | Checkpoint) -> Stored:
+    def read(cls, store: Store, ref: str | Checkpoint) -> StoredTraining:
         """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
         return cls(store, commit, manifests.get(store.repository, commit))
@@ -66,8 +66,8 @@ class Stored:
         """Was an optimizer saved along?"""
         return find(self._tree, GROUPS) is not None
 
-    def groups(self, **options: Any) -> StoredGroups:
-        """The groups, with their parameters by name; ``options``: as in `Store.read`.
+    def groups(self, *, allow_pickle: bool = False) -> StoredGroups:
+        """The groups, with their parameters by name.
 
         Raises MissingKey if there are none, Mismatch if they were saved by number.
         """
@@ -77,7 +77,8 @@ class Stored:
                 "checkpoint",
                 keys=(GROUPS,),
             )
-        found = self.store.read(self.checkpoint, keys=[f"{GROUPS}*"], **options)["optim"]["param_groups"]
+        state = self.store.read(self.checkpoint, keys=[f"{GROUPS}*"], allow_pickle=allow_pickle)
+        found = state["optim"]["param_groups"]
         usable = isinstance(found, list) and all(isinstance(group, Mapping) and "params" in group for group in found)
         if not usable or not all(isinstance(name, str) for group in found for name in group["params"]):
             raise Mismatch(
@@ -125,7 +126,7 @@ class Stored:
             filled |= inflate(Container(DICT, ((name, node),)), leaf, keep)
         return filled
 
-    def _whole(self, entry: Entry) -> Entry:
+    def _whole(self, entry: StreamEntry) -> StreamEntry:
         """Before memory is asked for: a shape that nothing stands behind is caught here."""
         if not covers(self.manifest.extents(entry), whole(entry.shape)):
             raise Damaged(f"{self.where} holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
@@ -145,6 +146,6 @@ def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
-def is_step(entry: Entry, key: str) -> bool:
+def is_step(entry: StreamEntry, key: str) -> bool:
     """Is it a count of steps, or a product over them, which optimizers keep on the CPU unless they are told not to?"""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES

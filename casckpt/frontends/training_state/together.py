@@ -1,4 +1,4 @@
-"""What the ranks of a save or load of training state tell each other."""
+"""The messages between the ranks of a save or load of training state."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from casckpt.checkpoint.asked import check_same, named
+from casckpt.checkpoint.agreement import check_same, named
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.checkpoint.store import Store
 from casckpt.format.digest import hex_digest
 from casckpt.format.manifest import Manifest
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.buffers import differing, say
 from casckpt.frontends.training_state.buffers import digests as buffer_digests
 from casckpt.frontends.training_state.groups import merged
-from casckpt.frontends.training_state.stored import Stored, StoredGroups
+from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
 from casckpt.repository.commits import Commit
+from casckpt.store.store import Store
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def find(
     optimizer: Callable[[], bool],
     required: bool,
     allow_pickle: bool,
-) -> tuple[Stored, StoredGroups | None]:
+) -> tuple[StoredTraining, StoredGroups | None]:
     """The checkpoint that ``ref`` names, and its optimizer's groups if any rank wants an ``optimizer``; rank 0 reads.
 
     ``optimizer``: called once, where what it raises reaches all ranks. ``required``: there must be one. Raises Conflict
@@ -96,7 +96,7 @@ def find(
 
     def look(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit, Manifest, StoredGroups | None]]:
         check_same([text for text, _ in told])
-        stored = Stored.read(opened[0], ref)
+        stored = StoredTraining.read(opened[0], ref)
         reads = any(wanted for _, wanted in told) and (required or stored.has_optimizer)
         groups = stored.groups(allow_pickle=allow_pickle) if reads else None
         return everyone((stored.commit, stored.manifest, groups), ranks.size)
@@ -104,7 +104,7 @@ def find(
     commit, manifest, groups = ranks.exchange(hello, look)
     if ranks.rank != 0:
         opened[0].repository.manifests.add(commit.committed.uploader, manifest, manifest.nbytes)
-    return Stored(opened[0], commit, manifest), groups
+    return StoredTraining(opened[0], commit, manifest), groups
 
 
 def on_no_rank(found: Sequence[Sequence[str]]) -> list[str]:

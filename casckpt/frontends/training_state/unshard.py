@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from casckpt.checkpoint.arguments import usable_device, usable_patterns
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.load_plan import new_empty
+from casckpt.checkpoint.loading.load_plan import ReadArguments, new_empty
 from casckpt.checkpoint.ranks import open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import Entry
+from casckpt.format.manifest import StreamEntry
 from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state
 from casckpt.frontends.training_state.optimizer import by_number
-from casckpt.frontends.training_state.stored import STATE, Stored, StoredGroups, is_step, steps_on_cpu
+from casckpt.frontends.training_state.stored import STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
 from casckpt.frontends.training_state.together import find
 
 
@@ -31,7 +31,7 @@ def unshard_model_state(
     keys: Sequence[str] | None = None,
     rank0_only: bool = False,
     no_dist: bool = False,
-    **options: Any,
+    **options: Unpack[ReadArguments],
 ) -> dict[str, Any]:
     """The model's state_dict, ``{name: tensor}``, in new tensors on ``device``.
 
@@ -43,14 +43,14 @@ def unshard_model_state(
     InvalidInput (a ValueError) for ``no_dist`` with ``rank0_only`` off rank 0.
     """
 
-    def read(stored: Stored, groups: StoredGroups | None) -> dict[str, Any]:
+    def read(stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
         return _model_of(stored, keys, device, options)
 
     return _unshard(store, ref, read, rank0_only=rank0_only, no_dist=no_dist)
 
 
 def _model_of(
-    stored: Stored, keys: Sequence[str] | None, device: str | torch.device, options: Mapping[str, Any]
+    stored: StoredTraining, keys: Sequence[str] | None, device: str | torch.device, options: ReadArguments
 ) -> dict[str, Any]:
     names = stored.keys_below("model")
     if not names:
@@ -78,9 +78,8 @@ def _pattern(pattern: str, names: Sequence[str], where: str) -> str:
 
 
 def _unmatched(pattern: str, what: str, where: str) -> MissingKey:
-    return MissingKey(
-        f"nothing of {what} in {where} matches {pattern!r}; `casckpt show` lists its keys", keys=(pattern,)
-    )
+    said = f"nothing of {what} in {where} matches {pattern!r}; `casckpt show` lists its keys"
+    return MissingKey(said, keys=(pattern,))
 
 
 def _named_values(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -102,8 +101,7 @@ def unshard_optim_state(
     rank0_only: bool = False,
     no_dist: bool = False,
     by_name: bool = False,
-    allow_pickle: bool = False,
-    **options: Any,
+    **options: Unpack[ReadArguments],
 ) -> dict[str, Any]:
     """The optimizer's state, ``{"state": {id: {...}}, "param_groups": [...]}``, in new tensors on ``device``.
 
@@ -115,9 +113,9 @@ def unshard_optim_state(
 
     Raises as `unshard_model_state`, and MissingKey for a checkpoint without an optimizer.
     """
-    options["allow_pickle"] = allow_pickle
+    allow_pickle = options.get("allow_pickle", False)
 
-    def read(stored: Stored, groups: StoredGroups | None) -> dict[str, Any]:
+    def read(stored: StoredTraining, groups: StoredGroups | None) -> dict[str, Any]:
         state = _optimizer_of(stored, groups or [], usable_patterns(keys), usable_device(device), options)
         return {"state": state, "param_groups": groups} if by_name else by_number(state, groups or [])
 
@@ -125,15 +123,15 @@ def unshard_optim_state(
 
 
 def _optimizer_of(
-    stored: Stored,
+    stored: StoredTraining,
     groups: StoredGroups,
     keys: Sequence[str] | None,
     target: torch.device,
-    options: Mapping[str, Any],
+    options: ReadArguments,
 ) -> dict[Element, Any]:
     on_cpu = {name: steps_on_cpu(None, group) for group in groups for name in group["params"]}
 
-    def place(name: Element, key: str, entry: Entry) -> torch.Tensor:
+    def place(name: Element, key: str, entry: StreamEntry) -> torch.Tensor:
         stays = is_step(entry, key) and on_cpu.get(str(name), False)
         return new_empty(entry, torch.device("cpu") if stays else target)
 
@@ -144,7 +142,7 @@ def _optimizer_of(
     return state
 
 
-def _wanted(stored: Stored, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+def _wanted(stored: StoredTraining, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
     """The keys, below ``optim.state``, that the patterns choose."""
     below = stored.keys_below(STATE)
     wanted: set[str] = set()
@@ -162,7 +160,7 @@ def _wanted(stored: Stored, patterns: Sequence[str], names: Sequence[str]) -> se
 def _unshard(
     store: AnyStore,
     ref: str | Checkpoint,
-    read: Callable[[Stored, StoredGroups | None], dict[str, Any]],
+    read: Callable[[StoredTraining, StoredGroups | None], dict[str, Any]],
     *,
     rank0_only: bool,
     no_dist: bool,

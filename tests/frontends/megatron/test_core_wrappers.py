@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from casckpt.frontends import megatron
-from casckpt.frontends.megatron.endings import Ending, wait_for_end
+from casckpt.frontends.megatron.background import Ending, wait_for_end
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, own_state, since, theirs, without_cuda
@@ -95,7 +95,7 @@ def test_an_ending_is_waited_for_in_another_process() -> None:
     ending = Ending()
     try_it = "import fcntl, sys; fcntl.lockf(open(sys.argv[1]), fcntl.LOCK_SH | fcntl.LOCK_NB)"
     assert "BlockingIOError" in in_another_process(try_it, ending.path).communicate()[1]
-    wait = "import sys; from casckpt.frontends.megatron.endings import wait_for_end; wait_for_end(sys.argv[1])"
+    wait = "import sys; from casckpt.frontends.megatron.background import wait_for_end; wait_for_end(sys.argv[1])"
     waiting = in_another_process(wait, ending.path)
     ending.reached()
     assert waiting.communicate()[1] == ""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.checkpoint import save as saving
+from casckpt.checkpoint.saving import save as saving
 from casckpt.frontends.megatron import ShardedTensor, load, load_plain_tensors, save
 from tests.support.ranks import outcome_of
 from tests.support.told import Told

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from casckpt.frontends import megatron
 from casckpt.frontends.megatron import ShardedObject, ShardedTensor
-from casckpt.frontends.megatron.integrity import claims_of
-from casckpt.frontends.megatron.sharing import plan_sharing
+from casckpt.frontends.megatron.claims import claims_of, plan_sharing
 from tests.support import gpt
 from tests.support.gpt import Topology, differences, saved
 from tests.support.ranks import die, outcome_of

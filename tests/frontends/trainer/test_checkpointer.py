@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn, optim
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, InvalidInput, Mismatch, MissingKey, NotFound, StorageError
 from casckpt.frontends.trainer import Checkpointer, CheckpointerConfig, TrainState
 from casckpt.frontends.training_state import save_model_and_optim_state
 from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
@@ -88,6 +88,14 @@ def test_what_was_not_saved_is_none_unless_it_must_be_there() -> None:
             checkpointer.load("sft@1", model, optimizer, **wanted)
     with pytest.raises(InvalidInput, match="needs an optimizer"):
         checkpointer.load("sft@1", model, load_optim_state=True)
+
+
+@pytest.mark.parametrize("keyword", ["whole", "lenient", "is_train_state_set", "train", "misspelt"])
+def test_a_keyword_that_a_load_does_not_have_is_refused(keyword: str) -> None:
+    checkpointer = Checkpointer(small(memory()), run="a")
+    given: dict[str, Any] = {keyword: True}
+    with pytest.raises(TypeError, match=rf"^Checkpointer.load\(\) got an unexpected keyword argument '{keyword}'$"):
+        checkpointer.load("a@1", nn.Linear(1, 1), **given)
 
 
 def test_what_is_not_wanted_is_not_loaded() -> None:
@@ -373,7 +381,7 @@ def test_a_configuration_builds_a_checkpointer(store: Store) -> None:
         run="sft", save_interval=10, fixed_steps=[5], keep={"keep_within": "7d"}, throttle=2, max_checkpoints=3
     )
     with pytest.raises(InvalidInput, match="no setting 'save_intervall'; it has"):
-        config.build(store, save_intervall=1)
+        config.build(store, save_intervall=1)  # type: ignore[call-arg]  # what is tested
 
 
 def test_a_wrong_train_state_changes_nothing() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import Conflict, StorageError
 from casckpt.frontends.trainer import Checkpointer
+from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, RankFailed, StorageError
 from casckpt.frontends.trainer import Checkpointer, SaveOnSignal, TrainState
 from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
 from casckpt.repository.repository import Repository
-from casckpt.storage.local import LocalStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.ranks import die, outcome_of, tell, wait_for
 from tests.support.repositories import meanwhile

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn, optim
 
-from casckpt.checkpoint.store import Store
 from casckpt.errors import InvalidInput, Mismatch, MissingKey, NotFound
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state import load_model_and_optim_state, unshard_model_state, unshard_optim_state
+from casckpt.store.store import Store
 from tests.support.saves import small
 from tests.support.training import identical, made, trained
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import casckpt
-from casckpt.checkpoint.store import Store
 from casckpt.format.keys import make_txid
 from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
@@ -24,6 +23,7 @@ from casckpt.frontends.trainer.schedule import Schedule
 from casckpt.plan.retention import Policy
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps

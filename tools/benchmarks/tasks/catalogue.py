@@ -59,18 +59,18 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
 def _body(refs: list[BlobRef], step: int, draw: random.Random) -> tuple[Any, Any]:
     """A manifest of one tensor in each blob."""
     from casckpt._version import __version__
-    from casckpt.format.extents import CellPlace, build
-    from casckpt.format.manifest import TENSOR, Body, encode_metadata, packed_blobs, packed_entry
+    from casckpt.format.extents import StoredCell, build
+    from casckpt.format.manifest import TENSOR, ManifestBody, encode_metadata, packed_blobs, packed_entry
     from casckpt.format.names import CellDigest
-    from casckpt.format.regions import whole
+    from casckpt.format.regions import full_box
 
     blobs, places = packed_blobs(refs)
     shape = (_BLOB // 4,)
     entries = []
     for number in range(len(refs)):
-        place = CellPlace(whole(shape), number, 4096, _BLOB, CellDigest(draw.randbytes(32)))
+        place = StoredCell(number, 4096, _BLOB, full_box(shape), 0, shape[0], CellDigest(draw.randbytes(32)))
         entries.append(packed_entry(TENSOR, f"model.{number:05}", "float32", build(shape, 4, shape[0], [place])))
-    body = Body(
+    body = ManifestBody(
         format=1, casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
         cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=blobs, entries=entries, objects=[], attachments=[],
         tree=b"",
@@ -80,7 +80,7 @@ def _body(refs: list[BlobRef], step: int, draw: random.Random) -> tuple[Any, Any
 
 def look(here: Here, *, folder: str, cache: str, what: str, checkpoints: int, blobs: int) -> Measured:
     """List, measure, or plan a gc, as the command line does: the store is opened anew."""
-    from casckpt.checkpoint.store import open as open_store
+    from casckpt.store.opening import open as open_store
 
     meter = Meter()
     store = open_store(folder, cache_dir=cache)

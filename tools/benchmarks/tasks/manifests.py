@@ -40,17 +40,19 @@ def _bytes() -> int:
 
 def _table(draw: random.Random, number: int, shards: int) -> Any:
     """A row for each rank."""
-    from casckpt.format.extents import CellPlace, build
+    from casckpt.format.extents import StoredCell, build
     from casckpt.format.names import CellDigest
-    from casckpt.format.regions import Region, full_box
+    from casckpt.format.regions import full_box
 
     shape = (shards, _COLUMNS)
     cells = [
-        CellPlace(
-            Region(full_box(shape), row * _COLUMNS, (row + 1) * _COLUMNS),
+        StoredCell(
             row,
             _OVERHEAD + number * _bytes(),
             _bytes(),
+            full_box(shape),
+            row * _COLUMNS,
+            (row + 1) * _COLUMNS,
             CellDigest(draw.randbytes(32)),
         )
         for row in range(shards)
@@ -62,7 +64,7 @@ def encode(here: Here) -> Measured:
     """The bytes of the manifest, from the tables."""
     from casckpt._version import __version__
     from casckpt.format import manifest
-    from casckpt.format.manifest import TENSOR, Body, encode_metadata, packed_entry
+    from casckpt.format.manifest import TENSOR, ManifestBody, encode_metadata, packed_entry
 
     blobs, places = here.kept["blobs"]
     metadata = encode_metadata({})[0]
@@ -70,7 +72,7 @@ def encode(here: Here) -> Measured:
     entries = [
         packed_entry(TENSOR, f"model.{number:05}", "float32", table) for number, table in enumerate(here.kept["tables"])
     ]
-    body = Body(
+    body = ManifestBody(
         format=1, casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
         cell_bytes=_CELL, metadata=metadata, blobs=blobs, entries=entries, objects=[], attachments=[], tree=b"",
     )  # fmt: skip

@@ -32,8 +32,8 @@ def _rows(kind: str, ranks: int, tensors: int, rank: int) -> _Rows:
 
 
 def ours(here: Here, kind: str, ranks: int, tensors: int) -> Measured:
-    """`casckpt.checkpoint.layout.plan_writes` on layouts as they arrive from the ranks."""
-    from casckpt.checkpoint.layout import plan_writes
+    """`casckpt.checkpoint.saving.layout.plan_writes` on layouts as they arrive from the ranks."""
+    from casckpt.checkpoint.saving.layout import plan_writes
 
     layouts = [_layout(kind, ranks, tensors, rank) for rank in range(ranks)]
     meter = Meter()
@@ -69,15 +69,15 @@ def _checked(measured: Measured, written: int, kind: str, ranks: int, tensors: i
 
 
 def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
-    from casckpt.checkpoint.layout import Layout
-    from casckpt.plan.writers import Held
+    from casckpt.checkpoint.saving.layout import RankLayout
+    from casckpt.plan.writers import HeldRegions
 
     rows = _rows(kind, ranks, tensors, rank)
     streams: list[Any] = [
         (("tensor", _key(i), 0, None), "float32", (whole, _COLUMNS)) for i, (whole, _, _) in enumerate(rows)
     ]
     lo, hi = (np.array([row[i] * _COLUMNS for row in rows], dtype=np.int64) for i in (1, 2))
-    held = Held(
+    held = HeldRegions(
         name=np.arange(tensors, dtype=np.uint64),
         region=lo.astype(np.uint64),
         lo=lo,
@@ -86,7 +86,7 @@ def _layout(kind: str, ranks: int, tensors: int, rank: int) -> Any:
         itemsize=np.full(tensors, 4, dtype=np.int64),
         shared=np.ones(tensors, dtype=bool),
     )
-    return Layout(streams, list(range(tensors)), held, b"")
+    return RankLayout(streams, list(range(tensors)), held, b"")
 
 
 def _save_plans(kind: str, ranks: int, tensors: int) -> list[Any]:

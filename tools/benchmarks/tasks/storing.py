@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +36,7 @@ def offers_frozen(here: Here) -> None:
     """Raises `Skipped` if casckpt cannot be told yet what is frozen."""
     import casckpt
 
-    if "frozen" not in inspect.signature(casckpt.Store.save).parameters:
+    if "``frozen``" not in str(casckpt.Store.save.__doc__):
         raise Skipped("casckpt does not offer it yet")
 
 

@@ -1,0 +1,1 @@
+"""The load path: from a manifest to tensors, in place."""

@@ -1,0 +1,120 @@
+"""The blobs of a load, each opened once: in the cache of this host, else in the store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from threading import Lock
+from typing import TypeVar
+
+from casckpt.errors import NotFound, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.plan.reads import Batch
+from casckpt.repository.fetching import Spoilt
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader
+from casckpt.storage.local.reader import LocalReader
+
+T = TypeVar("T")
+
+
+class BlobReader:
+    """One blob of a load, opened by the first thread that reads it: in this host's cache, else in the store."""
+
+    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool) -> None:
+        self.ref = ref
+        self.left = 0  # batches
+        self._repo, self._shared, self._keep = repo, shared, keep
+        self._cached = True
+        self._lock = Lock()
+        self._current: Reader | None = None
+        self._opened = ExitStack()
+
+    def reader(self) -> Reader:
+        """How to read it. Raises NotFound, Spoilt, StorageError."""
+        with self._lock:
+            if self._current is None:
+                self._current = self._open()
+            return self._current
+
+    def _open(self) -> Reader:
+        cached = self._from_cache() if self._cached else None
+        if cached is not None:
+            return self._opened.enter_context(cached)
+        self._cached = False
+        return self._opened.enter_context(
+            self._repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self._shared)
+        )
+
+    def _from_cache(self) -> LocalReader | None:
+        repo = self._repo
+        try:
+            here = not self._keep or repo.blob_cache.keep(repo.storage, self.ref)
+        except Spoilt:  # what this load wants of it may be right all the same
+            return None
+        return repo.blob_cache.open(self.ref) if here else None
+
+    def distrust(self, reader: Reader | None) -> bool:
+        """What ``reader`` gave is wrong; is there another one, which may be right?"""
+        with self._lock:
+            if reader is not None and reader is not self._current:
+                return True  # another thread has seen it, too
+            if not self._cached:
+                return False
+            self._repo.blob_cache.drop(self.ref)
+            self._cached, self._current = False, None  # the old one stays open: others may be reading
+            return True
+
+    def done(self) -> None:
+        """One batch is done with; the last one closes it."""
+        with self._lock:
+            self.left -= 1
+            if not self.left:
+                self.close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._opened.close()
+
+
+class BlobReaders:
+    """The blobs of a load."""
+
+    def __init__(self, repo: Repository, manifest: Manifest, batches: Sequence[Batch[T]], *, shared: bool) -> None:
+        wanted: Counter[int] = Counter()
+        for batch in batches:
+            wanted[batch.blob] += batch.nbytes
+        fills = bool(wanted) and repo.fills_cache
+        self._slots: dict[int, BlobReader] = {}
+        for blob, nbytes in wanted.items():
+            ref = manifest.blob(blob)
+            self._slots[blob] = BlobReader(repo, ref, shared=shared, keep=fills and 2 * nbytes >= ref.size)
+        for batch in batches:
+            self._slots[batch.blob].left += 1
+
+    def is_in_memory(self, blob: int) -> bool:
+        """Does this host's page cache hold a blob? False where it cannot be told, or the blob not be opened."""
+        try:
+            reader = self._slots[blob].reader()
+        except (NotFound, StorageError):  # who reads it will say
+            return False
+        return isinstance(reader, LocalReader) and reader.is_cached
+
+    @contextmanager
+    def use(self, blob: int) -> Iterator[BlobReader]:
+        """A blob, for one batch of it."""
+        try:
+            yield self._slots[blob]
+        finally:
+            self.skip(blob)
+
+    def close(self) -> None:
+        """Close what a failure left open."""
+        for slot in self._slots.values():
+            slot.close()
+
+    def skip(self, blob: int) -> None:
+        """One batch of a blob is done with."""
+        self._slots[blob].done()

@@ -1,0 +1,67 @@
+"""What a manifest holds for one rank, by key."""
+
+from __future__ import annotations
+
+from casckpt.errors import Damaged, Refused
+from casckpt.format.manifest import PART, TENSOR, Manifest, ObjectEntry, StreamEntry
+from casckpt.format.tree import TENSOR as TENSOR_LEAF
+from casckpt.format.tree import Node, decode_tree, join, leaves
+from casckpt.lazy import cached_property
+
+
+class Contents:
+    """What a manifest holds for one rank: of values that each rank has for itself, its own, else that of rank 0."""
+
+    def __init__(self, manifest: Manifest, rank: int) -> None:
+        self.manifest = manifest
+        self.numbers: dict[tuple[str, str, int], int] = {}
+        self.objects: dict[str, ObjectEntry] = {}
+        self._ranks: dict[tuple[str, str, int], int | None] = {}
+        for number, entry in enumerate(manifest.body.entries):
+            name = (entry.kind, entry.key, entry.index)
+            if name not in self.numbers or entry.rank == rank:
+                self.numbers[name] = number
+        for one in manifest.body.objects:
+            if one.key not in self.objects or one.rank == rank:
+                self.objects[one.key] = one
+
+    def tensor(self, key: str) -> tuple[int, StreamEntry] | None:
+        """(number, entry) of a tensor."""
+        number = self.numbers.get((TENSOR, key, 0))
+        return None if number is None else (number, self.manifest.body.entries[number])
+
+    def stored_tensor(self, key: str) -> tuple[int, StreamEntry]:
+        """The same, of one that the tree names. Raises Refused if it is not there."""
+        found = self.tensor(key)
+        if found is None:
+            raise lacking(self.manifest, key)
+        return found
+
+    @cached_property
+    def tree(self) -> Node:
+        """The containers that the leaves stand in."""
+        return decode_tree(self.manifest.body.tree)
+
+    def whole_tree(self) -> Node:
+        """The tree, for whoever reads all of it. Raises Refused if it names a leaf that the manifest does not hold."""
+        for path, leaf in leaves(self.tree):
+            key = join(path)
+            if self.tensor(key) is None if leaf.kind == TENSOR_LEAF else key not in self.objects:
+                raise lacking(self.manifest, key)
+        return self.tree
+
+    def keys(self) -> list[str]:
+        """All keys of the state: tensors and objects."""
+        return [key for kind, key, _ in self.numbers if kind == TENSOR] + list(self.objects)
+
+    def parts(self, one: ObjectEntry) -> list[int]:
+        """Numbers of the entries that hold the large buffers of an object."""
+        try:
+            return [self.numbers[PART, one.key, index] for index in range(one.parts)]
+        except KeyError as error:
+            raise Damaged(f"a part of object {one.key!r} stands nowhere in the manifest", key=one.key) from error
+
+
+def lacking(manifest: Manifest, key: str) -> Refused:
+    """The error for a leaf of the tree of which nothing is stored."""
+    return Refused(f"manifest {manifest.id} names {key!r} in its tree but holds nothing for it", key=key)

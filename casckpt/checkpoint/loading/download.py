@@ -1,0 +1,290 @@
+"""The engine of a load: ranged reads in parallel, straight into the destinations, verified cell by cell.
+
+A unit (usually one cell) is read in place where a destination holds just its elements together in host memory, else
+into a buffer and copied from there. Units that several destinations want are read once. Reads of one blob are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Event
+from typing import NamedTuple, Protocol
+
+from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
+from casckpt.format.digest import cell_digest
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.regions import Region, normalise
+from casckpt.parallel import run_all, usable_cores, useful_threads
+from casckpt.plan.progress import Progress, silent
+from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
+from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.fetching import explain, holds_cell
+from casckpt.repository.manifests import blobs_of
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader, ShortObject, Traits
+from casckpt.storage.buffers import AlignedBuffer, BufferPool
+from casckpt.tensors.memory import copy_bytes
+
+_BATCH_BYTES = 8 << 20
+_SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
+
+
+class Sink(Protocol):
+    """Where elements go; see `casckpt.tensors.memory.Destination`."""
+
+    @property
+    def region(self) -> Region:
+        """The elements that it wants."""
+
+    def view(self, lo: int, hi: int) -> memoryview | None:
+        """Its elements [lo, hi), in place."""
+
+    def note_write(self) -> None:
+        """It is about to be written into: whoever counts changes is to know."""
+
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
+        """Take what it wants of ``buffer``, which holds ``region``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
+
+    entry: int
+    sink: Sink
+    table: ExtentTable | None = None
+
+
+class _Taker(NamedTuple):
+    """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
+
+    sink: Sink
+    unit: Unit
+    place: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One range of bytes and all who want it. Their units differ where equal cells are stored once."""
+
+    unit: Unit
+    key: str
+    takers: list[_Taker]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
+
+    view: memoryview
+    items: Sequence[tuple[int, _Item]]
+    direct: bool = False
+
+
+@dataclass
+class Download:
+    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host."""
+
+    repo: Repository
+    manifest: Manifest
+    verify: bool
+    threads: int
+    progress: Progress = silent
+    ranks: int = 1
+    ranks_here: int = 1
+
+    def run(self, wants: Sequence[StreamRequest]) -> None:
+        """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
+        traits = self.repo.storage.traits
+        batches, most = self._batches(wants)
+        for want in wants:
+            want.sink.note_write()
+        total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
+        self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
+        threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
+        # ranks that want more than their part want the same bytes, and on one host a cache serves them all
+        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
+        slots = BlobReaders(self.repo, self.manifest, batches, shared=shared)
+        cores = usable_cores(self.ranks_here)
+        if batches and not traits.remote and threads > cores and slots.is_in_memory(batches[0].blob):
+            threads = cores  # reads wait for nothing else
+        scratches = BufferPool(threads, most)
+        stop = Event()
+        try:
+            with collecting_later() if threads == 1 else nullcontext():
+                run_all(lambda batch: self._read(slots, scratches, batch, stop), batches, threads)
+        finally:
+            slots.close()
+            scratches.close()
+
+    def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
+        """The blobs that `run` would read."""
+        return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._batches(wants)[0]})]
+
+    @collecting_later()
+    def _batches(self, wants: Sequence[StreamRequest]) -> tuple[list[Batch[_Item]], int]:
+        """All reads, and the most bytes that one of them is meant to have."""
+        traits = self.repo.storage.traits
+        items = list(self._items(wants))
+        in_place = traits.remote or all(item.takers[0].place is not None for item in items)
+        most = _BATCH_BYTES if in_place else _SCRATCH_BYTES
+        rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
+        return plan_batches(rows, gap=_gap(traits, items), most=most), most
+
+    def _items(self, wants: Sequence[StreamRequest]) -> Iterable[_Item]:
+        """One item for each distinct range of bytes."""
+        items: dict[tuple[int, int, int], _Item] = {}
+        for want in wants:
+            entry, sink = self.manifest.body.entries[want.entry], want.sink
+            table = self.manifest.extents(entry) if want.table is None else want.table
+            region = normalise(sink.region, entry.shape)
+            for unit in plan_units(table, region, verify=self.verify):
+                item = items.get(unit[:3])
+                if item is None:
+                    item = items[unit[:3]] = _Item(unit, entry.key, [])
+                item.takers.append(_Taker(sink, unit, _place(sink, region, unit)))
+        for item in items.values():
+            if len(item.takers) > 1:
+                item.takers.sort(key=lambda taker: taker.place is None)
+        return items.values()
+
+    def _read(self, slots: BlobReaders, scratches: BufferPool, batch: Batch[_Item], stop: Event) -> None:
+        if stop.is_set():  # something failed: what was loaded is of no use any more
+            slots.skip(batch.blob)
+            return
+        try:
+            with AlignedBuffer(batch.nbytes) if batch.nbytes > scratches.nbytes else scratches.borrow() as scratch:
+                self._read_now(slots, batch, scratch.view)
+        except BaseException:
+            stop.set()
+            raise
+
+    def _read_now(self, slots: BlobReaders, batch: Batch[_Item], scratch: memoryview) -> None:
+        targets = _targets(batch, scratch)
+        with slots.use(batch.blob) as slot:
+            while not self._has_read(slot, batch, targets):
+                pass
+        self.progress(sum(item.unit.nbytes for _, _, item in batch.items))
+
+    def _has_read(self, slot: BlobReader, batch: Batch[_Item], targets: Sequence[_Target]) -> bool:
+        """Read and deliver. False if what this host has cached is spoilt, and the store is to be asked."""
+        reader: Reader | None = None
+        try:
+            reader = slot.reader()
+            reader.read_into(batch.offset, [target.view for target in targets])
+            self._deliver_all(targets)
+        except (_WrongCell, NotFound, ShortObject, StorageError) as error:
+            if slot.distrust(reader):
+                return False
+            if isinstance(error, StorageError):
+                raise
+            item = error.item if isinstance(error, _WrongCell) else batch.items[0][2]
+            why = explain(slot.ref, error)
+            if isinstance(error, _WrongCell) and reader is not None and _is_right(reader, item.unit):
+                why += f", but at a second look they are: does something else write where {item.key!r} is loaded to?"
+            raise damaged_error(self.repo, self.manifest, slot.ref, item.key, why) from error
+        return True
+
+    def _deliver_all(self, targets: Sequence[_Target]) -> None:
+        for target in targets:
+            for start, item in target.items:
+                self._deliver(item, target.view[start : start + item.unit.nbytes], target.direct)
+
+    def _deliver(self, item: _Item, data: memoryview, direct: bool) -> None:
+        unit = item.unit
+        if unit.digest is not None and cell_digest(data) != unit.digest:
+            raise _WrongCell(item)
+        for taker in item.takers[1 if direct else 0 :]:
+            if taker.place is None:
+                taker.sink.copy_in(taker.unit.region, data)
+            else:
+                copy_bytes(taker.place, data)
+
+
+def _gap(traits: Traits, items: Sequence[_Item]) -> int:
+    """The gap that merging may bridge: what it costs of the way, and of a network little more than is wanted."""
+    if not traits.remote:
+        return traits.read_gap
+    wanted = sum(item.unit.nbytes for item in items)
+    rows = (item.unit[:3] for item in items)
+    return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
+
+
+def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
+    """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
+    if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
+        return None
+    return sink.view(unit.lo - region.lo, unit.hi - region.lo)
+
+
+class _WrongCell(Exception):
+    """A cell does not have its digest."""
+
+    def __init__(self, item: _Item) -> None:
+        unit = item.unit
+        super().__init__(f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written")
+        self.item = item
+
+
+def _is_right(reader: Reader, unit: Unit) -> bool:
+    """Is the cell of ``unit`` what was written when it is read once more, into memory that nobody else writes to?"""
+    return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
+
+
+def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
+    """The error for bytes that are not there as they were written: Conflict if the checkpoint was purged meanwhile."""
+    commits = list_commits(repo)
+    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.id == manifest.id]
+    name = f"{manifest.body.run}@{manifest.body.step}"
+    if mine and not any(commit.live for commit in mine):
+        return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)
+    users = list(checkpoints_using(repo, commits, ref))
+    listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
+    return Damaged(
+        f"blob {ref.hash} is damaged: {why}. Tensor {key!r} of {name} needs it, and so do the checkpoints {listed}. "
+        "What was being loaded is undefined now. Run `casckpt verify`, then `casckpt repair`, on the store",
+        key=key,
+        blob=ref.hash,
+        checkpoints=tuple(commit.id for commit in users),
+    )
+
+
+def checkpoints_using(repo: Repository, commits: CommitList, ref: BlobRef) -> Iterator[Commit]:
+    """The live checkpoints that name a blob; those whose manifest cannot be read are left out."""
+    for commit in commits.live():
+        try:
+            if any((uploader, name) == (ref.uploader, ref.hash) for uploader, name, _ in blobs_of(repo, commit)):
+                yield commit
+        except CasckptError:
+            continue
+
+
+def _targets(batch: Batch[_Item], scratch: memoryview) -> list[_Target]:
+    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``."""
+    begin, end = batch.offset, batch.offset + batch.nbytes
+    if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
+        # some overlap: no byte is read twice, so all of the batch shares a buffer
+        return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
+    targets: list[_Target] = []
+    loose: list[tuple[int, _Item]] = []
+    start = begin
+    for offset, nbytes, item in batch.items:
+        place = item.takers[0].place
+        if place is None:
+            loose.append((offset - start, item))
+            continue
+        if offset > start:
+            targets.append(_Target(scratch[start - begin : offset - begin], loose))
+            loose = []
+        targets.append(_Target(place, [(0, item)], direct=True))
+        start = offset + nbytes
+    if end > start:
+        targets.append(_Target(scratch[start - begin : batch.nbytes], loose))
+    return targets

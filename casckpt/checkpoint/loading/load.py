@@ -1,0 +1,206 @@
+"""A load, from a manifest into tensors that are there (`load_together`) or into new ones (`read`).
+
+Everything that can be known to be wrong is found before the first byte changes: missing keys, shapes, dtypes, holes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from socket import gethostname
+from typing import Any
+
+import torch
+
+from casckpt.checkpoint.agreement import StoreIdentity, check_same, named
+from casckpt.checkpoint.arguments import matches, usable_patterns
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
+from casckpt.checkpoint.loading.template import Template
+from casckpt.checkpoint.loading.unread import also_unread, on_all, tell
+from casckpt.checkpoint.ranks import Ranks, everyone
+from casckpt.errors import MissingKey, NotFound
+from casckpt.format.manifest import ATTACHMENT, BlobRef, Manifest
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.tree import Leaf, Node, Path, join, leaves
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit
+from casckpt.repository.repository import Repository
+from casckpt.tensors.state import LeafValue, inflate
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """What every rank says first. ``names``: the manifests that it holds."""
+
+    ref: str
+    host: str
+    names: set[tuple[TxId, ManifestId]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a rank is told. ``manifest``: None if it holds it. ``ranks_here``: how many share its host."""
+
+    commit: Commit
+    manifest: Manifest | None
+    ranks_here: int
+    home: StoreIdentity
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank."""
+
+    commit: Commit
+    missing: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    unread: tuple[str, ...]
+    subtrees: tuple[str, ...]
+
+
+def load_together(
+    repo: Repository,
+    ranks: Ranks,
+    state: Any,
+    ref: str | Checkpoint,
+    options: LoadOptions,
+    *,
+    resolve: Callable[[], Commit],
+) -> Loaded:
+    """Fill the tensors of ``state`` in place and replace its other leaves; every rank of ``ranks`` calls it.
+
+    Rank 0 alone resolves, and reads the manifest for those that do not hold it; all must have given the same ``ref``.
+    What is wrong on any rank is raised on all of them, before anything changes on one.
+    """
+    found, mine = _find(repo, ranks, ref, options, resolve)
+    commit, told = found.commit, found.manifest
+    if told is not None and ranks.rank != 0:
+        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
+    template = Template(told or manifests.get(repo, commit), mine)
+
+    def plan() -> Mapping[str, str]:
+        found.home.check(repo)
+        template.plan(state)
+        return template.empties
+
+    def compare(empties: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
+        template.check_empty(empties)
+        return everyone(template.subtrees, ranks.size)
+
+    asked = ranks.exchange(plan, compare)
+
+    def run() -> list[bool]:
+        template.run(repo, state)
+        return also_unread(asked, template.subtrees)
+
+    def finish(left: Sequence[list[bool]]) -> Sequence[tuple[str, ...]]:
+        subtrees = on_all(asked, left)
+        if mine.unread == "warn":
+            tell(commit.run, commit.step, subtrees, 'pass unread="ignore"')
+        return everyone(subtrees, ranks.size)
+
+    subtrees = ranks.exchange(run, finish)
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+
+
+def _find(
+    repo: Repository, ranks: Ranks, ref: str | Checkpoint, options: LoadOptions, resolve: Callable[[], Commit]
+) -> tuple[_Found, LoadOptions]:
+    """What ``ref`` names, as rank 0 finds it, and what this rank was asked for."""
+    settings: list[LoadOptions] = []
+
+    def hello() -> _Hello:
+        settings.append(options.checked())
+        return _Hello(named(ref), gethostname(), repo.manifests.names())
+
+    def find(told: Sequence[_Hello]) -> list[_Found]:
+        check_same([one.ref for one in told])
+        commit, home = resolve(), StoreIdentity.of(repo)
+        manifest, name = manifests.get(repo, commit), (commit.committed.uploader, commit.id)
+        on_host = Counter(one.host for one in told)
+        answers = {}  # one object for all that are told the same
+        for one in told:
+            known = name in one.names
+            answers[one.host, known] = _Found(commit, None if known else manifest, on_host[one.host], home)
+        return [answers[one.host, name in one.names] for one in told]
+
+    found = ranks.exchange(hello, find)
+    alive = ranks.alive if ranks.size > 1 else None
+    mine = replace(settings[0], rank=ranks.rank, ranks=ranks.size, ranks_here=found.ranks_here, alive=alive)
+    return found, mine
+
+
+def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: LoadOptions) -> list[BlobRef]:
+    """The blobs that a load into ``state`` reads. Raises MissingKey, Mismatch or InvalidInput, as the load would."""
+    template = Template(manifest, options)
+    template.plan(state)
+    return template.blobs(repo)
+
+
+def read(
+    repo: Repository, manifest: Manifest, *, keys: Sequence[str] | None, device: torch.device, options: LoadOptions
+) -> Any:
+    """New tensors on ``device`` and the other leaves, nested as they were saved; ``keys``: fnmatch patterns."""
+    patterns = usable_patterns(keys)
+    contents = Contents(manifest, options.rank)
+    plan = LoadPlan(contents, options)
+    for path, _ in leaves(contents.tree):
+        if matches(key := join(path), patterns):
+            plan.new(key, device)
+    if patterns is not None:
+        _check_used(manifest, patterns, list(_names(contents.tree, ())))
+    values = plan.run(repo)
+    return inflate(contents.tree, lambda key, leaf: values[key], lambda key: matches(key, patterns))
+
+
+def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
+    """What stands at flat keys, leaves or containers with all below them, in new tensors on the CPU.
+
+    Raises MissingKey for one that is not there.
+    """
+    manifest, plan = contents.manifest, LoadPlan(contents, options)
+    for key in keys:
+        if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
+            raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
+    return plan.run(repo)
+
+
+def _names(node: Node, path: Path) -> Iterator[str]:
+    """The flat keys of all leaves, and of the containers that were saved empty."""
+    if isinstance(node, Leaf) or not node.children:
+        yield join(path)
+    else:
+        for element, child in node.children:
+            yield from _names(child, (*path, element))
+
+
+def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise MissingKey(
+                f"nothing in {manifest.body.run}@{manifest.body.step} matches {pattern!r}; casckpt show lists its keys",
+                keys=(pattern,),
+            )
+
+
+def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
+    """The contents of one attachment. Raises NotFound."""
+    for short in manifest.body.attachments:
+        if short.name == name:
+            return short.data
+    contents = Contents(manifest, options.rank)
+    number = contents.numbers.get((ATTACHMENT, name, 0))
+    if number is None:
+        long = [entry.key for entry in manifest.body.entries if entry.kind == ATTACHMENT]
+        there = sorted([*long, *(short.name for short in manifest.body.attachments)])
+        listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
+        where = f"{manifest.body.run}@{manifest.body.step}"
+        raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
+    plan = LoadPlan(contents, options)
+    data = plan.new_tensor(number, manifest.body.entries[number], torch.device("cpu"))
+    plan.run(repo)
+    return data.numpy().tobytes()

@@ -1,0 +1,269 @@
+"""What a load is to read, for which leaf, and what is made of it: all is checked as it is added, before any is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
+
+import torch
+
+from casckpt.checkpoint.arguments import Rename, usable_patterns
+from casckpt.checkpoint.loading.contents import Contents, lacking
+from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.tied import Tied
+from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import ObjectEntry, StreamEntry
+from casckpt.format.regions import whole
+from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
+from casckpt.parallel import usable_threads
+from casckpt.plan.progress import Progress, Shown
+from casckpt.plan.reads import covers
+from casckpt.repository.repository import Repository
+from casckpt.tensors.dtensors import is_dtensor
+from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
+from casckpt.tensors.memory import Destination
+from casckpt.tensors.objects import decode_object, refuse_pickle
+from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
+from casckpt.tensors.state import LeafValue, inflate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Unread: TypeAlias = Literal["warn", "ignore"]
+
+
+class ReadArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.read`, which describes them, that `Store.load` has too."""
+
+    verify: bool
+    allow_pickle: bool
+    threads: int | None
+    progress: Shown | None
+
+
+class MatchArguments(TypedDict, total=False):
+    """Those of `Store.load` that say what is read for a key."""
+
+    strict: bool
+    ignore_mismatched: Sequence[str] | None
+    rename: Rename
+
+
+class RankArguments(ReadArguments, total=False):
+    """Those of `Store.read`, and which ranks make the call together."""
+
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class LoadArguments(RankArguments, MatchArguments, total=False):
+    """The keyword arguments of `Store.load`, which describes them."""
+
+    unread: Unread
+    cast: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a load was asked for: `LoadArguments`, with their defaults. A keyword of no such name is a TypeError.
+
+    ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by what reads.
+    """
+
+    strict: bool = True
+    ignore_mismatched: Sequence[str] | None = None
+    unread: Unread = "warn"
+    rename: Rename = None
+    cast: bool = False
+    verify: bool = True
+    allow_pickle: bool = False
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+    threads: int | None = None
+    progress: Shown | None = None
+    rank: int = 0
+    ranks: int = 1
+    ranks_here: int = 1  # on this host
+    alive: Callable[[], None] | None = None
+
+    def checked(self) -> Self:
+        """The same, as it is used. Called where all ranks learn of it. Raises InvalidInput."""
+        patterns = usable_patterns(self.ignore_mismatched, "ignore_mismatched") or ()
+        if self.unread not in get_args(Unread):
+            raise InvalidInput(f'unread={self.unread!r:.80} is not usable; give "warn" or "ignore"')
+        return replace(self, ignore_mismatched=tuple(patterns), threads=usable_threads(self.threads))
+
+
+class LoadPlan:
+    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint."""
+
+    def __init__(self, contents: Contents, options: LoadOptions) -> None:
+        self.contents, self.options = contents, options
+        self._wants: list[StreamRequest] = []
+        self._values: dict[str, Any] = {}
+        self._objects: dict[str, tuple[ObjectEntry, list[torch.Tensor]]] = {}
+        self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
+        self._tied = Tied()
+        self.named: set[str] = set()
+
+    @property
+    def replaced(self) -> list[str]:
+        """Keys of the template that get new values."""
+        return [*self._values, *self._objects, *self._below]
+
+    def add(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint has no such key."""
+        found = self.contents.tensor(name)
+        one = self.contents.objects.get(name)
+        if found is None and one is None:
+            return self._add_container(key, name, leaf)
+        self.named.add(name)
+        if leaf.is_tensor:
+            if found is None:
+                raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
+            check_in_place(key, leaf.value)
+            self._add_tensor(leaf, local_tensor(key, leaf.value), *found)
+        elif found is not None:
+            if leaf.value is not None:
+                kind = type(leaf.value).__name__
+                raise Mismatch(f"{key!r} is a tensor in the checkpoint (key {name!r}), but {kind} here", key=key)
+            self._values[key] = self.new_tensor(*found, torch.device("cpu"))
+        elif one is not None:
+            self._add_object(key, one)
+        return True
+
+    def fills(self, leaf: LeafValue) -> bool:
+        """Is the memory of a tensor filled under another key, as that of tied weights is?"""
+        if not leaf.is_tensor:
+            return False
+        try:
+            local = local_tensor(leaf.key, leaf.value)
+        except InvalidInput:  # of a kind that is never filled: it stays as it is, where that is allowed
+            return False
+        return prod(local.shape) > 0 and all(self._tied.has(piece.data) for piece in local.pieces if piece.region.numel)
+
+    def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
+        """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
+        node = find(self.contents.tree, name)
+        if not isinstance(node, Container):
+            return False
+        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and node.kind in (LIST, TUPLE))):
+            kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
+            raise Mismatch(f"{key!r} is {kind} here, but a {node.kind} in the checkpoint (key {name!r})", key=key)
+        below = LoadPlan(self.contents, self.options)
+        for path, _ in leaves(node):
+            below.new(join((name, *path)), torch.device("cpu"))
+        self.named.update(below.named)
+        self._below[key] = (node, name, below)
+        return True
+
+    def _add_tensor(self, leaf: LeafValue, local: LocalTensor, number: int, entry: StreamEntry) -> None:
+        key, part_of = leaf.key, leaf.value if is_dtensor(leaf.value) else None
+        if local.shape != entry.shape:
+            raise Mismatch(
+                f"{key!r} has shape {list(local.shape)} here, but {list(entry.shape)} in the checkpoint "
+                f"(key {entry.key!r}); ignore_mismatched= leaves it as it is",
+                key=key,
+            )
+        if dtype_name(local.dtype) != entry.dtype:
+            possible = converts(torch_dtype(entry.dtype), local.dtype)
+            if not possible or not self.options.cast:
+                raise Mismatch(
+                    f"{key!r} is {dtype_name(local.dtype)} here, but {entry.dtype} in the checkpoint; "
+                    + ("pass cast=True to convert" if possible else "torch cannot convert one to the other"),
+                    key=key,
+                )
+        table = self.contents.manifest.extents(entry)
+        for piece in local.pieces:
+            check_destination(key, piece.data)
+            if not covers(table, piece.region):
+                raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
+            if piece.region.numel:
+                self._tied.add(key, piece.data, entry.dtype, table, piece.region)
+        for piece in local.pieces:
+            self._want(number, table, piece, entry.dtype, part_of)
+
+    def _want(
+        self, number: int, table: ExtentTable, piece: Piece, stored: str, part_of: torch.Tensor | None = None
+    ) -> None:
+        if piece.region.numel:
+            destination = Destination(piece.region, piece.data, torch_dtype(stored), part_of)
+            self._wants.append(StreamRequest(number, destination, table))
+
+    def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
+        """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
+        table = self.contents.manifest.extents(entry)
+        if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
+            raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
+        data = new_empty(entry, device)
+        self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
+        return data
+
+    def _add_object(self, key: str, one: ObjectEntry) -> None:
+        if one.pickled and not self.options.allow_pickle:
+            refuse_pickle(key, one.data, one.parts)  # before anything changes
+        cpu = torch.device("cpu")
+        entries = self.contents.manifest.body.entries
+        parts = [self.new_tensor(number, entries[number], cpu) for number in self.contents.parts(one)]
+        self._objects[key] = (one, parts)
+
+    def new(self, key: str, device: torch.device) -> None:
+        """A leaf that is to be made: a tensor on ``device``, or an object."""
+        found = self.contents.tensor(key)
+        self.named.add(key)
+        if found is not None:
+            self._values[key] = self.new_tensor(*found, device)
+        elif key in self.contents.objects:
+            self._add_object(key, self.contents.objects[key])
+        else:
+            raise lacking(self.contents.manifest, key)
+
+    def run(self, repo: Repository) -> dict[str, Any]:
+        """Read everything; the new leaves by template key."""
+        self.download(repo).run(self.wants())
+        return self._built()
+
+    def wants(self) -> list[StreamRequest]:
+        """All that is to be read."""
+        return [*self._wants, *(want for _, _, below in self._below.values() for want in below.wants())]
+
+    def download(self, repo: Repository) -> Download:
+        """What reads it."""
+        options, manifest = self.options, self.contents.manifest
+        threads, progress = usable_threads(options.threads), Progress(options.progress, options.alive)
+        return Download(repo, manifest, options.verify, threads, progress, options.ranks, options.ranks_here)
+
+    def _built(self) -> dict[str, Any]:
+        values = dict(self._values)
+        for key, (one, parts) in self._objects.items():
+            values[key] = self._decoded(key, one, parts)
+        for key, (node, name, below) in self._below.items():
+            values[key] = below._inflated(node, name)
+        return values
+
+    def _inflated(self, node: Node, name: str) -> Any:
+        """The container at ``name``, of which this plan has all the leaves."""
+        values = self._built()
+        return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
+
+    def _decoded(self, key: str, one: ObjectEntry, parts: Sequence[torch.Tensor]) -> Any:
+        def load(index: int) -> memoryview:
+            if not 0 <= index < len(parts):
+                raise Refused(f"object {key!r} names a part that the manifest does not have", key=key)
+            return parts[index].numpy().data
+
+        return decode_object(key, one.data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+
+
+def new_empty(entry: StreamEntry, device: torch.device) -> torch.Tensor:
+    """Memory for a whole tensor, in the dtype in which it was saved. Raises InvalidInput where ``device`` has none."""
+    try:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+    except (RuntimeError, AssertionError) as error:  # what torch raises where memory, or the device itself, is lacking
+        raise InvalidInput(
+            f"{entry.key!r} ({entry.nbytes} bytes) cannot be made on {device}: {error}; give another device",
+            key=entry.key,
+        ) from error

@@ -1,0 +1,157 @@
+"""A template against a checkpoint: what is filled, what does not fit, and what is left, all known before any read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from casckpt.checkpoint.arguments import matches, renamer
+from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
+from casckpt.checkpoint.loading.unread import EVERYTHING, unread_subtrees
+from casckpt.errors import Mismatch, MissingKey
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.tree import Container, Element, Node, Path, find, join, leaves
+from casckpt.repository.repository import Repository
+from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
+
+_SHOWN = 10
+
+
+class Template:
+    """One rank's part of a load into a template.
+
+    ``missing``: keys of the template that the checkpoint lacks. ``mismatched``: those that were left as they are
+    because they did not fit. ``unread``: keys of the checkpoint that it does not name; ``subtrees``: whole containers
+    of these. ``empties``: its empty mappings where the checkpoint has something, with a key of that.
+    """
+
+    def __init__(self, manifest: Manifest, options: LoadOptions) -> None:
+        self._plan = LoadPlan(Contents(manifest, options.rank), options)
+        self._where = f"{manifest.body.run}@{manifest.body.step}"
+        self.missing: tuple[str, ...] = ()
+        self.mismatched: tuple[str, ...] = ()
+        self.unread: tuple[str, ...] = ()
+        self.subtrees: tuple[str, ...] = ()
+        self.empties: dict[str, str] = {}
+
+    @collecting_later()
+    def plan(self, state: Any) -> None:
+        """Check all of it. Raises MissingKey, Mismatch or InvalidInput."""
+        options, flat = self._plan.options, flatten(state)
+        name_of = renamer(options.rename)
+        names = {key: name_of(key) for key in flat.leaves}
+        errors, lacking = self._add(flat, names)
+        for key, of_optimizer in _empty_mappings(flat.tree, ()):
+            self._look_below(key, name_of(key), flat, of_optimizer=of_optimizer)
+        self.missing = tuple(leaf.key for leaf in lacking if not self._plan.fills(leaf))
+        contents = self._plan.contents
+        self.unread = tuple(key for key in contents.keys() if key not in self._plan.named)  # noqa: SIM118 - no mapping
+        self.subtrees = unread_subtrees(contents.tree, self.unread) if self.unread else ()
+        if errors:
+            raise self._misfits(errors)
+        needed = [key for key in self.missing if not matches(key, options.ignore_mismatched or ())]
+        if needed and options.strict:
+            raise self._lacks(needed, names)
+        check_replaceable(state, self._plan.replaced)
+
+    def _add(self, flat: FlatState, names: Mapping[str, str]) -> tuple[list[Mismatch], list[LeafValue]]:
+        """What does not fit, and the leaves that the checkpoint lacks."""
+        errors, lacking, left = [], [], []
+        for key, leaf in flat.leaves.items():
+            try:
+                if not self._plan.add(key, names[key], leaf):
+                    lacking.append(leaf)
+            except Mismatch as error:
+                if matches(key, self._plan.options.ignore_mismatched or ()):
+                    left.append(key)
+                else:
+                    errors.append(error)
+        self.mismatched = tuple(left)
+        return errors, lacking
+
+    def _look_below(self, key: str, name: str, flat: FlatState, *, of_optimizer: bool) -> None:
+        """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
+        node = find(self._plan.contents.tree, name)
+        below = None if node is None else next(leaves(node), None)
+        if not isinstance(node, Container) or below is None:
+            return
+        if not of_optimizer:
+            self.empties[key] = join((name, *below[0]))
+            return
+        parts = [leaf.key for leaf in flat.leaves.values() if leaf.is_tensor and is_part(leaf.value)]
+        if parts:
+            raise Mismatch(
+                f"{key!r} is the empty state of a fresh optimizer, which would be made whole on each rank, but "
+                f"{parts[0]!r} is sharded; use casckpt.load_model_and_optim_state or Checkpointer.load, which give "
+                "each rank its own part",
+                key=key,
+            )
+        self._plan.add(key, name, LeafValue(key, (key,), None, False, False))
+
+    def _misfits(self, errors: Sequence[Mismatch]) -> Mismatch:
+        if len(errors) == 1 and not self.missing:
+            return errors[0]
+        more = len(errors) - _SHOWN
+        lines = [*map(str, errors[:_SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+        below = tuple(f"{key}." for key in self.subtrees if key != EVERYTHING)
+        alone = [key for key in self.unread if not key.startswith(below)]
+        for what, keys in (
+            ("only the template has", self.missing),
+            ("only the checkpoint has", [*alone, *(f"{start}*" for start in below)]),
+        ):
+            lines += [f"{what} {_listed(keys)}"] if keys else []
+        plural = "key does" if len(errors) == 1 else "keys do"
+        return Mismatch(
+            f"{len(errors)} {plural} not fit {self._where}:\n  " + "\n  ".join(lines) + "\n"
+            "ignore_mismatched= takes patterns of keys that are to be left as they are",
+            keys=tuple(error.key for error in errors),
+            missing=self.missing,
+            unexpected=self.unread,
+        )
+
+    def _lacks(self, needed: Sequence[str], names: Mapping[str, str]) -> MissingKey:
+        near = difflib.get_close_matches(names[needed[0]], self._plan.contents.keys(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return MissingKey(
+            f"{self._where} lacks {_listed([names[key] for key in needed])}.{hint} Pass strict=False to leave them "
+            "as they are, or rename= to map them",
+            keys=tuple(needed),
+        )
+
+    def check_empty(self, found: Sequence[Mapping[str, str]]) -> None:
+        """On rank 0: raise Mismatch for a mapping that is empty on all ranks, where the checkpoint has something."""
+        first, *others = found
+        for key, below in first.items() if self._plan.options.strict else ():
+            if all(key in other for other in others):
+                raise Mismatch(
+                    f"{key!r} is an empty mapping here, but {self._where} has {below!r} and perhaps more below it. "
+                    "Put None in its place to have all of that made, or pass strict=False to leave it empty",
+                    key=key,
+                )
+
+    def blobs(self, repo: Repository) -> list[BlobRef]:
+        """What is to be read."""
+        return self._plan.download(repo).blobs(self._plan.wants())
+
+    def run(self, repo: Repository, state: Any) -> None:
+        """Read, and put the new leaves in. Raises Damaged, StorageError."""
+        replace_leaves(state, self._plan.run(repo))
+
+
+def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
+    """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
+    children: tuple[tuple[Element, Node], ...] = node.children if isinstance(node, Container) else ()
+    has_groups = any(element == "param_groups" for element, _ in children)
+    for element, child in children:
+        below = (*path, element)
+        if isinstance(child, Container) and not child.children:
+            yield join(below), element == "state" and has_groups
+        yield from _empty_mappings(child, below)
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+    return ", ".join(repr(key) for key in keys[:5]) + more

@@ -1,0 +1,296 @@
+"""What rank 0 does in a save: begin, plan, and commit what all ranks stored. The protocol is that of docs/format.md."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from casckpt._version import __version__
+from casckpt.checkpoint.agreement import StoreIdentity
+from casckpt.checkpoint.saving.known import Knowledge, Remembered, ReusableManifests, nothing_known
+from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
+from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.checkpoint.saving.pickled import say_pickled
+from casckpt.checkpoint.saving.shares import Share, Streams, mark_worn, merge
+from casckpt.errors import CasckptError, Conflict, InvalidInput
+from casckpt.format.manifest import (
+    TENSOR,
+    Attachment,
+    BlobRef,
+    ManifestBody,
+    ObjectEntry,
+    encode_metadata,
+    packed_blobs,
+)
+from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.records import FORMAT_VERSION, Committed
+from casckpt.plan.reuse import KnownCells
+from casckpt.plan.writers import WriteRanges
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList, forget, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import Transaction, begin
+
+log = logging.getLogger(__name__)
+
+_MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
+
+
+@dataclass
+class SaveMemory:
+    """What a rank keeps between the saves of one process group, so that the next one talks little."""
+
+    plan: WritePlan | None = None  # rank 0 only
+    fingerprint: str = ""
+    duty: WriteRanges | None = None
+    plan_number: int = 0
+    remembered: dict[str, Remembered] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BeginRequest:
+    """What every rank says first."""
+
+    run: str
+    step: int
+    dedup: str
+    fingerprint: str
+    plan_number: int
+    remembered: TxId | None
+    streams: Streams | None  # only of a rank that is alone
+
+
+@dataclass(frozen=True)
+class BeginAnswer:
+    """What every rank is told first. ``knowledge`` is None if the layouts changed: it comes with the new plan."""
+
+    txid: TxId
+    home: StoreIdentity
+    knowledge: Knowledge | None
+    known: KnownCells | None = None  # only for a rank that is alone
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The part of a new plan that one rank needs."""
+
+    number: int
+    duty: WriteRanges
+    knowledge: Knowledge
+
+
+@dataclass(frozen=True)
+class FinishRequest:
+    """What every rank says when its part is durable."""
+
+    share: Share
+    objects: Sequence[ObjectEntry]
+    attachments: Sequence[Attachment]
+    tree: bytes | None  # only of a rank that is alone
+    digests: Sequence[bytes] | None
+
+
+@dataclass(frozen=True)
+class FinishAnswer:
+    """What every rank is told last."""
+
+    record: Committed
+    worn: frozenset[tuple[TxId, BlobHash]]
+
+
+class Leader:
+    """Rank 0 of one attempt."""
+
+    def __init__(self, repo: Repository, size: int, memory: SaveMemory, options: SaveOptions, *, reuse: bool) -> None:
+        self.repo, self.size, self.memory, self.options, self.reuse = repo, size, memory, options, reuse
+        self._started = repo.clock()
+        self._transaction: Transaction | None = None
+        self._commits = CommitList({}, {})
+        self._replaced: list[Commit] = []
+        self._streams: Streams = {}
+
+    def start(self) -> TxId:
+        """Steps 1 and 2: only after the transaction has begun are commits listed. This order is what makes gc safe."""
+        encode_metadata(self.options.metadata or {})  # refused before anything is written
+        made = not self.repo.exists() and self.repo.create()
+        earlier = list_commits(self.repo)
+        if not made and not earlier.commits:  # an emptied folder has no marker either, and nobody would find this save
+            known = self.repo.marker
+            if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
+                log.warning(_MADE_AGAIN, self.repo.storage.url)
+        self._replaced = self._existing(earlier)
+        after = [one.txid for one in earlier.commits.values()]
+        self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)
+        self._commits = list_commits(self.repo)
+        return self._transaction.txid
+
+    def begin(self, hellos: Sequence[BeginRequest]) -> list[BeginAnswer]:
+        """`start`, and what the ranks are to know for it."""
+        self._check_agreed(hellos)
+        txid, home = self.start(), StoreIdentity.of(self.repo)
+        if self.size == 1:
+            self._streams = hellos[0].streams or {}
+            return [
+                BeginAnswer(txid, home, None, self.sources(self._streams).known() if self.reuse else nothing_known())
+            ]
+        plan = self.memory.plan
+        planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
+        if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
+            return [BeginAnswer(txid, home, None)] * self.size
+        self._streams = plan.streams
+        return [BeginAnswer(txid, home, self._knowledge({hello.remembered for hello in hellos}))] * self.size
+
+    def plan(self, layouts: Sequence[RankLayout]) -> list[Planned]:
+        """Who writes what, where the layouts are new."""
+        plan = plan_writes(layouts)
+        self._streams = plan.streams
+        knowledge = self._knowledge(set())
+        self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
+        return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
+
+    def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
+        """Steps 4 and 5, with what `begin` and `plan` found out."""
+        if self.options.check_replicas and self.memory.plan is not None:
+            check_replicas(self.memory.plan.layouts, [one.digests or () for one in stored])
+        tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
+        return self.conclude(stored, self._streams, tree or b"")
+
+    def conclude(
+        self, stored: Sequence[FinishRequest], streams: Streams, tree: bytes, notes: Mapping[str, bytes] | None = None
+    ) -> list[FinishAnswer]:
+        """Prove that every tensor is whole, put the manifest, commit. ``notes``: see `ManifestBody`."""
+        if self._transaction is None:
+            raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
+        described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
+        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
+        self._transaction.commit(record)
+        self._forget_replaced()
+        say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
+        return [
+            FinishAnswer(
+                record, frozenset((r.uploader, r.hash) for r in one.share.refs if (r.uploader, r.hash) in worn)
+            )
+            for one in stored
+        ]
+
+    def _check_agreed(self, hellos: Sequence[BeginRequest]) -> None:
+        for rank, hello in enumerate(hellos):
+            if (hello.run, hello.step, hello.dedup) != (hellos[0].run, hellos[0].step, hellos[0].dedup):
+                raise InvalidInput(
+                    f"rank {rank} saves {hello.run}@{hello.step} (dedup={hello.dedup!r}), but rank 0 saves "
+                    f"{hellos[0].run}@{hellos[0].step} (dedup={hellos[0].dedup!r}); all ranks must make the same call",
+                    rank=rank,
+                )
+
+    def _existing(self, commits: CommitList) -> list[Commit]:
+        """The visible commits of this run and step: what an overwrite replaces."""
+        run, step = self.options.run, self.options.step
+        found = [one for one in commits.visible() if (one.run, one.step) == (run, step)]
+        if found and not self.options.overwrite:
+            raise Conflict(
+                f"{run}@{step} exists already ({found[-1].id}); save another step, or overwrite it "
+                "(overwrite=True, --overwrite)",
+                checkpoints=(found[-1].id,),
+            )
+        return found
+
+    def sources(self, streams: Streams) -> ReusableManifests:
+        """The manifests that these streams may be found in."""
+        return ReusableManifests(self.repo, self._commits, streams, run=self.options.run, dedup=self.options.dedup)
+
+    def _knowledge(self, remembered: set[TxId | None]) -> Knowledge:
+        if not self.reuse:
+            return Knowledge(None, (), frozenset())
+        sources = self.sources(self._streams)
+        if sources.parent is not None and sources.are_remembered(remembered):
+            return Knowledge(sources.parent.id, None, sources.damaged)
+        return sources.knowledge()
+
+    def _put_manifest(
+        self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
+    ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
+        """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
+        live = frozenset(one.txid for one in self._commits.live())
+        refs = mark_worn(described, self.options.run, live | {txid})
+        blobs, places = packed_blobs(refs)
+        raw, short = encode_metadata(self.options.metadata or {})
+        parent = self._commits.newest_live(self.options.run)
+        body = ManifestBody(
+            format=FORMAT_VERSION,
+            casckpt=__version__,
+            torch=str(torch.__version__),
+            run=self.options.run,
+            step=self.options.step,
+            created_at=self.repo.clock(),
+            parent=None if parent is None else parent.id,
+            world_size=self.size,
+            cell_bytes=self.repo.marker.cell_bytes,
+            metadata=raw,
+            blobs=blobs,
+            entries=described.entries(),
+            objects=[one for rank in stored for one in rank.objects],
+            attachments=[one for rank in stored for one in rank.attachments],
+            tree=tree,
+            notes=notes,
+        )
+        record = self._record(txid, body, manifests.put(self.repo, txid, body, places), refs, short)
+        return record, {(ref.uploader, ref.hash) for ref in refs if ref.worn}
+
+    def _record(
+        self, txid: TxId, body: ManifestBody, id: ManifestId, refs: Sequence[BlobRef], metadata: dict[str, Any] | None
+    ) -> Committed:
+        """What is committed, with the figures of the save over all ranks."""
+        tensors = [entry.nbytes for entry in body.entries if entry.kind == TENSOR]
+        new = [ref.size for ref in refs if ref.uploader == txid]
+        return Committed(
+            txid=txid,
+            run=body.run,
+            step=body.step,
+            time=body.created_at,
+            manifest=id,
+            uploader=txid,
+            created_at=body.created_at,
+            bytes_total=sum(tensors),
+            bytes_written=sum(new),
+            bytes_reused=max(0, sum(tensors) - sum(new)),
+            blobs_written=len(new),
+            blobs_reused=len(refs) - len(new),
+            seconds=round((self.repo.clock() - self._started) / 1e6, 6),
+            tensors=len(tensors),
+            ephemeral=self.options.ephemeral,
+            parent=body.parent,
+            metadata=metadata,
+        )
+
+    def abort(self, error: BaseException) -> None:
+        """Give the transaction up, if it has begun and was not committed."""
+        if self._transaction is not None:
+            self._transaction.abort(f"{type(error).__name__}: {error}")
+
+    def _forget_replaced(self) -> None:
+        """Forget what the new checkpoint replaces; it is visible by now, so what fails here is left as it is."""
+        for old in self._replaced:
+            try:
+                forget(self.repo, old)
+            except CasckptError as error:
+                log.warning("%s was superseded, but not forgotten: %s", old, error)
+
+
+def check_replicas(layouts: Sequence[RankLayout], digests: Sequence[Sequence[bytes]]) -> None:
+    """Raise InvalidInput, naming key and ranks, where holders of one region hold other bytes. Digests are by row."""
+    seen: dict[tuple[int, int], tuple[int, bytes]] = {}
+    for rank, (layout, mine) in enumerate(zip(layouts, digests, strict=True)):
+        for row, digest in enumerate(mine):
+            where = (int(layout.held.name[row]), int(layout.held.region[row]))
+            other, known = seen.setdefault(where, (rank, digest))
+            if known != digest:
+                key = layout.streams[layout.row_stream[row]][0][1]
+                raise InvalidInput(
+                    f"{key!r} differs between ranks {other} and {rank}, which should hold the same; nothing was saved",
+                    key=key,
+                    rank=rank,
+                )

@@ -1,0 +1,79 @@
+"""The arguments of a save, as they are given and as they are carried: one spelling, from the call to the leader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypeAlias, TypedDict, get_args
+
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_run, check_step
+from casckpt.parallel import usable_threads
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from casckpt.checkpoint.saving.prepare import Frozen
+    from casckpt.plan.progress import Shown
+
+Dedup: TypeAlias = Literal["store", "run"]
+WhenBusy: TypeAlias = Literal["wait", "refuse"]
+
+
+class WriterArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.save`, which describes them, that a DCP writer has too."""
+
+    metadata: Mapping[str, Any] | None
+    overwrite: bool
+    ephemeral: bool
+    attachments: Mapping[str, bytes] | None
+    frozen: Frozen
+    dedup: Dedup
+    allow_pickle: bool
+    threads: int | None
+    progress: Shown | None
+
+
+class SaveArguments(WriterArguments, total=False):
+    """The keyword arguments of `Store.save`, which describes them, beside run and step."""
+
+    check_replicas: bool
+    process_group: ProcessGroup | None
+    no_dist: bool
+
+
+class ImportArguments(TypedDict, total=False):
+    """The keyword arguments of `Store.save` that every import has too: where to, and what to say of it."""
+
+    run: str
+    step: Required[int]
+    overwrite: bool
+    metadata: Mapping[str, Any] | None
+    progress: Shown | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """What a save was asked for: `SaveArguments`, with their defaults. A keyword of no such name is a TypeError."""
+
+    run: str = "default"
+    step: int
+    metadata: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    ephemeral: bool = False
+    attachments: Mapping[str, bytes] | None = None
+    frozen: Frozen = None
+    dedup: Dedup = "store"
+    allow_pickle: bool = False
+    threads: int | None = None
+    progress: Shown | None = None
+    check_replicas: bool = False
+    process_group: ProcessGroup | None = None
+    no_dist: bool = False
+
+    def checked(self) -> Self:
+        """The same, as it is stored. Called where all ranks learn of it. Raises InvalidInput."""
+        if self.dedup not in get_args(Dedup):
+            raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
+        run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
+        return replace(self, run=run, step=step, ephemeral=bool(self.ephemeral), threads=threads)

@@ -1,0 +1,152 @@
+"""From a state to what is to be stored of it: streams of elements, encoded objects, the tree. Nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, TypeAlias
+
+import torch
+
+from casckpt.checkpoint.saving.sources import Source
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_attachment_name
+from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
+from casckpt.format.plain import Spill
+from casckpt.format.tree import encode_tree
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.objects import encode_object
+from casckpt.tensors.shards import Piece, local_tensor
+from casckpt.tensors.staging import Staging
+from casckpt.tensors.state import flatten
+
+_INLINE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One rank's share of a checkpoint, before anything is written."""
+
+    sources: Sequence[Source]
+    objects: Sequence[ObjectEntry]
+    attachments: Sequence[Attachment]
+    tree: bytes
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of this rank's tensors."""
+        return sum(source.nbytes for source in self.sources if source.kind == TENSOR)
+
+
+Frozen: TypeAlias = Callable[[str], bool] | Sequence[str] | None
+"""Which tensors are declared frozen: by flat key, a predicate or fnmatch patterns."""
+
+
+def prepare(
+    state: Mapping[Any, Any],
+    attachments: Mapping[str, bytes] | None,
+    *,
+    rank: int,
+    allow_pickle: bool,
+    frozen: Frozen = None,
+) -> Prepared:
+    """Flatten ``state`` and look at every leaf. Raises InvalidInput, naming the key, for what cannot be stored."""
+    flat = flatten(state)
+    is_frozen = frozen_by(frozen)
+    sources: list[Source] = []
+    objects: list[ObjectEntry] = []
+    for key, leaf in flat.leaves.items():
+        mine = rank if leaf.per_rank else None
+        if leaf.is_tensor:
+            sources.append(_tensor(key, leaf.value, mine, frozen=is_frozen(key)))
+        else:
+            entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
+            objects.append(entry)
+            sources += parts
+    inline, large = _attachments(attachments or {})
+    return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
+
+
+def _tensor(key: str, value: Any, rank: int | None, *, frozen: bool) -> Source:
+    local = local_tensor(key, value)
+    return Source(
+        TENSOR,
+        key,
+        0,
+        rank,
+        dtype_name(local.dtype),
+        local.shape,
+        local.pieces,
+        replicated=local.replicated,
+        frozen=frozen,
+    )
+
+
+def stored_object(
+    key: str, rank: int | None, encode: Callable[[Spill], tuple[bytes, bool]]
+) -> tuple[ObjectEntry, list[Source]]:
+    """A leaf that is no tensor, and its large buffers, which are stored as tensors are.
+
+    ``encode``: hands those to what it is given, and gives the bytes, and whether they are a pickle.
+    """
+    parts: list[bytes] = []
+
+    def spill(buffer: memoryview) -> int:
+        parts.append(bytes(buffer))
+        return len(parts) - 1
+
+    data, pickled = encode(spill)
+    sources = [_stream(PART, key, number, rank, part) for number, part in enumerate(parts)]
+    return ObjectEntry(key, rank, data, len(parts), pickled), sources
+
+
+def frozen_by(frozen: Frozen) -> Callable[[str], bool]:
+    """The declaration as a function of a key. Raises InvalidInput for what is neither, as one text."""
+    if frozen is None:
+        return lambda key: False
+    if callable(frozen):
+        return frozen
+    patterns = None if isinstance(frozen, str) or not isinstance(frozen, Iterable) else list(frozen)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidInput(f"frozen={frozen!r:.80} is not usable; give a list of patterns, or a function of a key")
+    return lambda key: any(fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def snapshot(prepared: Prepared, staging: Staging) -> Prepared:
+    """The same with copies of all tensor data in ``staging``: what it was taken from may change."""
+    copies = iter(staging.copy(tensors_of(prepared)))
+    sources = [
+        replace(source, pieces=[Piece(piece.region, next(copies)) for piece in source.pieces])
+        for source in prepared.sources
+    ]
+    return replace(prepared, sources=sources)
+
+
+def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
+    """The data of all pieces, in order."""
+    return [piece.data for source in prepared.sources for piece in source.pieces]
+
+
+def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes | bytearray | memoryview) -> Source:
+    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=bytes(data))
+
+
+def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"attachments is a {type(given).__name__}; give a dict of names to contents as bytes")
+    inline, large = [], []
+    for name, data in given.items():
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidInput(f"attachment {name!r} is {type(data).__name__}; give its contents as bytes")
+        check_attachment_name(name)
+        folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
+        if folder is not None:
+            raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
+        if len(data) < _INLINE_BYTES:
+            inline.append(Attachment(name, bytes(data)))
+        else:
+            large.append(_stream(ATTACHMENT, name, 0, None, data))
+    return inline, large

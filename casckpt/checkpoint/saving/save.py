@@ -1,0 +1,210 @@
+"""A save, on every rank: three exchanges at the most, and between them this rank's own part."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.saving.known import Remembered, known_from
+from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
+from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
+from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.checkpoint.saving.prepare import Prepared
+from casckpt.checkpoint.saving.shares import Share, share_of
+from casckpt.checkpoint.saving.sources import plan_work
+from casckpt.checkpoint.saving.upload import PlacedCell, Upload
+from casckpt.errors import Revoked
+from casckpt.format.digest import Hasher, cell_digest
+from casckpt.format.keys import commit_key, uploader_folder
+from casckpt.format.manifest import PART, TENSOR
+from casckpt.format.names import TxId
+from casckpt.format.records import DEFAULT_CELL_BYTES
+from casckpt.parallel import usable_threads
+from casckpt.plan.progress import Progress
+from casckpt.plan.reuse import KnownCells
+from casckpt.repository import blobs
+from casckpt.repository.commits import Commit, just_committed
+from casckpt.repository.repository import Repository
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.tensors.memory import TensorMemory
+
+log = logging.getLogger(__name__)
+_DIGEST_BYTES = 1 << 20
+
+
+def save(
+    repo: Repository, ranks: Ranks, memory: SaveMemory, prepare: Callable[[], Prepared], options: SaveOptions
+) -> Commit:
+    """Store and commit; every rank of ``ranks`` calls it. ``prepare`` is called once, where its errors reach all ranks.
+
+    Raises Conflict if the step exists. A save that a gc revoked is tried once more, from nothing.
+    """
+    prepared: list[Prepared] = []
+    progress = Progress(options.progress)
+
+    def once() -> Prepared:
+        if not prepared:
+            prepared.append(prepare())
+        return prepared[0]
+
+    try:
+        return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=True).run()
+    except Revoked:
+        log.warning("a gc took the save of %s@%d for dead; saving again", options.run, options.step)
+        return _Attempt(repo, ranks, memory, once, options, progress=progress, reuse=False).run()
+
+
+class _Attempt:
+    """One attempt, on one rank."""
+
+    def __init__(
+        self,
+        repo: Repository,
+        ranks: Ranks,
+        memory: SaveMemory,
+        prepare: Callable[[], Prepared],
+        options: SaveOptions,
+        *,
+        progress: Progress,
+        reuse: bool,
+    ) -> None:
+        self.repo, self.ranks, self.memory = repo, ranks, memory
+        self.options, self.progress = options, telling(ranks, progress)
+        self._prepare = prepare
+        self._reuse = reuse
+        self._layout: RankLayout | None = None
+        self._share: Share | None = None
+        self.leader = Leader(repo, ranks.size, memory, self.options, reuse=reuse)
+
+    def run(self) -> Commit:
+        """The commit, as every rank returns it."""
+        try:
+            done = self._exchange_all()
+        except BaseException as error:
+            self.leader.abort(error)
+            raise
+        if self._share is not None and self.ranks.size > 1:
+            self.memory.remembered[self.options.run] = Remembered(done.record.txid, self._share, done.worn)
+        return just_committed(done.record)
+
+    def _exchange_all(self) -> FinishAnswer:
+        start = self.ranks.exchange(self._hello, self.leader.begin)
+        if start.known is not None:
+            known = start.known
+            return self.ranks.exchange(lambda: self._store(start, known), self.leader.finish)
+        knowledge = start.knowledge
+        if knowledge is None:
+            planned = self.ranks.exchange(self._own_layout, self.leader.plan)
+            self.memory.fingerprint = self._own_layout().fingerprint
+            self.memory.plan_number, self.memory.duty = planned.number, planned.duty
+            self.memory.remembered.clear()  # shares of other duties
+            knowledge = planned.knowledge
+        remembered, told = self.memory.remembered.get(self.options.run), knowledge
+        return self.ranks.exchange(lambda: self._store(start, known_from(told, remembered)), self.leader.finish)
+
+    def _hello(self) -> BeginRequest:
+        prepared, alone = self._prepare(), self.ranks.size == 1
+        fingerprint = "" if alone else self._own_layout().fingerprint
+        if fingerprint != self.memory.fingerprint:
+            self.memory.duty, self.memory.plan_number = None, 0
+        remembered = self.memory.remembered.get(self.options.run)
+        streams = {source.name: (source.dtype, source.shape) for source in prepared.sources} if alone else None
+        return BeginRequest(
+            self.options.run,
+            self.options.step,
+            self.options.dedup,
+            fingerprint,
+            self.memory.plan_number,
+            remembered.txid if remembered else None,
+            streams,
+        )
+
+    def _own_layout(self) -> RankLayout:
+        if self._layout is None:
+            self._layout = layout_of(self._prepare(), self._cell_bytes())
+        return self._layout
+
+    def _cell_bytes(self) -> int:
+        """Of the store; where there is none yet, as the save is about to make it."""
+        return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
+
+    def _store(self, start: BeginAnswer, known: KnownCells) -> FinishRequest:
+        """This rank's part: durable when it returns."""
+        if self.ranks.rank != 0:
+            start.home.check_shared(self.repo, start.txid)
+        prepared = self._prepare()
+        alone = self.ranks.size == 1
+        mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
+        threads, progress = self.options.threads, self.progress
+        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, progress=progress)
+        digests = row_digests(prepared) if self.options.check_replicas and not alone else None
+        return FinishRequest(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
+
+
+def store_share(
+    repo: Repository, txid: TxId, prepared: Prepared, known: KnownCells, *, threads: int | None, progress: Progress
+) -> Share:
+    """Find or store every cell of this rank, under the transaction's name; durable when it returns.
+
+    The blobs that are reused are looked at: what is not there any more is marked, and its cells are stored anew.
+    """
+    cell_bytes = repo.marker.cell_bytes
+    work = plan_work(prepared.sources, cell_bytes, known)
+    progress.expect(sum(cell.nbytes for cells in work for cell in cells))
+    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), progress)
+    places = upload.place(work)
+    while missing := _missing(repo, txid, known, places):
+        lost = [
+            [cell for cell, place in zip(cells, placed, strict=True) if not place.new and place.blob in missing]
+            for cells, placed in zip(work, places, strict=True)
+        ]
+        anew = iter([place for placed in upload.place([cells for cells in lost if cells]) for place in placed])
+        places = [
+            [next(anew) if not place.new and place.blob in missing else place for place in placed] for placed in places
+        ]
+    if any(upload.written):
+        repo.storage.settle(uploader_folder(txid))
+    return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)
+
+
+def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[PlacedCell]]) -> set[int]:
+    """Reused blobs that are gone or cut short; marked, so that no later save trusts them."""
+    reused = {place.blob for placed in places for place in placed if not place.new}
+    lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])
+    if lost and repo.storage.size(commit_key(txid)) is not None:
+        raise Revoked("a gc took this save for dead and deleted what it reused; save again")
+    for ref in lost:
+        log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
+        blobs.mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when a save was to reuse it")
+    names = {(ref.uploader, ref.hash) for ref in lost}
+    missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
+    for number in missing:
+        known.exclude(number)
+    return missing
+
+
+def row_digests(prepared: Prepared) -> list[bytes]:
+    """A digest of every row of the layout: of a piece of a tensor, whole; of an object and its large buffers."""
+    digests = []
+    buffer = AlignedBuffer(_DIGEST_BYTES)
+    for source in prepared.sources:
+        if source.kind == TENSOR:
+            digests += [_digest(TensorMemory(piece.data), piece.region.numel, buffer.view) for piece in source.pieces]
+    parts: dict[tuple[str, int | None], list[bytes]] = {}
+    for source in prepared.sources:
+        if source.kind == PART and source.buffer is not None:
+            parts.setdefault((source.key, source.rank), []).append(cell_digest(source.buffer))
+    for one in prepared.objects:
+        digests.append(cell_digest(b"".join([one.data, *parts.get((one.key, one.rank), [])])))
+    return digests
+
+
+def _digest(memory: TensorMemory, count: int, buffer: memoryview) -> bytes:
+    hasher, step = Hasher(), _DIGEST_BYTES // memory.itemsize
+    for lo in range(0, count, step):
+        hi = min(lo + step, count)
+        target = buffer[: (hi - lo) * memory.itemsize]
+        memory.copy_out(lo, hi, target)
+        hasher.update(target)
+    return bytes.fromhex(hasher.hexdigest())

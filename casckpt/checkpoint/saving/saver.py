@@ -1,0 +1,110 @@
+"""The saves of one store by one process: one after the other in the background, and what each leaves for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, get_args
+
+import torch
+
+from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.checkpoint.saving.background import Background
+from casckpt.checkpoint.saving.leader import SaveMemory
+from casckpt.checkpoint.saving.options import SaveOptions, WhenBusy
+from casckpt.checkpoint.saving.prepare import Prepared, prepare, snapshot, tensors_of
+from casckpt.checkpoint.saving.save import save
+from casckpt.errors import CasckptError, Conflict, InvalidInput
+from casckpt.repository.repository import Repository
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+State: TypeAlias = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
+"""What is to be saved, or what makes it: then what goes wrong in the making reaches all ranks."""
+
+
+class Saver:
+    """What `casckpt.Store.save` and `casckpt.Store.save_async` run on. Thread-safe."""
+
+    def __init__(self, repo: Repository) -> None:
+        self.background = Background()
+        self._repo = repo
+        self._memories: dict[str, SaveMemory] = {}
+
+    def save(self, state: State, options: SaveOptions) -> Checkpoint:
+        """Save, and return once it is durable and visible."""
+        ranks = open_ranks(options.process_group, no_dist=options.no_dist)
+        return self._run(ranks, options, lambda: _prepare(state, ranks, options))
+
+    def save_async(self, state: State, options: SaveOptions, when_busy: WhenBusy) -> Future[Checkpoint]:
+        """Copy the state, and save the copy in the background."""
+        ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="async")
+        if when_busy == "refuse":
+            self._refuse_busy(options)
+        with self.background.lock:
+            self.background.wait()
+            if when_busy not in get_args(WhenBusy):  # the other ranks are about to save
+                ranks.fail(InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'"))
+            failed = self.background.unheard()
+            prepared = _failing(failed) if failed else self._copied(state, ranks, options)
+            future = self.background.submit(lambda: self._run(ranks, options, prepared))
+        if failed is not None:  # the other ranks hear of it in their futures, if they have asked for the first
+            future.exception()
+            raise failed
+        return future
+
+    def _refuse_busy(self, options: SaveOptions) -> None:
+        def decide(busy: Sequence[bool]) -> Sequence[None]:
+            if any(busy):
+                raise Conflict("a save still runs in the background; wait for its future, or skip this one")
+            return everyone(None, len(busy))
+
+        ranks = open_ranks(options.process_group, no_dist=options.no_dist, purpose="busy")
+        ranks.exchange(lambda: self.background.busy, decide)
+
+    def warm_up(self, state: State, *, process_group: ProcessGroup | None, no_dist: bool) -> None:
+        """Make the memory for the copy of such a state, and the connections between ranks."""
+        ranks = open_ranks(process_group, no_dist=no_dist, purpose="async")
+        with self.background.lock:
+            self.background.wait()
+            prepared = _prepare(state, ranks, SaveOptions(step=0, allow_pickle=True))
+            self.background.staging.reserve(tensors_of(prepared))
+
+    def _copied(self, state: State, ranks: Ranks, options: SaveOptions) -> Callable[[], Prepared]:
+        """What gives copies of all data, made now, or raises what went wrong, where all ranks learn of it."""
+        try:
+            copied = snapshot(_prepare(state, ranks, options), self.background.staging)
+        except CasckptError as error:
+            return _failing(error)
+        return lambda: copied
+
+    def _run(self, ranks: Ranks, options: SaveOptions, prepared: Callable[[], Prepared]) -> Checkpoint:
+        """Save; on every rank."""
+        try:
+            checked = options.checked()
+        except CasckptError as error:
+            ranks.fail(error)
+        memory = self._memories.setdefault(ranks.name, SaveMemory())
+        return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
+
+
+def _prepare(state: Any, ranks: Ranks, options: SaveOptions) -> Prepared:
+    """Look at every leaf; see `casckpt.checkpoint.saving.prepare.prepare`."""
+    if callable(state) and not isinstance(state, Mapping | torch.nn.Module):  # what a model does is its forward
+        state = state()
+    with collecting_later():
+        return prepare(
+            state, options.attachments, rank=ranks.rank, allow_pickle=options.allow_pickle, frozen=options.frozen
+        )
+
+
+def _failing(error: BaseException) -> Callable[[], Prepared]:
+    """What raises ``error`` in place of preparing."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    return fail

@@ -1,0 +1,52 @@
+"""``casckpt settings``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import facts
+from casckpt.cli.types import TEXT_SETTING
+from casckpt.plan.durations import format_duration
+
+if TYPE_CHECKING:
+    from casckpt.store.settings import StoreSettings
+
+_DEFAULTS = {"min_age": "24h", "min_age_ephemeral": "15m", "revoke_after": "1h", "mirror": "none"}
+
+
+@store_command("settings")
+@click.option("--set", "changes", type=TEXT_SETTING, multiple=True, help="Change a setting. May be repeated.")
+@click.option("--unset", multiple=True, metavar="NAME", help="Return a setting to its default. May be repeated.")
+def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple[str, ...]) -> None:
+    """Show the settings of the store, or change them.
+
+    They hold for all who use the store. min_age: from forgetting to purging; min_age_ephemeral: the same for ephemeral
+    checkpoints; revoke_after: how long a save shows no sign of life before a gc gives up on it; all three as 90s, 15m,
+    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet.
+    """
+    fields: Any = dict(changes)
+    if both := fields.keys() & set(unset):
+        raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: give one of them")
+    fields |= dict.fromkeys(unset)
+    settings = session.store.change_settings(**fields) if fields else session.store.settings
+    session.give(_plain(settings), _text)
+
+
+def _plain(settings: StoreSettings) -> dict[str, Any]:
+    found = asdict(settings)
+    return {name: one.total_seconds() if isinstance(one, timedelta) else one for name, one in found.items()}
+
+
+def _text(result: dict[str, Any]) -> None:
+    facts((name, _value(name, value)) for name, value in result.items())
+
+
+def _value(name: str, value: Any) -> str:
+    if value is None:
+        return f"{_DEFAULTS[name]} (default)"
+    return format_duration(value) if isinstance(value, float) else str(value)

@@ -1,0 +1,32 @@
+"""Columns of numbers, each in the narrowest unsigned type that fits."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.errors import Refused
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+_WIDTHS = (1, 2, 4, 8)
+
+
+def pack(values: npt.ArrayLike) -> bytes:
+    """Encode a column: one byte for the width of an item in bytes, then little-endian unsigned items."""
+    array = np.asarray(values, dtype=np.int64).reshape(-1)
+    top = int(array.max()) if array.size else 0
+    width = next(w for w in _WIDTHS if top < 1 << min(8 * w, 63))
+    return bytes([width]) + array.astype(f"<u{width}").tobytes()
+
+
+def unpack(data: bytes) -> Ints:
+    """Decode the items of a column as int64. Raises Refused for anything that `pack` does not make."""
+    width = data[0] if data else 0
+    if width not in _WIDTHS or (len(data) - 1) % width:
+        raise Refused("a column of the manifest has no valid width or length")
+    array = np.frombuffer(data, dtype=f"<u{width}", offset=1)
+    if width == 8 and array.size and int(array.max()) > 2**62:
+        raise Refused("a column of the manifest holds a number beyond 2**62")
+    return array.astype(np.int64)

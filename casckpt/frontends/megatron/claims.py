@@ -1,0 +1,259 @@
+"""Claims: what each rank has of each sharded value, so that every element is written once, and read once.
+
+A save is refused unless each element is written by just one main replica. In a fully parallel load, what several ranks
+want alike is read by one of them, and handed on to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from casckpt.checkpoint.ranks import Ranks, everyone, open_ranks
+from casckpt.format.regions import Region, Shape, normalise
+from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors, refused
+from casckpt.frontends.megatron.kinds import is_sharded_object, is_sharded_tensor
+from casckpt.frontends.megatron.mapping import is_main_replica
+from casckpt.frontends.megatron.nesting import map_reduce, nested_values
+from casckpt.plan.coverage import holes_and_overlaps
+from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.dtypes import dtype_name
+from casckpt.tensors.foreign import flat_range, megatron_region
+from casckpt.tensors.memory import note_write, tensor_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class TensorClaim:
+    """What a rank says of a part of a tensor that it holds.
+
+    ``form``: what all parts of one key have in common. ``filled``: it has data.
+    """
+
+    key: str
+    shape: Shape
+    region: Region
+    form: tuple[tuple[str, Any], ...]
+    main: bool
+    filled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectClaim:
+    """What a rank says of a shard of an object that it holds."""
+
+    key: str
+    shape: Shape
+    offset: Shape
+    main: bool
+
+
+Claim: TypeAlias = TensorClaim | ObjectClaim
+Claims: TypeAlias = Sequence[Claim]
+
+
+def claims_of(sharded: Iterable[Any]) -> list[Claim]:
+    """Of the sharded values of this rank. Raises CheckpointingException for what lies outside of its global shape."""
+    with checkpointing_errors():
+        return [_claim(value) for value in sharded]
+
+
+def _claim(value: Any) -> Claim:
+    main = is_main_replica(value.replica_id)
+    if is_sharded_object(value):
+        return ObjectClaim(value.key, tuple(value.global_shape), tuple(value.global_offset), main)
+    if not is_sharded_tensor(value):
+        kind = type(value).__name__
+        raise refused(value.key, f"a {kind} is neither a ShardedTensor nor a ShardedObject; build factories first")
+    regular, flat = value.axis_fragmentations is not None, flat_range(value) is not None
+    form = [("global shape", tuple(value.global_shape)), ("dtype", dtype_name(value.dtype)), ("regular grid", regular)]
+    form += [("local shape", tuple(value.local_shape))] if regular else []
+    return TensorClaim(
+        value.key,
+        tuple(value.global_shape),
+        megatron_region(value),
+        (*form, ("flattened", flat)),
+        main,
+        filled=value.data is not None,
+    )
+
+
+def validate_sharding_integrity(sharded_tensors: Any, process_group: ProcessGroup | None = None) -> None:
+    """Check the sharded values of all ranks together; every rank of ``process_group`` (None: all) makes the call.
+
+    ``sharded_tensors``: those of this rank, in a list or a state dict. Raises CheckpointingException, naming key, ranks
+    and region, on every rank alike.
+    """
+    ranks = open_ranks(process_group)
+    values = nested_values(sharded_tensors if isinstance(sharded_tensors, dict) else list(sharded_tensors))
+
+    def check(gathered: list[list[Claim]]) -> list[None]:
+        check_claims(gathered)
+        return everyone(None, ranks.size)
+
+    ranks.exchange(lambda: claims_of(values), check)
+
+
+def check_claims(gathered: Sequence[Claims]) -> None:
+    """Check the claims of all ranks. Raises CheckpointingException, naming key, ranks and region."""
+    held = [(rank, claim) for rank, claims in enumerate(gathered) for claim in claims]
+    for key, holders in map_reduce(held, lambda one: one[1].key).items():
+        tensors = [(rank, claim) for rank, claim in holders if isinstance(claim, TensorClaim)]
+        objects = [(rank, claim) for rank, claim in holders if isinstance(claim, ObjectClaim)]
+        if tensors and objects:
+            raise CheckpointingException(
+                f"{key!r} is a tensor on rank {tensors[0][0]} and an object on rank {objects[0][0]}; rename one",
+                key=key,
+            )
+        _check_tensor(tensors) if tensors else _check_object(objects)
+
+
+def _check_tensor(holders: Sequence[tuple[int, TensorClaim]]) -> None:
+    first, one = holders[0]
+    for rank, other in holders:
+        for (name, mine), (_, theirs) in zip(one.form, other.form, strict=False):
+            if mine != theirs:
+                differ = f"{name} is {mine} on rank {first}, but {theirs} on rank {rank}"
+                raise refused(one.key, f"{differ}; all parts of a tensor must agree", rank)
+    mains = [(rank, claim.region) for rank, claim in holders if claim.main and claim.region.numel]
+    empty = not prod(one.shape)
+    if empty and not any(claim.main for _, claim in holders):
+        raise _nobody(one.key, "it", [rank for rank, _ in holders])
+    _check_cover(one.key, one.shape, mains, sorted({rank for rank, _ in holders}))
+
+
+def _check_cover(key: str, shape: Shape, mains: Sequence[tuple[int, Region]], holders: Sequence[int]) -> None:
+    holes, overlaps = holes_and_overlaps(shape, [region for _, region in mains])
+    if overlaps:
+        (rank, region), (other, theirs) = (mains[i] for i in overlaps[0])
+        common = f"{region} of rank {rank} and {theirs} of rank {other} have elements in common"
+        raise refused(key, f"{common}, and both are main replicas; give all but one of them another replica_id", other)
+    if holes:
+        raise _nobody(key, " and ".join(map(str, holes)), holders)
+
+
+def _nobody(key: str, what: str, holders: Sequence[int]) -> CheckpointingException:
+    lacking = f"no rank has a main replica of {what} (ranks that hold parts of it: {_some(holders)})"
+    return refused(key, f"{lacking}; give one rank replica_id 0")
+
+
+def _check_object(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
+    """Every shard of an object has one main replica."""
+    _check_object_shape(holders)
+    one = holders[0][1]
+    mains = map_reduce([one for one in holders if one[1].main], lambda one: one[1].offset, lambda one: one[0])
+    for offset, ranks in mains.items():
+        if len(ranks) > 1:
+            both = f"the object at {offset} of {one.shape} has main replicas on rank {ranks[0]} and on rank {ranks[1]}"
+            raise refused(one.key, f"{both}; give all but one of them another replica_id", ranks[1])
+    missing = [at for at in product(*map(range, one.shape)) if at not in mains]
+    if missing:
+        raise _nobody(one.key, f"the objects at {_some(missing)} of {one.shape}", [rank for rank, _ in holders])
+
+
+def _check_object_shape(holders: Sequence[tuple[int, ObjectClaim]]) -> None:
+    first, one = holders[0]
+    for rank, other in holders:
+        inside = len(other.offset) == len(other.shape) and all(
+            0 <= at < extent for at, extent in zip(other.offset, other.shape, strict=True)
+        )
+        if other.shape != one.shape or not inside:
+            odd = f"the object at {other.offset} of {other.shape} on rank {rank} is none of the {one.shape}"
+            raise refused(one.key, f"{odd} that rank {first} has; global_offset counts shards, from 0", rank)
+
+
+def _some(items: Sequence[Any]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
+
+
+def main_regions(gathered: Sequence[Claims]) -> set[tuple[str, Region]]:
+    """(key, region) of all main replicas."""
+    claims = [claim for claims in gathered for claim in claims if isinstance(claim, TensorClaim) and claim.main]
+    return {(claim.key, normalise(claim.region, claim.shape)) for claim in claims}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """One rank's part. A transfer is (which of its sharded values, the other rank).
+
+    Any two ranks have their transfers in the same order.
+    """
+
+    sends: list[tuple[int, int]] = field(default_factory=list)
+    receives: list[tuple[int, int]] = field(default_factory=list)
+
+    def is_read(self, number: int) -> bool:
+        """Tell whether this rank reads this value itself."""
+        return all(received != number for received, _ in self.receives)
+
+
+def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
+    """Who reads what, for each rank; balanced by elements, the largest first. Pure."""
+    wanted: dict[tuple[str, Region, object], dict[int, int]] = {}
+    load = [0] * len(gathered)
+    for rank, claims in enumerate(gathered):
+        for number, claim in enumerate(claims):
+            if isinstance(claim, TensorClaim) and claim.region.numel:
+                name = (claim.key, normalise(claim.region, claim.shape), claim.form)
+                if wanted.setdefault(name, {}).setdefault(rank, number) != number:
+                    load[rank] += claim.region.numel  # the same once more: it reads that by itself
+    sharings = [Sharing() for _ in gathered]
+    for (_, region, _), holders in sorted(wanted.items(), key=lambda item: -item[0][1].numel):
+        reader = min(holders, key=lambda rank: load[rank])
+        load[reader] += region.numel
+        for rank in sorted(holders.keys() - {reader}):
+            sharings[reader].sends.append((holders[reader], rank))
+            sharings[rank].receives.append((holders[rank], reader))
+    return sharings
+
+
+def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[torch.Tensor | None]) -> None:
+    """Send and take what ``sharing`` says; every rank makes the call when all have read. ``data``: of each value.
+
+    Raises RankFailed on every rank alike.
+    """
+    targets = [(_local(data[number]), rank) for number, rank in sharing.receives]
+    taken = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]
+    sources = {number: _local(data[number]) for number, _ in sharing.sends}
+    sent = {n: tensor if _is_plain(tensor) else _on_host(tensor).copy_(tensor) for n, tensor in sources.items()}
+
+    def swap() -> None:
+        ranks.swap(
+            [(_bytes(sent[number]), rank) for number, rank in sharing.sends],
+            [(_bytes(tensor), rank) for tensor, rank in taken],
+        )
+
+    ranks.exchange(swap, lambda done: done)
+    for (target, _), (tensor, _) in zip(targets, taken, strict=True):
+        note_write(target)
+        if tensor is not target:
+            target.copy_(tensor)
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None:
+        raise TypeError("only tensors are handed on")
+    return local_of(tensor).detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor_bytes(tensor) is not None
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor on the CPU, which must outlive them."""
+    return torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8)

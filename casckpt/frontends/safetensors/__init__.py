@@ -1,0 +1,1 @@
+"""safetensors files and Hugging Face folders, in and out."""

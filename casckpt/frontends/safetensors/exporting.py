@@ -1,0 +1,211 @@
+"""A checkpoint out of a store, into safetensors files: window by window, never a whole model in memory.
+
+What is written stands under temporary names until it is whole and on the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from casckpt.checkpoint.arguments import Rename
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.errors import Conflict, InvalidInput, MissingKey
+from casckpt.format.dtypes import itemsize
+from casckpt.format.manifest import ATTACHMENT
+from casckpt.format.regions import Region, full_box
+from casckpt.frontends.attached import check_file_names
+from casckpt.frontends.new_files import new_file, new_folder, place_for
+from casckpt.frontends.safetensors.importing import METADATA_KEY
+from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, StreamPiece, lay_out, plan_windows
+from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.view import Rules, ViewTensor, view_of
+from casckpt.lazy import cached_property
+from casckpt.plan.progress import Progress, Shown
+from casckpt.plan.sizes import parse_size
+from casckpt.repository import manifests
+from casckpt.storage.paths import is_url
+from casckpt.store.exports import Exported
+from casckpt.store.store import Store
+from casckpt.tensors.memory import BITS, Destination
+
+WINDOW_BYTES: Final = 64 << 20
+CONFIG: Final = "config.json"
+_OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
+_OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
+"""What Transformers' Trainer keeps in a folder of its own beside a model."""
+
+
+def export_safetensors(
+    store: AnyStore,
+    ref: str | Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    model: bool = False,
+    keys: Sequence[str] | None = None,
+    attachments: bool = True,
+    strip_prefix: str | None = None,
+    rename: Rename = None,
+    max_shard_size: int | str | None = None,
+    force: bool = False,
+    progress: Shown | None = None,
+) -> Exported:
+    """Write the tensors of a checkpoint as safetensors, under their flat keys; every byte that is read is verified.
+
+    ``out``, a path or a URL (to which a temporary one is copied): with the suffix ".safetensors" that one file; else a
+    folder, for which ``model.safetensors``, or several files of at most ``max_shard_size`` (5GB) and their index, and
+    all attachments are made (``attachments``: unless False). ``force``: write over what is there. ``progress``: of the
+    bytes of tensors.
+
+    ``keys``, ``strip_prefix``, ``rename``: see `casckpt.frontends.view.Rules`. ``model``: the weights of the model
+    alone, as `from_pretrained` of Transformers loads them. Without it a folder of other names gets no config.json.
+
+    Raises NotFound, MissingKey if a pattern matches nothing, Conflict if ``out`` is there, InvalidInput naming a key
+    that safetensors cannot hold or an attachment that can be no file, or saying that the model cannot be told from the
+    rest, Damaged, StorageError. After an error nothing stands under the final names.
+    """
+    opened = as_store(store)
+    rules = Rules(keys, strip_prefix, rename, model)
+    job = _Job(opened, opened.get(ref), rules, progress)
+    with place_for(out, force=force, last=(INDEX,)) as target:
+        found = _exported_to(target, job, max_shard_size, attached=attachments, force=force)
+    if not is_url(out):
+        return found
+    names = (Path(path).relative_to(target).as_posix() for path in found.files)
+    return replace(found, files=tuple(f"{out}/{name}" if name != "." else str(out) for name in names))
+
+
+def _exported_to(target: Path, job: _Job, max_shard_size: int | str | None, *, attached: bool, force: bool) -> Exported:
+    if target.suffix == SUFFIX and not os.path.isdir(target):  # Path.is_dir raises what the system refuses
+        (file,) = job.lay_out(None).files
+        with new_file(target, force=force) as path:
+            job.write(path, file.head, file.tensors)
+        return job.exported((target,), (), ())
+    most = "5GB" if max_shard_size is None else max_shard_size
+    layout = job.lay_out(parse_size(most) if isinstance(most, str) else most)
+    attachments, skipped = job.attachments([*layout.names, INDEX], wanted=attached)
+    if os.path.exists(target / CONFIG) and job.is_no_model:
+        raise Conflict(
+            f"{target} has a {CONFIG}, and these are not the names of a model: from_pretrained would load random "
+            "weights. Give another folder, or --format hf for all of the model alone"
+        )
+    with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
+        for name, stream in attachments.items():
+            job.write_attachment(folder / name, stream)
+        for file in layout.files:
+            job.write(folder / file.name, file.head, file.tensors)
+        if layout.index is not None:
+            job.write(folder / INDEX, layout.index, ())
+    return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
+
+
+class _Job:
+    """One export."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
+        self.checkpoint = checkpoint
+        self.manifest = manifests.get(store.repository, checkpoint.commit)
+        self._rules = rules
+        self.view = view_of(self.manifest, rules)
+        counted = Progress(progress).of(sum(one.entry.nbytes for one in self.view.tensors))
+        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), counted)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def lay_out(self, most: int | None) -> Layout:
+        """The files, before anything is written."""
+        return lay_out(self.view.tensors, file_metadata(self.checkpoint, self._rules), most)
+
+    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[dict[str, ViewTensor | bytes], list[str]]:
+        """Attachments by name, short ones whole; and the names of those that are of no use in the folder."""
+        body = self.manifest.body
+        found: dict[str, ViewTensor | bytes] = {one.name: one.data for one in body.attachments}
+        for number, entry in enumerate(body.entries):
+            if entry.kind == ATTACHMENT:
+                found[entry.key] = ViewTensor(entry.key, number, entry)
+        skipped = [name for name in found if not wanted or self._is_skipped(name)]
+        found = {name: one for name, one in found.items() if name not in skipped}
+        check_file_names(found, frozenset(taken).__contains__)
+        return found, skipped
+
+    def _is_skipped(self, name: str) -> bool:
+        """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
+        is_of_training = self._rules.model and _OF_TRAINING.fullmatch(name) is not None
+        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
+
+    @cached_property
+    def is_no_model(self) -> bool:
+        """Would a folder with these names and a config.json be loaded as a model with random weights?"""
+        rules, whole = self._rules, Rules(model=True)
+        if rules.model:
+            if rules.strip_prefix is None and not rules.keys:
+                return False
+            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
+        try:
+            view = view_of(self.manifest, whole)
+        except (InvalidInput, MissingKey):
+            return not rules.model  # what cannot be told is as whoever chose these names says
+        names = {one.name for one in view.tensors}
+        return not names <= {one.name for one in self.view.tensors}
+
+    def write_attachment(self, path: Path, found: ViewTensor | bytes) -> None:
+        """Write one attachment."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.write(path, found if isinstance(found, bytes) else b"", [] if isinstance(found, bytes) else [found])
+
+    def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
+        """Write one file: some bytes, then the data of ``streams``."""
+        with path.open("xb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(head))
+            for window in plan_windows(streams, WINDOW_BYTES, self.manifest.body.cell_bytes):
+                _write_all(file.fileno(), self._read(window))
+            os.fsync(file.fileno())
+
+    def _read(self, window: Sequence[StreamPiece]) -> memoryview:
+        total = sum(piece.nbytes for piece in window)
+        if self._buffer.numel() < total:
+            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
+        wants, start = [], 0
+        for piece in window:
+            wants.append(self._want(piece, self._buffer[start : start + piece.nbytes]))
+            start += piece.nbytes
+        self.download.run(wants)
+        return memoryview(self._buffer.numpy().data)[:total]
+
+    def _want(self, piece: StreamPiece, data: torch.Tensor) -> StreamRequest:
+        entry = piece.stream.entry
+        region = Region(full_box(entry.shape), piece.lo, piece.hi)
+        kind = BITS[itemsize(entry.dtype)]
+        return StreamRequest(piece.stream.number, Destination(region, data.view(kind), kind))
+
+    def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
+        """Give what was written."""
+        view = self.view
+        return Exported(
+            self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
+            "hf" if self._rules.model else "safetensors", view.prefix,
+        )  # fmt: skip
+
+
+def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
+    """Give what the imported file said of itself; else, and in any case of a model, what transformers asks for."""
+    wanted, said = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
+    if isinstance(said, dict) and all(isinstance(value, str) for value in said.values()):
+        return (wanted | said) if rules.model else said
+    return wanted
+
+
+def _is_ours(name: str) -> bool:
+    """Has an export of another shape made this file? Then it must not stay beside the new ones."""
+    return name == INDEX or _OURS.fullmatch(name) is not None
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]

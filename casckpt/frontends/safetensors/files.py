@@ -1,0 +1,223 @@
+"""The metadata of safetensors files and of Hugging Face's index: names of dtypes, headers, indexes. No tensor data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.format import dtypes
+from casckpt.format.regions import Shape, check_shape
+
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+MAX_HEADER_BYTES: Final = 100_000_000
+"""More, and readers of safetensors files refuse it."""
+MAX_INDEX_BYTES: Final = 256 << 20
+
+# torch's name -> the file's, for dtypes that blobs of a store hold as U8
+_MORE = {
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+_ALREADY = {dtypes.stored_name(name): name for name in dtypes.DTYPES if dtypes.stored_name(name) != "U8"}
+NAMES: Final[Mapping[str, str]] = {"uint8": "U8"} | {name: stored for stored, name in _ALREADY.items()} | _MORE
+"""What a safetensors file calls each dtype that it can hold, by torch's name."""
+_DTYPES = {stored: name for name, stored in NAMES.items()}
+_ORDER = (
+    "BOOL", "F4", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I16", "U16", "F16",
+    "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64",
+)  # fmt: skip
+
+_MAGIC = (
+    (b"PK\x03\x04", "a zip file, as torch.save writes"),
+    (b"\x80", "a pickle, as torch.save wrote long ago"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x89HDF", "an HDF5 file"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a file: its name there, dtype as torch names it, shape, and size in bytes."""
+
+    key: str
+    dtype: str
+    shape: Shape
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """``tensors``: in the order in which they lie from byte ``start`` of the file on, without holes."""
+
+    tensors: tuple[TensorHeader, ...]
+    start: int
+    metadata: Mapping[str, str]
+
+
+def encode_header(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a safetensors file before its data, in which ``tensors`` lie one after the other, without holes.
+
+    Raises InvalidInput, naming the key, for what such a file cannot hold.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for one in tensors:
+        if one.key == "__metadata__":
+            raise InvalidInput(
+                "a safetensors file cannot hold a tensor named '__metadata__'; leave it out", key=one.key
+            )
+        name, shape = file_type(one.key, one.dtype, one.shape)
+        header[one.key] = {"dtype": name, "shape": shape, "data_offsets": [start, start + one.nbytes]}
+        start += one.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # so that data is aligned
+    if len(text) > MAX_HEADER_BYTES:
+        raise InvalidInput(
+            f"one file would need a header of {len(text)} bytes, more than readers take; export fewer keys to it, "
+            "or export to a folder with a smaller --max-shard-size"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_type(key: str, dtype: str, shape: Shape) -> tuple[str, list[int]]:
+    """Dtype and shape as a safetensors file says them. Raises InvalidInput, naming the key."""
+    name = NAMES.get(dtype)
+    if name is None or (name == "F4" and not shape):
+        raise InvalidInput(
+            f"{key!r} is {dtype}, which a safetensors file cannot hold; choose other keys with --keys, or convert it",
+            key=key,
+        )
+    return name, [*shape[:-1], 2 * shape[-1]] if name == "F4" else list(shape)
+
+
+def rank_of(dtype: str) -> int:
+    """The place of a dtype, by torch's name, in the order of the safetensors library.
+
+    The library puts tensors into a file by it, highest first, then by name; so all are aligned.
+    """
+    return _ORDER.index(NAMES[dtype])
+
+
+def read_header(path: Path) -> Header:
+    """Give what a safetensors file holds. Raises NotFound, InvalidInput, or Unsupported saying what it is instead."""
+    check_safetensors(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise InvalidInput(f"{path} has a header of {length} bytes, more than {MAX_HEADER_BYTES}; get a whole file")
+        text = file.read(length)
+    try:
+        return _decoded(text, path.stat().st_size - 8 - length)
+    except Unsupported as error:
+        raise Unsupported(f"{path}: {error}; convert it first", key=error.key) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is no usable safetensors file: {error}; get a whole one") from error
+
+
+def _decoded(text: bytes, size: int) -> Header:
+    """Raises ValueError; ``size``: bytes of data behind the header."""
+    found = json.loads(text, object_pairs_hook=_without_twins)
+    metadata = found.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise InvalidInput("its __metadata__ is not made of text")
+    places = sorted((_place(key, entry) for key, entry in found.items()), key=lambda place: place[:2])
+    end = 0
+    for start, stop, one in places:
+        if start != end or stop - start != one.nbytes:
+            raise InvalidInput(f"{one.key!r:.200} is said to lie at bytes {start} to {stop}, which does not fit")
+        end = stop
+    if end != size:
+        raise InvalidInput(f"its tensors have {end} bytes, but it has {size}")
+    return Header(tuple(one for _, _, one in places), 8 + len(text), metadata)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise InvalidInput("its header has a key twice")
+    return found
+
+
+def _place(key: str, entry: Any) -> tuple[int, int, TensorHeader]:
+    """(first byte, byte behind the last one, tensor)."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise InvalidInput(f"what it says of {key!r:.200} is not usable")
+    kind, shape, offsets = entry["dtype"], _numbers(key, entry["shape"]), _numbers(key, entry["data_offsets"])
+    if len(offsets) != 2:
+        raise InvalidInput(f"the place of {key!r:.200} is not usable")
+    if kind not in _DTYPES:
+        raise Unsupported(f"{key!r:.200} has dtype {kind!r:.40}, which this version of casckpt does not know", key=key)
+    if kind == "F4":  # two in a byte
+        if not shape or shape[-1] % 2:
+            raise InvalidInput(f"the shape of {key!r:.200} is not usable for F4")
+        shape = [*shape[:-1], shape[-1] // 2]
+    dtype = _DTYPES[kind]
+    return (
+        offsets[0],
+        offsets[1],
+        TensorHeader(key, dtype, check_shape(tuple(shape)), prod(shape) * dtypes.itemsize(dtype)),
+    )
+
+
+def _numbers(key: str, given: Any) -> list[int]:
+    if not isinstance(given, list) or not all(type(number) is int and number >= 0 for number in given):
+        raise InvalidInput(f"the shape or the place of {key!r:.200} is not usable")
+    return given
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise NotFound, InvalidInput, or Unsupported saying what it is instead, by the beginning of a file."""
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}; give the path of a safetensors file, or of a folder with some")
+    with path.open("rb") as file:
+        head = file.read(9)
+    length = int.from_bytes(head[:8], "little")
+    if len(head) == 9 and head[8:] == b"{" and length <= path.stat().st_size - 8:
+        return
+    what = next((what for magic, what in _MAGIC if head.startswith(magic)), "")
+    if what:
+        raise Unsupported(
+            f"{path} is {what}, no safetensors file, and cannot be imported yet. Load it in Python "
+            "(torch.load(..., weights_only=True)) and save the state with store.save"
+        )
+    raise InvalidInput(f"{path} is no safetensors file, or was cut short; get a whole one")
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """By key: the name of the file that holds it; all lie beside the index. Raises InvalidInput for any other index."""
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise InvalidInput(f"{path} is larger than {MAX_INDEX_BYTES} bytes: that is no index of safetensors files")
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path} is not JSON ({error}); get a whole one") from error
+    weights = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weights, dict) or not weights:
+        raise InvalidInput(f"{path} has no weight_map: it is no index of safetensors files")
+    for key, name in weights.items():
+        if not _is_plain(name):
+            raise InvalidInput(
+                f"{path} says that {key!r:.200} lies in {name!r:.200}, which is not the plain name of a safetensors "
+                "file beside it; do not trust where it comes from",
+                key=key,
+            )
+    return weights
+
+
+def _is_plain(name: Any) -> bool:
+    if not isinstance(name, str) or not name.endswith(".safetensors") or name.startswith("."):
+        return False
+    return not any(character in "/\\:" or ord(character) < 32 for character in name) and len(name) < 256
+
+
+def encode_index(files: Mapping[str, str], nbytes: int) -> bytes:
+    """The index of ``files``: from key to the name of the file that holds it. ``nbytes``: of all tensors."""
+    index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"

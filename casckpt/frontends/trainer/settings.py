@@ -1,0 +1,127 @@
+"""The settings of a `Checkpointer`, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, TypedDict
+
+from casckpt.checkpoint.saving.prepare import Frozen
+from casckpt.errors import InvalidInput
+from casckpt.format.keys import check_run, check_step
+from casckpt.frontends.trainer.rotation import Rotation
+from casckpt.frontends.trainer.schedule import Schedule
+from casckpt.plan.retention import Policy
+
+Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
+"""What to keep of permanent checkpoints: fields of `Policy` (`keep_last`, ...) by name, or the number to keep."""
+
+
+class TrainerArguments(TypedDict, total=False):
+    """The keyword arguments of `Checkpointer`, which describes them, beside store, run and process_group."""
+
+    keep: Keep
+    overwrite: bool
+    save_threads: int | None
+    load_threads: int | None
+    pre_download: bool
+    throttle: int | None
+    work_dir: str | os.PathLike[str] | None
+    save_interval: int | None
+    fixed_steps: Iterable[int] | None
+    max_checkpoints: int | None
+    ephemeral_save_interval: int | None
+    ephemeral_cooldown: int | None
+    max_steps_at_risk: int | None
+    gc: bool
+    frozen: Frozen
+    allow_pickle: bool
+
+
+class StepArguments(TypedDict, total=False):
+    """The keyword arguments of `Checkpointer.save`, which describes them."""
+
+    ephemeral: bool
+    overwrite: bool | None
+    attachments: Mapping[str, bytes] | None
+    metadata: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """`TrainerArguments`, with their defaults. Raises InvalidInput for what makes no sense."""
+
+    run: str = "default"
+    keep: Keep = None
+    overwrite: bool = False
+    save_threads: int | None = None
+    load_threads: int | None = None
+    pre_download: bool = False
+    throttle: int | None = None
+    work_dir: str | os.PathLike[str] | None = None
+    save_interval: int | None = None
+    fixed_steps: Iterable[int] | None = None
+    max_checkpoints: int | None = None
+    ephemeral_save_interval: int | None = None
+    ephemeral_cooldown: int | None = None
+    max_steps_at_risk: int | None = None
+    gc: bool = False
+    frozen: Frozen = None
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        check_run(self.run)
+        for name in (
+            "save_threads", "load_threads", "throttle", "save_interval", "max_checkpoints",
+            "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InvalidInput(f"{name}={value!r} is not usable; give an int of 1 or more, or None")
+        if not isinstance(self.fixed_steps, Iterable | None):
+            raise InvalidInput(f"fixed_steps={self.fixed_steps!r} is not usable; give a list of steps, or None")
+        steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
+        object.__setattr__(self, "fixed_steps", steps)
+        policy_of(self.keep)
+        self._check_risk()
+
+    def _check_risk(self) -> None:
+        most, gap = self.max_steps_at_risk, self.schedule.longest_gap
+        if most is not None and (gap is None or most < gap):
+            found = "nothing is due by an interval" if gap is None else f"there may be {gap} from one save to the next"
+            raise InvalidInput(
+                f"max_steps_at_risk={most} steps cannot be kept: {found}; give a save_interval or an "
+                "ephemeral_save_interval of as many steps, or fewer"
+            )
+
+    @property
+    def schedule(self) -> Schedule:
+        """When to save."""
+        return Schedule(
+            every=self.save_interval,
+            fixed=frozenset(self.fixed_steps or ()),
+            ephemeral_every=self.ephemeral_save_interval,
+            ephemeral_cooldown=self.ephemeral_cooldown,
+        )
+
+    @property
+    def rotation(self) -> Rotation:
+        """Give what to forget after a save."""
+        return Rotation(
+            keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ())
+        )
+
+
+def policy_of(keep: Keep) -> Policy | None:
+    """The policy that is meant. Raises InvalidInput."""
+    if keep is None or isinstance(keep, Policy):
+        return keep
+    if type(keep) is int:
+        return Policy(keep_last=keep)
+    rules = {rule.name for rule in fields(Policy)}
+    if not isinstance(keep, Mapping) or not rules.issuperset(keep):
+        raise InvalidInput(
+            f"keep={keep!r} is not usable; give a number, or a dict with any of {', '.join(sorted(rules))}"
+        )
+    return Policy(**keep)

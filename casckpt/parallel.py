@@ -1,0 +1,187 @@
+"""Several threads: over many items, a bounded number of them in flight; or over all tasks, the caller helping."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from itertools import islice
+from queue import SimpleQueue
+from threading import Condition, Thread
+from typing import Generic, TypeAlias, TypeVar
+
+from casckpt.errors import CasckptError, InvalidInput
+
+A = TypeVar("A")
+B = TypeVar("B")
+T = TypeVar("T")
+_WAITING = 4  # items for each thread: enough to keep it busy
+_WORTH_A_THREAD = 64 << 10
+_Task: TypeAlias = "tuple[Future[B], Callable[[A], B], A]"
+
+
+def useful_threads(threads: int, nbytes: int, pieces: int) -> int:
+    """``threads``, or 1 where the pieces are so small that the interpreter is what all threads would wait for."""
+    return threads if nbytes >= pieces * _WORTH_A_THREAD else 1
+
+
+def usable_cores(ranks: int = 1) -> int:
+    """How many cores each of ``ranks`` processes on this host has for itself: 1 or more."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def usable_threads(threads: int | None) -> int:
+    """How many threads to use; by default as many as there are cores, 2 to 8. Raises InvalidInput."""
+    if threads is None:
+        return max(2, min(8, usable_cores()))
+    if type(threads) is not int or threads < 1:
+        raise InvalidInput(f"threads={threads!r} is not usable; give a positive number")
+    return threads
+
+
+def in_parallel(threads: int, function: Callable[[A], B], items: Iterable[A], *, name: str = "read") -> Iterator[B]:
+    """Call ``function`` with every item; its results, in order. With one thread the caller does it as it goes on.
+
+    The first error is raised, and what has not begun then is left out. ``name``: of the threads, which start as there
+    are items for them. They are daemons, so that a program which ends does not wait for what goes on behind it.
+    """
+    if threads <= 1:
+        yield from map(function, items)
+        return
+    rest = iter(items)
+    tasks: SimpleQueue[_Task[B, A] | None] = SimpleQueue()
+    pending: deque[Future[B]] = deque()
+    workers: list[Thread] = []
+
+    def submit(most: int) -> None:
+        for item in islice(rest, most):
+            pending.append(Future())
+            tasks.put((pending[-1], function, item))
+            if len(workers) < threads:
+                worker = Thread(target=_work, args=(tasks,), name=f"casckpt-{name}-{len(workers)}", daemon=True)
+                worker.start()
+                workers.append(worker)
+
+    try:
+        submit(_WAITING * threads)
+        while pending:
+            done = pending.popleft().result()
+            submit(1)
+            yield done
+    finally:
+        for future in pending:
+            future.cancel()
+        for _ in workers:
+            tasks.put(None)
+        for worker in workers:
+            worker.join()
+
+
+def _work(tasks: SimpleQueue[_Task[B, A] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        future, function, item = task
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(function(item))
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            future.set_exception(error)
+        del future, item, task  # or they would stay until the next one comes
+
+
+def run_all(call: Callable[[T], None], tasks: Iterable[T], threads: int) -> None:
+    """Call all; the caller is one of the threads. The first error is raised once all have ended.
+
+    Where no thread can be started, as in a save that still runs while the interpreter ends, the caller runs all.
+    """
+    todo = list(tasks)
+    if threads == 1 or len(todo) <= 1:
+        for task in todo:
+            call(task)
+        return
+    team = _Team(call, todo)
+    try:
+        team.start(min(threads, len(todo)) - 1)
+        team.work()
+    finally:
+        team.join()
+    if team.errors:
+        raise min(team.errors, key=_rank)
+
+
+def _rank(error: BaseException) -> int:
+    """An interrupt goes first; of errors, ours say more."""
+    return 0 if not isinstance(error, Exception) else 1 if isinstance(error, CasckptError) else 2
+
+
+class _Team(Generic[T]):
+    """Threads that take tasks from one queue; whoever calls `work` is one of them. ``errors``: of all tasks."""
+
+    def __init__(self, call: Callable[[T], None], tasks: Iterable[T]) -> None:
+        self.errors: list[BaseException] = []
+        self._call = call
+        self._tasks = deque(tasks)
+        self._helpers: list[Thread] = []
+        self._changed = Condition()
+        self._helping = 0
+        self._over = False
+
+    def start(self, helpers: int) -> None:
+        """Start so many helpers, or fewer."""
+        for _ in range(helpers):
+            helper = Thread(target=self._help, name="casckpt")
+            try:
+                helper.start()
+            except RuntimeError:  # no thread is to be had
+                return
+            self._helpers.append(helper)
+
+    def _help(self) -> None:
+        with self._changed:
+            if self._over:
+                return
+            self._helping += 1
+        try:
+            self.work()
+        finally:
+            with self._changed:
+                self._helping -= 1
+                self._changed.notify_all()
+
+    def work(self) -> None:
+        """Run tasks until none is left."""
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return
+            self._run(task)
+
+    def _run(self, task: T) -> None:
+        try:
+            self._call(task)
+        except BaseException as error:  # noqa: BLE001 - `run_all` raises it, when all have ended
+            self.errors.append(error)
+            if not isinstance(error, Exception):  # somebody wants to leave
+                self._tasks.clear()
+
+    def join(self) -> None:
+        """Wait for the helpers, which begin nothing more.
+
+        An interrupt meanwhile is raised once they have ended: one that was left behind would write on into tensors that
+        somebody fills anew. (`Thread.join` does not tell: interrupted, it takes a thread for ended in Python 3.11.)
+        """
+        while True:
+            try:
+                self._tasks.clear()
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._helping)
+                for helper in self._helpers:
+                    helper.join()
+            except BaseException as error:  # noqa: BLE001 - `run_all` raises it
+                self.errors.append(error)
+            else:
+                return

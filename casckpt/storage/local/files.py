@@ -1,0 +1,94 @@
+"""Files that other programs wrote, in a local folder."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from typing_extensions import override
+
+from casckpt.errors import NotFound
+from casckpt.storage.files import Files, check_size, checked
+
+
+class LocalFiles(Files):
+    """`Files` of a local folder."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).expanduser()
+
+    @property
+    def url(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    @override
+    def names(self) -> Sequence[str]:
+        return sorted(self._all())
+
+    def _all(self) -> Iterator[str]:
+        for place, _, names in os.walk(self.path):
+            yield from (Path(place, name).relative_to(self.path).as_posix() for name in names)
+
+    def _open(self, name: str) -> BinaryIO:
+        path = self.path / checked(name)
+        try:
+            if not path.is_file():  # to open a pipe is to wait for whoever writes to it
+                raise FileNotFoundError
+            return path.open("rb")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no file {name} in {self.url}; get the whole folder") from error
+
+    @override
+    def size(self, name: str) -> int:
+        with self._open(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    @override
+    def read(self, name: str) -> bytes:
+        check_size(name, self.size(name))
+        with self._open(name) as file:
+            return file.read()
+
+    @override
+    def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
+        file: Any = _Part(self._open(name), offset, nbytes)
+        return file  # type: ignore[no-any-return] # it has what a binary file has
+
+    @override
+    def below(self, folder: str) -> LocalFiles:
+        return LocalFiles(self.path / checked(folder))
+
+
+class _Part(io.RawIOBase):
+    """The bytes [offset, offset + nbytes) of a file, as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._at = offset + (0, self._at, self._nbytes)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        self._file.seek(self._offset + self._at)
+        count: int = self._file.readinto(wanted)  # type: ignore[attr-defined] # of files that are opened for bytes
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,157 @@
+"""The folders of a local store: opened part by part, so that no symlink leads out of it, and made durable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.local import syscalls
+from casckpt.storage.names import split_folder
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)  # file systems where names are durable by themselves
+_REMEMBERED = 4096  # folders
+_PUT_BACK = "put back what was there, from a copy of the store, or move this out of the store"
+
+
+class Folders:
+    """The folders below ``root``, which itself may be, or lie behind, a symlink."""
+
+    def __init__(self, root: Path, counts: IoCounts) -> None:
+        self.root = root
+        self._counts = counts
+        self._anchored: set[str] = set()  # folders whose own names were made durable by this instance
+        self._made: list[Path] = []  # the root and those above it, as far as this instance made them
+
+    @contextmanager
+    def open(self, folder: str, *, create: bool = False) -> Iterator[int]:
+        """Open a folder. Raises FileNotFoundError, other OSErrors; `Refused` for a symlink on the way."""
+        fd = self._open_root(create)
+        try:
+            path = ""
+            for part in split_folder(folder):
+                path = f"{path}/{part}" if path else part
+                deeper = self._open_part(fd, part, path, create)
+                os.close(fd)
+                fd = deeper
+            yield fd
+        finally:
+            os.close(fd)
+
+    def settle(self, fd: int, folder: str) -> None:
+        """Make the names in the open ``folder`` durable, and those of itself and of the folders above it."""
+        self._sync(fd)
+        if len(self._anchored) > _REMEMBERED:
+            self._anchored.clear()
+        while folder and folder not in self._anchored:
+            parent = folder.rpartition("/")[0]
+            with self.open(parent) as above:
+                self._sync(above)
+            self._anchored.add(folder)
+            folder = parent
+        if "" not in self._anchored:
+            self._sync_outside(self.root.parent)
+            self._anchored.add("")
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder if it is there and empty; the root, and those above, only if this instance made them."""
+        parent, _, name = folder.rpartition("/")
+        self._anchored.discard(folder)
+        with _unless_needed():
+            if name:
+                with self.open(parent) as above:
+                    os.rmdir(name, dir_fd=above)
+            while not name and self._made:
+                self._made[-1].rmdir()
+                self._made.pop()
+
+    def _open_root(self, create: bool) -> int:
+        try:
+            return os.open(self.root, _FOLDER)
+        except NotADirectoryError as error:
+            raise InvalidInput(
+                f"{self.root} cannot be a store: it, or a part of its path, is a file; give the path of a folder"
+            ) from error
+        except FileNotFoundError:
+            if not create:
+                raise
+        self._create_root()
+        return os.open(self.root, _FOLDER)
+
+    def _create_root(self) -> None:
+        missing = [self.root]
+        while not missing[-1].parent.exists():
+            missing.append(missing[-1].parent)
+        for path in reversed(missing):
+            if path.is_symlink():
+                raise InvalidInput(f"{path} is a link to {os.readlink(path)}, which is not there: make it first")
+            with suppress(FileExistsError):
+                path.mkdir()
+                self._made.append(path)
+            self._sync_outside(path.parent)
+        self._anchored.clear()
+
+    def _open_part(self, above: int, name: str, path: str, create: bool) -> int:
+        try:
+            return _open_inside(above, name, self.root / path)
+        except FileNotFoundError:
+            if not create:
+                raise
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=above)
+            self._anchored.discard(path)
+        return _open_inside(above, name, self.root / path)
+
+    def _sync(self, fd: int) -> None:
+        self._counts.add(fsyncs=1)
+        try:
+            syscalls.sync(fd)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
+
+    def _sync_outside(self, path: Path) -> None:
+        try:
+            fd = os.open(path, _FOLDER)
+        except PermissionError:  # one may make folders where one may not look; then its owner answers for it
+            return
+        try:
+            self._sync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextmanager
+def _unless_needed() -> Iterator[None]:
+    """Suppress errors for a folder that is not empty, or not there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _open_inside(above: int, name: str, path: Path) -> int:
+    try:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=above)
+    except NotADirectoryError as error:  # what Linux says of a symlink too
+        raise misplaced(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode, path) from error
+
+
+def misplaced(mode: int, path: Path) -> Refused:
+    """Return the error for what is no file, or a file where a folder belongs.
+
+    Passing it by could hide a commit from gc; following a symlink could leave the store.
+    """
+    if stat.S_ISLNK(mode):
+        return Refused(f"{path} is a symlink, which a store does not follow: put the file itself there, or remove it")
+    if stat.S_ISREG(mode):
+        return Refused(f"{path} is a file where a folder of the store belongs: {_PUT_BACK}")
+    what = "a folder" if stat.S_ISDIR(mode) else "neither a file nor a folder"
+    return Refused(f"{path} is {what}, where a file of the store belongs: {_PUT_BACK}")

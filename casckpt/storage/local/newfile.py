@@ -1,0 +1,178 @@
+"""New files: written whole, made durable, and only then given a name that nobody has.
+
+Three ways to the exclusive name, best first; a store takes the next one where its file system cannot do the first:
+
+1. unnamed file (O_TMPFILE), then link: a killed writer leaves nothing
+2. named temporary file, then link: a killed writer leaves a ``.name.random.tmp``, which `list` never shows
+3. named temporary file, then renameat2(RENAME_NOREPLACE)
+
+A plain rename would replace: where none of the three works, nothing can be created safely, and `Unsupported` says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+from functools import partial
+
+from casckpt.errors import Unsupported
+from casckpt.storage.base import BLOCK
+from casckpt.storage.buffers import address
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.local import syscalls
+
+PIECE = 8 << 20  # bytes for one write: long enough for the disk, short enough to notice an error early
+LARGE = 1 << 20  # bytes from which direct I/O and preallocation pay
+
+
+class Naming(IntEnum):
+    """How a file gets its exclusive name."""
+
+    UNNAMED = 0
+    LINK = 1
+    RENAME = 2
+
+
+class SyncFailed(OSError):
+    """fsync failed: the kernel may have dropped the pages and say nothing the next time."""
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for an unfinished ``name``, which no key can have."""
+    return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a file of this name was left by a crashed put."""
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+class FileMaker:
+    """Makes files on one file system, and remembers what that lacks. Safe for use by several threads."""
+
+    def __init__(self, counts: IoCounts) -> None:
+        self.way = Naming.UNNAMED
+        self.direct = True
+        self._counts = counts
+
+    def create(self, folder: int, name: str, data: memoryview) -> None:
+        """Make a durable file in the open ``folder``; its name is durable once the folder is synced.
+
+        Raises FileExistsError, FileNotFoundError if the folder was removed, `Unsupported`, other OSErrors.
+        """
+        while True:
+            way = self.way
+            try:
+                return self._twice(partial(self._create, folder, name, data, way))
+            except syscalls.Lacking as lacking:
+                if way is Naming.RENAME:
+                    raise Unsupported(
+                        "this file system can neither link files nor rename without replacing, so two writers could "
+                        "destroy each other's objects: put the store on another file system"
+                    ) from lacking
+                self.way = max(self.way, Naming(way + 1))
+
+    def replace(self, folder: int, name: str, data: memoryview) -> None:
+        """Do as `create`, but over whatever file has the name."""
+        self._twice(partial(self._replace, folder, name, data))
+
+    def _twice(self, make: Callable[[], None]) -> None:
+        try:
+            make()
+        except SyncFailed:
+            make()  # a second fsync of the same file would prove nothing, a new file does
+
+    def _create(self, folder: int, name: str, data: memoryview, way: Naming) -> None:
+        if way is Naming.UNNAMED:
+            fd = syscalls.open_unnamed(folder)
+            try:
+                self._fill(fd, data)
+                syscalls.link_unnamed(fd, folder, name)
+            finally:
+                os.close(fd)
+            return
+        with self._temporary(folder, name, data) as temporary:
+            if way is Naming.LINK:
+                _link(folder, temporary, name)
+            else:
+                syscalls.rename_new(folder, temporary, name)
+
+    def _replace(self, folder: int, name: str, data: memoryview) -> None:
+        with self._temporary(folder, name, data) as temporary:
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    @contextmanager
+    def _temporary(self, folder: int, name: str, data: memoryview) -> Iterator[str]:
+        temporary = temporary_name(name)
+        fd = syscalls.open_named(folder, temporary)
+        try:
+            try:
+                self._fill(fd, data)
+            finally:
+                os.close(fd)
+            yield temporary
+        finally:
+            with suppress(FileNotFoundError):  # it was renamed
+                os.unlink(temporary, dir_fd=folder)
+
+    def _fill(self, fd: int, data: memoryview) -> None:
+        """Write all of ``data`` and make it durable."""
+        if data.nbytes >= LARGE and address(data) % BLOCK == 0 and self.direct and syscalls.set_direct(fd, True):
+            self._write_direct(fd, data)
+        else:
+            if data.nbytes >= LARGE:
+                syscalls.allocate(fd, data.nbytes)
+            write_all(fd, data, 0)
+        self._counts.add(bytes_written=data.nbytes, fsyncs=1)
+        try:
+            syscalls.sync(fd)
+        except OSError as error:
+            raise SyncFailed(error.errno, error.strerror) from error
+
+    def _write_direct(self, fd: int, data: memoryview) -> None:
+        """Write whole blocks around the page cache; the last one is padded, and cut off again."""
+        whole = data.nbytes - data.nbytes % BLOCK
+        padded = data.nbytes if whole == data.nbytes else whole + BLOCK
+        syscalls.allocate(fd, padded)
+        try:
+            write_all(fd, data[:whole], 0)
+            if padded > whole:
+                _write_padded(fd, data[whole:], whole)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not syscalls.set_direct(fd, False):
+                raise
+            self.direct = False  # the file system wants another alignment, or accepts the flag alone
+            write_all(fd, data, 0)
+        if padded > data.nbytes:
+            os.ftruncate(fd, data.nbytes)
+
+
+def _link(folder: int, temporary: str, name: str) -> None:
+    """Link; an answer that NFS lost and asked for again looks like a name that is taken."""
+    try:
+        syscalls.link_named(folder, temporary, name)
+    except FileExistsError:
+        if os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink != 2:
+            raise
+
+
+def _write_padded(fd: int, tail: memoryview, offset: int) -> None:
+    with mmap.mmap(-1, BLOCK) as block:
+        block[: tail.nbytes] = bytes(tail)
+        with memoryview(block) as view:
+            write_all(fd, view, offset)
+
+
+def write_all(fd: int, data: memoryview, offset: int) -> None:
+    """Write ``data`` at ``offset``, in pieces, however short the writes are."""
+    position = 0
+    while position < data.nbytes:
+        written = os.pwrite(fd, data[position : position + PIECE], offset + position)
+        if written == 0:
+            raise OSError(errno.EIO, "the file system takes no more bytes")
+        position += written

@@ -1,0 +1,187 @@
+"""Reading a local file: from the page cache straight into place, from the disk around the cache.
+
+A file of which the cache lacks a good part is read directly (O_DIRECT) into an aligned buffer and copied from there.
+That is faster than to have the kernel fill its cache first, and leaves the cache to others. What is cached is told by
+cachestat or mincore: a read with RWF_NOWAIT would tell too, but it makes the kernel read ahead, and the disk read
+everything twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from typing_extensions import override
+
+from casckpt.storage.base import BLOCK, Reader, ShortObject
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.failures import reporting
+from casckpt.storage.local.syscalls import Lacking, cached_pages
+
+_MAX_BUFFERS = 1024  # IOV_MAX of Linux
+_LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
+_BOUNCE = 8 << 20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_MOST = 0.75  # of a file's pages: with so many in the cache, it is read from there
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_thread = threading.local()
+
+
+class LocalReader(Reader):
+    """One open file, read at any offset by any number of threads.
+
+    ``shared``: others read it too, so it goes through the page cache, whatever that holds.
+    """
+
+    def __init__(
+        self, fd: int, size: int, key: str, path: Path, counts: IoCounts, *, shared: bool = False
+    ) -> None:  # fmt: skip
+        self._fd = fd
+        self._size = size
+        self._key = key
+        self._path = path
+        self._counts = counts
+        # the same file opened around the cache; -1 where that cannot or shall not be, None where it is not known yet
+        self._direct: int | None = -1 if shared else None
+        self._cached: bool | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Size in bytes when the file was opened."""
+        return self._size
+
+    @property
+    def is_cached(self) -> bool:
+        """Does the page cache hold most of it? Asked once."""
+        if self._cached is None:
+            self._cached = is_cached(self._fd, self._size)
+        return self._cached
+
+    @override
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        pending = [buffer for buffer in buffers if buffer.nbytes]
+        total = sum(buffer.nbytes for buffer in pending)
+        self._counts.add(requests=1, reads=1)
+        with reporting("read", self._path):
+            if total >= _LARGE and self._direct_fd() >= 0:
+                self._read_direct(offset, pending)
+            else:
+                self._fill(offset, pending)
+        self._counts.add(bytes_read=total)
+
+    def read_all(self) -> bytes:
+        """Read the whole file, not counted as a request of its own."""
+        data = bytearray(self._size)
+        with reporting("read", self._path):
+            self._fill(0, [memoryview(data)] if data else [])
+        return bytes(data)
+
+    def _direct_fd(self) -> int:
+        """Open the file around the cache, once for each file; -1 if it is cached, or cannot be opened so."""
+        with self._lock:
+            if self._direct is None:
+                self._direct = -1
+                if _DIRECT and not self.is_cached:
+                    with suppress(OSError):  # the file system, or the platform, has no such thing
+                        self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+            return self._direct
+
+    def _read_direct(self, offset: int, buffers: list[memoryview]) -> None:
+        bounce = _bounce_buffer()
+        while buffers:
+            start = offset - offset % BLOCK
+            wanted = offset - start + sum(buffer.nbytes for buffer in buffers)
+            count = os.preadv(self._direct_fd(), [bounce[: min(-(-wanted // BLOCK) * BLOCK, len(bounce))]], start)
+            held = min(count, wanted) - (offset - start)
+            if held <= 0:
+                raise ShortObject(self._key, os.fstat(self._fd).st_size)
+            _scatter(bounce[offset - start : offset - start + held], buffers)
+            buffers = _rest(buffers, held)
+            offset += held
+
+    def _fill(self, offset: int, buffers: list[memoryview]) -> None:
+        """Fill all of ``buffers``, however short the reads are."""
+        while buffers:
+            count = os.preadv(self._fd, buffers[:_MAX_BUFFERS], offset)
+            if count == 0:
+                raise ShortObject(self._key, os.fstat(self._fd).st_size)
+            offset += count
+            buffers = _rest(buffers, count)
+
+    def close(self) -> None:
+        """Close the file. Harmless when done twice."""
+        for fd in (self._fd, -1 if self._direct is None else self._direct):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct = -1
+
+    def __enter__(self) -> LocalReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_cached(fd: int, size: int) -> bool:
+    """Tell whether the page cache holds most of a file; True also where the system does not say."""
+    if size == 0:
+        return True
+    with suppress(Lacking):
+        return cached_pages(fd, size) >= _MOST * -(-size // mmap.PAGESIZE)
+    return _is_resident(fd, size)
+
+
+def _is_resident(fd: int, size: int) -> bool:
+    """Tell the same by a map of the file, which takes ten times as long."""
+    import numpy as np
+
+    if not hasattr(_LIBC, "mincore"):
+        return True
+    try:
+        with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+            pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
+            view = np.frombuffer(mapped, dtype=np.uint8)
+            failed = _LIBC.mincore(
+                ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(pages.ctypes.data)
+            )
+            del view  # or the map could not be closed
+    except OSError:
+        return True
+    return bool(failed) or float((pages & 1).mean()) >= _MOST
+
+
+def _bounce_buffer() -> memoryview:
+    """Return this thread's own aligned buffer; it goes with the thread."""
+    found: AlignedBuffer | None = getattr(_thread, "buffer", None)
+    if found is None:
+        found = _thread.buffer = AlignedBuffer(_BOUNCE + BLOCK)
+    return found.view
+
+
+def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copy ``data`` into the buffers, one after the other, without holding up other threads."""
+    import numpy as np
+
+    source, at = np.frombuffer(data, dtype=np.uint8), 0
+    for buffer in buffers:
+        count = min(buffer.nbytes, len(source) - at)
+        if not count:
+            return
+        np.copyto(np.frombuffer(buffer, dtype=np.uint8, count=count), source[at : at + count])
+        at += count
+
+
+def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left to fill of ``buffers`` after ``count`` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < buffer.nbytes:
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= buffer.nbytes
+    return []

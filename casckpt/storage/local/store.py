@@ -1,0 +1,278 @@
+"""A storage in a local folder: one read-only file for each object, named by its key.
+
+What a key names is written whole and made durable before it gets its name (`casckpt.storage.local.newfile`), so a
+process or a machine that dies at any instant leaves an object or none.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from typing_extensions import override
+
+from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.lazy import cached_property
+from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Traits
+from casckpt.storage.buffers import plain_bytes
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.failures import reporting
+from casckpt.storage.local.folders import Folders, misplaced
+from casckpt.storage.local.mounts import stale_listings
+from casckpt.storage.local.newfile import FileMaker, is_temporary
+from casckpt.storage.local.reader import LocalReader
+from casckpt.storage.names import split_folder, split_key
+
+_ATTEMPTS = 16  # to put into a folder that somebody else keeps removing
+# Non-blocking, or opening a fifo that somebody left in the store would wait for ever.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+UPLOADS = 4  # while some wait for the disk, others copy and hash
+
+
+class LocalStore(ObjectStore):
+    """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
+
+    Every failure of the file system is a `StorageError` that names the path and says what to do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self.counts = IoCounts()
+        self._files = FileMaker(self.counts)
+        self._folders = Folders(self.path, self.counts)
+
+    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
+        return LocalStore, (str(self.path),)
+
+    def __repr__(self) -> str:
+        return f"LocalStore({str(self.path)!r})"
+
+    @property
+    def url(self) -> str:
+        """The absolute path."""
+        return str(self.path)
+
+    @cached_property
+    def traits(self) -> Traits:
+        """A gap of 128 KiB takes about as long to read as another request."""
+        return Traits(
+            remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path),
+            uploads=UPLOADS,
+        )  # fmt: skip
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `casckpt.storage.base.ObjectStore`.
+
+        Fastest for data of 1 MiB and more that starts at a page (`casckpt.storage.buffers.AlignedBuffer`).
+        """
+        folder, name = split_key(key)
+        view = plain_bytes(data)
+        self.counts.add(requests=1)
+
+        def create(fd: int) -> None:
+            taken = _exists(fd, name)  # saves writing in vain; what decides is the exclusive name
+            if not taken:
+                try:
+                    self._files.create(fd, name, view)
+                except FileExistsError:
+                    taken = True
+            if settle:  # also where it is taken: it may be ours, by a put that failed right before this
+                self._folders.settle(fd, folder)
+            if taken:
+                raise AlreadyExists(key)
+
+        self._in_folder(folder, key, create)
+        self.counts.add(puts=1)
+
+    @override
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        folder, name = split_key(key)
+        view = plain_bytes(data)
+        self.counts.add(requests=1)
+
+        def create(fd: int) -> None:
+            self._files.replace(fd, name, view)
+            self._folders.settle(fd, folder)
+
+        self._in_folder(folder, key, create)
+        self.counts.add(puts=1)
+
+    def settle(self, folder: str) -> None:
+        """See `casckpt.storage.base.ObjectStore`. A folder that is not there has no names to settle."""
+        self.counts.add(requests=1)
+        with (
+            reporting("make durable", self.path / folder),
+            suppress(FileNotFoundError),
+            self._folders.open(folder) as fd,
+        ):
+            self._folders.settle(fd, folder)
+
+    @override
+    def get(self, key: str, *, limit: int) -> bytes:
+        self.counts.add(requests=1, reads=1)
+        with self._open(key) as reader:
+            if reader.size > limit:
+                raise Refused(f"{self.path / key} has {reader.size} bytes where at most {limit} are allowed")
+            data = reader.read_all()
+        self.counts.add(bytes_read=len(data))
+        return data
+
+    @override
+    def open(self, key: str, *, shared: bool = False) -> LocalReader:
+        self.counts.add(requests=1)
+        return self._open(key, shared=shared)
+
+    @override
+    def size(self, key: str) -> int | None:
+        self.counts.add(requests=1)
+        folder, name = split_key(key)
+        path = self.path / key
+        with reporting("look at", path):
+            try:
+                with self._folders.open(folder) as above:
+                    found = os.stat(name, dir_fd=above, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
+        if not stat.S_ISREG(found.st_mode):
+            raise misplaced(found.st_mode, path)
+        return found.st_size
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        """See `casckpt.storage.base.ObjectStore`. Each folder is read at once, when the listing comes to it."""
+        self.counts.add(requests=1)
+        start = prefix.rpartition("/")[0]
+        pending = [start]
+        while pending:
+            folder = pending.pop()
+            files, folders = _scan(self._folders, folder)
+            if folder == start:
+                files = [entry for entry in files if entry.key.startswith(prefix)]
+                folders = [key for key in folders if key.startswith(prefix)]
+            for key in folders:
+                if known is not None and known(key) is not None:
+                    raise misplaced(stat.S_IFDIR, self.path / key)
+            pending += folders
+            yield from files
+
+    @override
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+        self.counts.add(requests=1)
+        split_folder(folder)
+        return _scan(self._folders, folder)
+
+    @override
+    def delete(self, key: str) -> None:
+        self.counts.add(requests=1)
+        folder, name = split_key(key)
+        with reporting("delete", self.path / key), suppress(FileNotFoundError), self._folders.open(folder) as above:
+            os.unlink(name, dir_fd=above)
+
+    @override
+    def sweep(self, folder: str, *, below: bool = False) -> int:
+        self.counts.add(requests=1)
+        deeper = _scan(self._folders, folder)[1] if below else []
+        freed = sum(self.sweep(one, below=True) for one in deeper)
+        with reporting("sweep", self.path / folder):
+            with suppress(FileNotFoundError), self._folders.open(folder) as fd:
+                freed = sum(_remove(fd, name) for name in os.listdir(fd) if is_temporary(name))
+            self._folders.remove(folder)
+        return freed
+
+    def examine(self) -> Iterator[Finding]:
+        """Return what the mount says of listings."""
+        stale = self.traits.stale
+        found = stale or "no attributes of files are cached that other hosts may have changed"
+        yield Finding("mount", not stale, found, "gc is refused here until then" if stale else "")
+
+    def _open(self, key: str, *, shared: bool = False) -> LocalReader:
+        folder, name = split_key(key)
+        path = self.path / key
+        with reporting("open", path):
+            try:
+                with self._folders.open(folder) as above:
+                    fd = _open_file(above, name, path)
+            except FileNotFoundError:
+                raise NotFound(f"object {key} is not in {self.url}: it was deleted, or never written") from None
+        return LocalReader(fd, os.fstat(fd).st_size, key, path, self.counts, shared=shared)
+
+    def _in_folder(self, folder: str, key: str, act: Callable[[int], None]) -> None:
+        """Call ``act`` with the folder open; again where somebody sweeps the folder meanwhile."""
+        path = self.path / key
+        with reporting("write", path):
+            for _ in range(_ATTEMPTS):
+                with suppress(FileNotFoundError), self._folders.open(folder, create=True) as fd:
+                    return act(fd)
+        raise StorageError(
+            f"cannot write {path}: its folder cannot be made, or was removed again and again; see why, and try again"
+        )
+
+
+def _scan(folders: Folders, folder: str) -> tuple[list[ListedObject], list[str]]:
+    """List the objects in a folder, and the keys of the folders in it; nothing if it is not there."""
+    files: list[ListedObject] = []
+    deeper: list[str] = []
+    with (
+        reporting("list", folders.root / folder),
+        suppress(FileNotFoundError),
+        folders.open(folder) as fd,
+        os.scandir(fd) as found,
+    ):
+        for item in found:
+            key = f"{folder}/{item.name}" if folder else item.name
+            if item.name.startswith("."):
+                continue
+            if item.is_dir(follow_symlinks=False):
+                deeper.append(key)
+            elif entry := _entry(item, key, folders.root):
+                files.append(entry)
+    return files, deeper
+
+
+def _entry(item: os.DirEntry[str], key: str, root: Path) -> ListedObject | None:
+    """Return an object of a listing; None for what was deleted meanwhile."""
+    try:
+        status = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        raise misplaced(status.st_mode, root / key)
+    return ListedObject(key, status.st_size, f"{status.st_ino} {status.st_ctime_ns}")
+
+
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _open_file(folder: int, name: str, path: Path) -> int:
+    try:
+        fd = os.open(name, _READ, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise misplaced(stat.S_IFLNK, path) from error
+        if error.errno == errno.ENXIO:
+            raise misplaced(stat.S_IFSOCK, path) from error
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise misplaced(mode, path)
+    return fd
+
+
+def _remove(folder: int, name: str) -> int:
+    """Remove a leftover; bytes freed."""
+    with suppress(FileNotFoundError):
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        os.unlink(name, dir_fd=folder)
+        return status.st_size if status.st_nlink == 1 else 0
+    return 0

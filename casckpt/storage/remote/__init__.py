@@ -1,0 +1,1 @@
+"""Objects behind a network: buckets of S3, and whatever else fsspec knows."""

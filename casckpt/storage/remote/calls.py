@@ -1,0 +1,187 @@
+"""Methods of fsspec's file systems that all end, whatever a server does, and read no more of it than was wanted."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+from urllib.parse import urljoin
+
+from typing_extensions import override
+
+from casckpt.errors import Refused
+from casckpt.storage.remote.bodies import read_whole
+from casckpt.storage.remote.loop import Loop
+from casckpt.storage.remote.patience import Patience, PatientRequest, asking, moved
+
+WEB: Final = frozenset({"http", "https"})
+_ON_AIOHTTP: Final = WEB | {"gs", "gcs"}  # Azure's client has timeouts of its own
+_CONNECT, _LATER = 10.0, 5.0  # seconds; the client's own timeout comes after ours, which knows what to say
+_PAGE: Final = 64 << 20  # bytes of a page that lists a folder
+_DEEPEST = 16  # folders in folders
+_CHUNK = 1 << 20
+_LINK: Final = re.compile(r"""href\s{0,9}=\s{0,9}["']?([^"'<>\s]{1,4096})""", re.IGNORECASE)
+
+
+def calls_of(fs: Any, scheme: str, patience: Patience) -> Calls:
+    """Return the calls of a file system of this kind of URL."""
+    return WebCalls(fs, patience) if scheme in WEB else Calls(fs, patience)
+
+
+def with_timeouts(scheme: str, options: Mapping[str, Any], patience: Patience) -> Mapping[str, Any]:
+    """Return the options of a file system whose client would wait for longer than we do, and go on behind our back."""
+    if scheme not in _ON_AIOHTTP:
+        return options
+    from aiohttp import ClientTimeout
+
+    if scheme not in WEB:  # it tries again by itself, so what it waits for is a request
+        timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request)
+        return {"requests_timeout": timeout, **options}
+    timeout = ClientTimeout(total=None, sock_connect=_CONNECT, sock_read=patience.request + _LATER)
+    return {**options, "client_kwargs": {"timeout": timeout, **options.get("client_kwargs", {})}}
+
+
+class Calls:
+    """Of a file system that tries again by itself: what it is asked may take as long as a call."""
+
+    def __init__(self, fs: Any, patience: Patience) -> None:
+        self.fs = fs
+        self._patience = replace(patience, request=patience.call)
+        self._loop = Loop(fs.loop, self._patience) if fs.async_impl else None
+
+    def __call__(self, method: str, *arguments: Any, nbytes: int = 0, **options: Any) -> Any:  # as fsspec's take them
+        """Call a method. ``nbytes``: that it moves; they may take their time. Raises TimeoutError."""
+        if self._loop is not None:
+            return self._loop.run(getattr(self.fs, f"_{method}")(*arguments, **options), nbytes)
+        with asking(self._patience, nbytes) as one:
+            return _in_thread(lambda: getattr(self.fs, method)(*arguments, **options), one)
+
+    def read(self, path: str, size: int) -> bytes:
+        """Read a whole file of this size."""
+        data: bytes = self("cat_file", path, nbytes=size)
+        return data
+
+    def part(self, path: str, start: int, end: int) -> bytes:
+        """Read bytes of a file; fewer where it ends before."""
+        data: bytes = self("cat_file", path, start=start, end=end, nbytes=end - start)
+        return data
+
+    def fetch(self, path: str, target: Path, size: int) -> None:
+        """Copy a file of this size."""
+        self("get_file", path, str(target), nbytes=size)
+
+    def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        """Find all files in a folder and below, and what is known of each."""
+        found = self("find", folder, detail=True)
+        if found and not isinstance(found, dict):  # adlfs: an object of that name hides what is below it
+            raise Refused(f"{folder} is an object where a folder of the store belongs: move it out of the store")
+        return found or {}
+
+
+class WebCalls(Calls):
+    """Of a web server: fsspec's session, but answers are read here, as they arrive, and no more than is wanted."""
+
+    def __init__(self, fs: Any, patience: Patience) -> None:
+        super().__init__(fs, patience)
+        self._web = self._loop = Loop(fs.loop, patience)  # nothing is tried again by itself here
+
+    @override
+    def read(self, path: str, size: int) -> bytes:
+        return self._web.run(self._whole(path, size))
+
+    @override
+    def part(self, path: str, start: int, end: int) -> bytes:
+        return self._web.run(self._part(path, start, end)) if end > start else b""
+
+    @override
+    def fetch(self, path: str, target: Path, size: int) -> None:
+        with target.open("wb") as file:
+            self._web.run(self._fetch(path, file, size))
+
+    def find(self, folder: str) -> Mapping[str, Mapping[str, Any]]:
+        """See `Calls`: what pages link to, from that of the folder down. Their sizes are not known."""
+        found: dict[str, Mapping[str, Any]] = {}
+        pending = [f"{folder.rstrip('/')}/"]
+        while pending:
+            page = pending.pop()
+            for link in self._links(page):
+                if not link.endswith("/"):
+                    found[link] = {"name": link, "size": None, "type": "file"}
+                elif link.count("/") <= folder.count("/") + _DEEPEST:
+                    pending.append(link)
+        return found
+
+    def _links(self, page: str) -> set[str]:
+        """Return the files and folders right below a page."""
+        try:
+            html = self._web.run(self._page(page))
+        except FileNotFoundError:
+            return set()
+        links = {urljoin(page, unescape(found[1])) for found in _LINK.finditer(html.decode(errors="replace"))}
+        return {link for link in links if _is_below(page, link)}
+
+    async def _page(self, url: str) -> bytes:
+        async with self._answer(url) as answer:
+            kind = answer.headers.get("Content-Type", "text/html").partition(";")[0]
+            return await read_whole(answer.content, _PAGE, f"the page {url}") if kind == "text/html" else b""
+
+    async def _whole(self, url: str, size: int) -> bytes:
+        async with self._answer(url) as answer:
+            return await read_whole(answer.content, size, url)
+
+    async def _part(self, url: str, start: int, end: int) -> bytes:
+        async with self._answer(url, Range=f"bytes={start}-{end - 1}") as answer:
+            skip, data = (start if answer.status == 200 else 0), bytearray()  # some servers know no ranges
+            while len(data) < end - start and (chunk := await answer.content.read(_CHUNK)):
+                moved(len(chunk))
+                data += chunk[skip:]
+                skip = max(0, skip - len(chunk))
+            return bytes(data[: end - start])
+
+    async def _fetch(self, url: str, file: BinaryIO, size: int) -> None:
+        async with self._answer(url) as answer:
+            while chunk := await answer.content.read(_CHUNK):
+                moved(len(chunk))
+                if file.tell() + len(chunk) > size:
+                    raise Refused(f"{url} is longer than the {size} bytes that the server has told; try again")
+                file.write(chunk)
+
+    @asynccontextmanager
+    async def _answer(self, url: str, **headers: str) -> AsyncIterator[Any]:
+        session = await self.fs.set_session()
+        options = {**self.fs.kwargs, "headers": {**self.fs.kwargs.get("headers", {}), **headers}}
+        async with session.get(self.fs.encode_url(url), **options) as answer:
+            if answer.status in (404, 410):
+                raise FileNotFoundError(url)
+            answer.raise_for_status()
+            yield answer
+
+
+def _is_below(page: str, link: str) -> bool:
+    name = link[len(page) :].removesuffix("/")
+    return link.startswith(page) and name not in ("", ".", "..") and not set("/?#") & set(name)
+
+
+def _in_thread(call: Callable[[], Any], one: PatientRequest) -> Any:
+    """Call in a thread. What is given up goes on there, for there is no way to end it; nobody hears of it any more."""
+    found: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            found.set_exception(error)
+
+    threading.Thread(target=work, name="casckpt-fsspec", daemon=True).start()
+    try:
+        return found.result(max(one.left, 0.0))
+    except TimeoutError as error:
+        if found.done():
+            raise
+        raise TimeoutError(one.why) from error

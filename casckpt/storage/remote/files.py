@@ -1,0 +1,116 @@
+"""Files of other programs behind a URL, through fsspec; and folders of files put there."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from fsspec.core import url_to_fs
+
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsupported
+from casckpt.storage.files import check_size, checked
+from casckpt.storage.remote.calls import calls_of, with_timeouts
+from casckpt.storage.remote.patience import Patience
+
+
+class RemoteFiles:
+    """`casckpt.storage.files.Files` below a URL. Credentials come from where fsspec's client finds them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        scheme, patience = self.url.partition("://")[0].lower(), Patience()
+        try:
+            self._fs, root = url_to_fs(self.url, **with_timeouts(scheme, {}, patience))
+        except (ImportError, ValueError) as error:
+            raise Unsupported(f"{self.url} cannot be opened: {error}") from error
+        self._ask = calls_of(self._fs, scheme, patience)
+        self._root = root.rstrip("/")
+
+    @contextmanager
+    def _reporting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except CasckptError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"there is no {name} at {self.url}; get the whole folder") from error
+        except Exception as error:  # each implementation of fsspec has errors of its own
+            raise StorageError(f"{self.url}: {name}: {type(error).__name__}: {error}; try again") from error
+
+    def is_file(self) -> bool:
+        """Tell whether the URL itself names a file."""
+        with self._reporting("file"):
+            return bool(self._ask("isfile", self._root))
+
+    def names(self) -> Sequence[str]:
+        """See `casckpt.storage.files.Files`."""
+        with self._reporting("folder"):
+            return sorted(path.removeprefix(self._root).lstrip("/") for path in self._ask.find(self._root))
+
+    def size(self, name: str) -> int:
+        """See `casckpt.storage.files.Files`."""
+        with self._reporting(name):
+            return self._size(self._path(name))
+
+    def read(self, name: str) -> bytes:
+        """See `casckpt.storage.files.Files`."""
+        size = self.size(name)
+        check_size(name, size)
+        with self._reporting(name):
+            return bytes(self._ask.read(self._path(name), size))
+
+    def part(self, name: str, offset: int, nbytes: int) -> BinaryIO:
+        """See `casckpt.storage.files.Files`."""
+        with self._reporting(name):
+            return io.BytesIO(self._ask.part(self._path(name), offset, offset + nbytes))
+
+    def below(self, folder: str) -> RemoteFiles:
+        """See `casckpt.storage.files.Files`."""
+        return RemoteFiles(f"{self.url}/{checked(folder)}")
+
+    def fetch(self, folder: Path) -> Path:
+        """Copy all of it below ``folder``: the path of the file, or of a folder, that is a copy of the URL."""
+        target = folder / checked(self._root.rpartition("/")[2])
+        if self.is_file():
+            with self._reporting(target.name):
+                self._ask.fetch(self._root, target, self._size(self._root))
+            return target
+        names = self.names()
+        if not names:
+            raise NotFound(f"there is nothing at {self.url}; give the URL of a file or folder")
+        for name in names:
+            path = target / checked(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self._reporting(name):
+                self._ask.fetch(self._path(name), path, self._size(self._path(name)))
+        return target
+
+    def check_free(self, *, force: bool) -> None:
+        """Raise Conflict if something is there, unless ``force``: then files of the same name are replaced."""
+        with self._reporting("folder"):
+            taken = self._ask("exists", self._root) and bool(self._ask.find(self._root))
+        if taken and not force:
+            raise Conflict(f"{self.url} is there already; give another URL, or --force to write over it")
+
+    def put(self, source: Path, *, last: Sequence[str] = ()) -> None:
+        """Copy a file, or all files of a folder, to the URL; those named ``last`` at the end."""
+        if source.is_file():
+            self._put_file(source, self._root)
+            return
+        names = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+        for name in sorted(names, key=lambda name: (name in last, name)):
+            self._put_file(source / name, self._path(name))
+
+    def _put_file(self, source: Path, target: str) -> None:
+        with self._reporting(target):
+            self._ask("makedirs", target.rpartition("/")[0], exist_ok=True)
+            self._ask("put_file", str(source), target, nbytes=source.stat().st_size)
+
+    def _size(self, path: str) -> int:
+        return int(self._ask("size", path))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{checked(name)}"

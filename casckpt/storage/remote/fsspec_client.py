@@ -1,0 +1,213 @@
+"""Objects of any storage that fsspec knows, through its plain methods."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from fsspec.core import url_to_fs
+
+from casckpt.errors import NotFound, Refused, Unsupported
+from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
+from casckpt.storage.failures import in_one_line
+from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
+from casckpt.storage.remote.client import ExplainedFailure
+from casckpt.storage.remote.patience import Patience
+
+_LONGEST = 300  # characters of what an error says: some hold whole answers
+_TRANSIENT: Final = frozenset({408, 409, 425, 429})
+_MISSING = "there is no such bucket or container: create it first, or correct the URL"
+_DENIED = "check the credentials in storage_options, and what they allow"
+# Those whose pipe_file(mode="create") is one request that the server refuses, and whose clients try again themselves.
+# fsspec's own looks first and writes then, so that two can win; with these a probe decides.
+_ATOMIC: Final = frozenset({"gs", "gcs", "az", "abfs", "abfss"})
+_KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")  # all that stands in a store
+
+
+class FsspecClient:
+    """`casckpt.storage.remote.client.Client` of the folder that ``url`` names."""
+
+    failures: tuple[type[Exception], ...] = (Exception,)  # each implementation has its own
+
+    def __init__(self, url: str, options: Mapping[str, Any], patience: Patience = Patience()) -> None:  # noqa: B008 - frozen
+        self.patience = patience
+        self._scheme = url.partition("://")[0]
+        self._fs, root = url_to_fs(url, **with_timeouts(self._scheme, options, patience))
+        self._ask = calls_of(self._fs, self._scheme, patience)
+        self._root = root.rstrip("/")
+        self._listing = threading.Lock()
+        self.exclusive: bool | None = None if self._scheme in _ATOMIC else False
+        self.read_only = self._scheme in WEB
+
+    def explain(self, error: Exception) -> ExplainedFailure:
+        """See `casckpt.storage.remote.client.Client`."""
+        line, status = in_one_line(error)[:_LONGEST], _status(error)
+        if isinstance(error, FileNotFoundError) or status == 404:  # that an object is not there is told before
+            return ExplainedFailure(f"{line}; {_MISSING}", kind=NotFound)
+        if isinstance(error, PermissionError) or status in (401, 403):
+            return ExplainedFailure(f"{line}; {_DENIED}")
+        if isinstance(error, NotImplementedError | ImportError | TypeError):
+            return ExplainedFailure(f"{line}; this kind of storage cannot do that", kind=Unsupported)
+        # those clients have tried it again themselves, with long pauses
+        again = self._scheme not in _ATOMIC and (not 400 <= status < 500 or status in _TRANSIENT)
+        return ExplainedFailure(f"{line}; check the network and the storage_options, and try again", again=again)
+
+    def create(self, key: str, data: memoryview, put_id: str) -> None:
+        """See `casckpt.storage.remote.client.Client`."""
+        self._write(key, data, mode="create")
+
+    def put(self, key: str, data: memoryview, put_id: str) -> None:
+        """See `casckpt.storage.remote.client.Client`."""
+        self._write(key, data, mode="overwrite")
+
+    def put_id(self, key: str) -> str | None:
+        """See `casckpt.storage.remote.client.Client`."""
+        return None
+
+    def _write(self, key: str, data: memoryview, mode: str) -> None:
+        if self.read_only:
+            raise Unsupported(f"{self._scheme}:// storages can only be read; save to another store")
+        path = self._path(key)
+        if self._scheme not in _ATOMIC:  # those have no folders
+            self._ask("makedirs", path.rpartition("/")[0], exist_ok=True)
+        try:
+            self._ask("pipe_file", path, bytes(data), mode=mode, nbytes=data.nbytes)
+        except FileExistsError as error:
+            raise AlreadyExists(key) from error
+
+    def get(self, key: str, limit: int) -> bytes:
+        """See `casckpt.storage.remote.client.Client`."""
+        size = self.size(key)
+        if size is None:
+            raise NotFound(f"object {key} is not in {self._root}: it was deleted, or never written", key=key)
+        if size > limit:
+            raise Refused(f"object {key} in {self._root} has {size} bytes where at most {limit} are allowed")
+        return self._ask.read(self._path(key), size)
+
+    def open(self, key: str) -> FsspecObject:
+        """See `casckpt.storage.remote.client.Client`."""
+        return FsspecObject(self, key)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.remote.client.Client`."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._ask("info", self._path(key))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(why := error.__cause__, Exception) and not _is_absence(why):
+                raise why from None  # of a web server fsspec says so whatever went wrong
+            return None
+        if found["type"] != "file":
+            return None
+        if found["size"] is None:
+            raise Unsupported(f"the server does not say how long {self._path(key)} is: it cannot be used")
+        return int(found["size"])
+
+    def read(self, key: str, offset: int, end: int) -> bytes:
+        """Read bytes of an object. Raises FileNotFoundError."""
+        return self._ask.part(self._path(key), offset, end)
+
+    def page(self, prefix: str, after: str | None) -> tuple[list[ListedObject], str | None]:
+        """See `casckpt.storage.remote.client.Client`: all at once."""
+        folder = prefix.rpartition("/")[0]
+        with self._listing:  # the cache is of the whole file system
+            self._fs.invalidate_cache()
+            path = self._path(folder) if folder else self._root
+            found = self._ask.find(path)
+        entries = [self._entry(path, about) for path, about in found.items()]
+        return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
+
+    def folder_page(self, folder: str, after: str | None) -> tuple[list[ListedObject], list[str], str | None]:
+        """See `casckpt.storage.remote.client.Client`: all at once."""
+        if self.read_only:
+            entries, _ = self.page(f"{folder}/", None)
+            depth = folder.count("/") + 1
+            deeper = {"/".join(one.key.split("/")[: depth + 1]) for one in entries if one.key.count("/") > depth}
+            return [one for one in entries if one.key.count("/") == depth], sorted(deeper), None
+        with self._listing:
+            self._fs.invalidate_cache()
+            try:
+                found = self._ask("ls", self._path(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return [], [], None
+        below = {one["name"].rstrip("/"): one for one in found if one["name"].startswith(f"{self._path(folder)}/")}
+        files = [self._entry(name, one) for name, one in below.items() if one["type"] == "file"]
+        names = [name.removeprefix(f"{self._root}/") for name, one in below.items() if one["type"] == "directory"]
+        return [entry for entry in files if entry is not None], names, None
+
+    def _entry(self, path: str, about: Mapping[str, Any]) -> ListedObject | None:
+        key = path.removeprefix(self._root).removeprefix("/")
+        if about.get("type") == "directory" or not _KEY.fullmatch(key):
+            return None
+        size = about.get("size")
+        if size is None:  # a listing of links
+            size = self.size(key)
+        return None if size is None else ListedObject(key, int(size), _version(about))
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.remote.client.Client`."""
+        if self.read_only:
+            raise Unsupported(f"{self._scheme}:// storages can only be read; nothing can be deleted there")
+        try:
+            self._ask("rm_file", self._path(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+
+    def examine(self) -> Iterator[Finding]:
+        """Yield nothing: the settings are known of few storages."""
+        return iter(())
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+
+class FsspecObject:
+    """`casckpt.storage.remote.client.Ranged`."""
+
+    def __init__(self, client: FsspecClient, key: str) -> None:
+        self._client, self._key = client, key
+        self._size: int | None = None
+
+    def size(self) -> int:
+        """See `casckpt.storage.remote.client.Ranged`."""
+        if self._size is None:
+            self._size = self._client.size(self._key)
+        if self._size is None:
+            raise NotFound(f"object {self._key} was deleted, or never written", key=self._key)
+        return self._size
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.remote.client.Ranged`."""
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        if self.size() < end:
+            raise ShortObject(self._key, self.size())
+        try:
+            data = memoryview(self._client.read(self._key, offset, end))
+        except FileNotFoundError as error:
+            raise NotFound(f"object {self._key} was deleted, or never written", key=self._key) from error
+        if len(data) != end - offset:
+            raise ShortObject(self._key, offset + len(data))
+        for buffer in buffers:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]
+
+
+def _version(about: Mapping[str, Any]) -> str:
+    """Return the version of an object in a listing; see `casckpt.storage.base.ListedObject`."""
+    told = (about.get(name) for name in ("ETag", "etag", "generation", "md5Hash", "mtime", "last_modified"))
+    return " ".join(str(one) for one in told if one is not None)
+
+
+def _is_absence(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or _status(error) in (404, 410)
+
+
+def _status(error: Exception) -> int:
+    """Return the HTTP status that an error of some client tells, 0 if none."""
+    for name in ("status_code", "status", "code"):  # of Azure, aiohttp, gcsfs
+        value = getattr(error, name, None)
+        if isinstance(value, int):
+            return value
+    return 0

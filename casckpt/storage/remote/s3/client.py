@@ -1,0 +1,361 @@
+"""Objects in a bucket of S3, or of a server that speaks its protocol, through the client of s3fs.
+
+s3fs finds credentials and regions, and keeps the connections; what is sent is decided here, because its own methods
+switch to uploads in parts by themselves (of which several may win the race for one name) and drop parameters that an
+old client does not know (such as the condition that makes a put create only).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from http.client import HTTPMessage
+from typing import Any
+
+from botocore.endpoint import EndpointCreator
+from botocore.exceptions import BotoCoreError, ClientError, ResponseStreamingError
+from s3fs import S3FileSystem
+
+from casckpt.errors import NotFound, Refused, StorageError, Unsupported
+from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
+from casckpt.storage.remote.bodies import read_whole
+from casckpt.storage.remote.client import ExplainedFailure
+from casckpt.storage.remote.loop import Loop
+from casckpt.storage.remote.patience import Patience, moved
+from casckpt.storage.remote.s3.body import PutBody
+from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
+from casckpt.storage.remote.s3.errors import FAILURES, explain, size_from, status_of
+from casckpt.storage.remote.s3.facts import examine
+from casckpt.storage.remote.s3.session import Session
+
+log = logging.getLogger(__name__)
+_CHUNK = 1 << 20
+PAGE = 1000  # as many as a server gives
+# The client would try again by itself, and a put that it repeats is refused because of the first one. So it is told
+# not to, and `RemoteStore`, which knows that, repeats.
+_CONFIG: Mapping[str, Any] = {
+    "max_pool_connections": 64,
+    "connect_timeout": 10,
+    "retries": {"total_max_attempts": 1},
+    "http_session_cls": Session,
+}
+_LATER = 5.0  # seconds
+_PUT_ID = "casckpt-put"
+_TEXTS = ("key", "secret", "token")  # the command line takes one that is all digits for a number
+
+
+class S3Client:
+    """`casckpt.storage.remote.client.Client` of one bucket; keys lie under ``prefix`` ("" or ending in a slash).
+
+    Raises TypeError or ValueError for ``options`` that cannot be used.
+    """
+
+    exclusive: bool | None = None  # some servers ignore the condition without a word
+    read_only = False
+    failures = FAILURES
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        options: Mapping[str, Any],
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+    ) -> None:
+        given = options.get("config_kwargs", {})
+        self.patience = replace(patience, request=float(given.get("read_timeout", patience.request)))
+        # the client's own timeout comes after ours, which knows what to say
+        config = {**_CONFIG, **given, "read_timeout": self.patience.request + _LATER}
+        secrets = {name: str(options[name]) for name in _TEXTS if options.get(name) is not None}
+        self.bucket, self.prefix = bucket, prefix
+        # one of our own: an instance that s3fs made earlier has the credentials and the endpoint of that time
+        ours = {"config_kwargs": config, "use_listings_cache": False, "skip_instance_cache": True}
+        self._fs = S3FileSystem(**{**options, **secrets, **ours})
+        self.run = Loop(self._fs.loop, self.patience).run
+        try:  # what is wrong with the options shows here; nothing is asked yet, but it may take a while to begin
+            client = Loop(self._fs.loop, Patience()).run(self._fs.set_session())
+            self.direct = self._direct(client.meta.endpoint_url, given, options.get("client_kwargs") or {})
+        except BotoCoreError as error:
+            raise ValueError(explain(error).why) from error
+
+    def _direct(self, endpoint: str, config: Mapping[str, Any], client: Mapping[str, Any]) -> DirectReads | None:
+        """Prepare ranged reads past the client, where that reaches the same server in the same way."""
+        if not can_reach(endpoint, config):
+            return None
+        # the client's own rule, in which the environment has a say; nobody promised that it stays
+        rule = getattr(EndpointCreator(None), "_get_verify_value", None)
+        if rule is None:
+            return None
+        verify = client.get("verify")
+        if verify is None:
+            verify = self._fs.session.get_config_variable("ca_bundle")
+        return DirectReads(
+            float(config.get("connect_timeout", _CONFIG["connect_timeout"])), self.patience, rule(verify)
+        )
+
+    def explain(self, error: Exception) -> ExplainedFailure:
+        """See `casckpt.storage.remote.client.Client`."""
+        return explain(error)
+
+    def create(self, key: str, data: memoryview, put_id: str) -> None:
+        """See `casckpt.storage.remote.client.Client`."""
+        try:
+            self._put(key, data, put_id, IfNoneMatch="*")
+        except ClientError as error:
+            if status_of(error) == 412:
+                raise AlreadyExists(key) from error
+            raise
+
+    def put(self, key: str, data: memoryview, put_id: str) -> None:
+        """See `casckpt.storage.remote.client.Client`."""
+        self._put(key, data, put_id)
+
+    def _put(self, key: str, data: memoryview, put_id: str, **condition: str) -> None:
+        self.call("put_object", Key=self.prefix + key, Metadata={_PUT_ID: put_id}, Body=PutBody(data), **condition)
+
+    def put_id(self, key: str) -> str | None:
+        """See `casckpt.storage.remote.client.Client`."""
+        found: str | None = (self._head(key) or {}).get("Metadata", {}).get(_PUT_ID)
+        return found
+
+    def get(self, key: str, limit: int) -> bytes:
+        """See `casckpt.storage.remote.client.Client`."""
+        with self.absence(key):
+            return self.run(self._get(key, limit))
+
+    async def _get(self, key: str, limit: int) -> bytes:
+        answer = await self.send("get_object", Key=self.prefix + key)
+        body = answer["Body"]
+        async with body:  # before aiobotocore 3 that gave another, which reads in another way
+            size = answer.get("ContentLength", 0)
+            if size > limit:
+                raise Refused(f"object {key} in {self._place} has {size} bytes where at most {limit} are allowed")
+            return await read_whole(body, limit, f"object {key} in {self._place}")
+
+    def open(self, key: str) -> S3Object:
+        """See `casckpt.storage.remote.client.Client`."""
+        return S3Object(self, key)
+
+    def size(self, key: str) -> int | None:
+        """See `casckpt.storage.remote.client.Client`."""
+        found = self._head(key)
+        return None if found is None else _length(found)
+
+    def _head(self, key: str) -> Mapping[str, Any] | None:
+        try:
+            found: Mapping[str, Any] = self.call("head_object", Key=self.prefix + key)
+        except ClientError as error:
+            if status_of(error) == 404:
+                return None
+            if status_of(error) in (400, 403):
+                self.call("list_objects_v2", MaxKeys=1)  # its refusal says why; that of a HEAD has no text
+            raise
+        return found
+
+    def page(self, prefix: str, after: str | None) -> tuple[list[ListedObject], str | None]:
+        """See `casckpt.storage.remote.client.Client`."""
+        entries, _, token = self._page(prefix, after)
+        return entries, token
+
+    def folder_page(self, folder: str, after: str | None) -> tuple[list[ListedObject], list[str], str | None]:
+        """See `casckpt.storage.remote.client.Client`."""
+        return self._page(f"{folder}/", after, Delimiter="/")
+
+    def _page(self, prefix: str, after: str | None, **options: str) -> tuple[list[ListedObject], list[str], str | None]:
+        token = {} if after is None else {"ContinuationToken": after}
+        found = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
+        skip = len(self.prefix)
+        entries = [
+            ListedObject(one["Key"][skip:], one["Size"], one.get("ETag", "")) for one in found.get("Contents", ())
+        ]
+        files = [entry for entry in entries if entry.key and not entry.key.endswith("/")]  # no "folders" of others
+        folders = [one["Prefix"][skip:].removesuffix("/") for one in found.get("CommonPrefixes", ())]
+        more = found.get("NextContinuationToken") if found.get("IsTruncated") else None
+        if found.get("IsTruncated") and not more:  # the rest would look as if it had never been
+            raise StorageError(f"the server ends the listing of {prefix!r} early, and does not say how to go on")
+        return files, folders, more
+
+    def delete(self, key: str) -> None:
+        """See `casckpt.storage.remote.client.Client`. In a bucket with versions these too, where that is allowed."""
+        try:
+            answer = self.call("delete_object", Key=self.prefix + key)
+        except ClientError as error:
+            if status_of(error) != 404:
+                raise
+            return
+        if answer.get("DeleteMarker"):
+            self._delete_versions(key)
+
+    def _delete_versions(self, key: str) -> None:
+        """Delete all that a delete only hid. Where it may not be seen or deleted it stays: `examine` says so."""
+        try:
+            found = self.call("list_object_versions", Prefix=self.prefix + key)
+            for one in [*found.get("Versions", ()), *found.get("DeleteMarkers", ())]:  # markers last, or it shows again
+                if one["Key"] == self.prefix + key:
+                    self.call("delete_object", Key=one["Key"], VersionId=one["VersionId"])
+        except ClientError as error:
+            if status_of(error) not in (400, 403, 405, 501):
+                raise
+
+    def examine(self) -> Iterator[Finding]:
+        """See `casckpt.storage.remote.client.Client`."""
+        return examine(self.call, self.prefix)
+
+    # requests
+
+    @contextmanager
+    def absence(self, key: str) -> Iterator[None]:
+        """Say so where the object is not there."""
+        try:
+            yield
+        except ClientError as error:
+            if status_of(error) != 404 or error.response["Error"].get("Code") == "NoSuchBucket":
+                raise
+            message = f"object {key} is not in {self._place}: it was deleted, or never written"
+            raise NotFound(message, key=key) from error
+
+    @property
+    def _place(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def call(self, operation: str, **arguments: Any) -> Any:  # botocore's, which say what each operation takes
+        """Send one request; return the answer."""
+        return self.run(self.send(operation, **arguments))
+
+    async def send(self, operation: str, **arguments: Any) -> Any:  # see `call`
+        """Send one request, with what the options say about all requests. No parameter is dropped in silence."""
+        client = await self._fs.set_session()
+        return await getattr(client, operation)(**self._arguments(client, operation, arguments))
+
+    async def sign_read(self, **arguments: str) -> Signed:
+        """Return what `send` would send as ``get_object``. It may have to ask for credentials before."""
+        client = await self._fs.set_session()
+        return await sign(client, self._arguments(client, "get_object", arguments))
+
+    def _arguments(self, client: Any, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        model = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation])
+        known = model.input_shape.members
+        if "IfNoneMatch" in arguments and "IfNoneMatch" not in known:
+            raise Unsupported("this S3 client cannot put without replacing: install aiobotocore 2.19 or later")
+        extra = {**self._fs.s3_additional_kwargs, **self._fs.req_kw}
+        sent = {name: value for name, value in extra.items() if name in known} | dict(arguments)
+        if "Metadata" in arguments:
+            sent["Metadata"] = {**extra.get("Metadata", {}), **arguments["Metadata"]}
+        return {"Bucket": self.bucket, **sent}
+
+    def only_by_client(self) -> None:
+        """Note that a ranged read worked through the client. If none ever did past it, no other is tried there."""
+        if self.direct is not None and not self.direct.works:
+            log.info("ranges of %s are read through the S3 client: past it they cannot be", self._place)
+            self.direct = None
+
+
+class S3Object:
+    """`casckpt.storage.remote.client.Ranged`: bytes go from the connection's buffer straight into place."""
+
+    def __init__(self, client: S3Client, key: str) -> None:
+        self._client, self._key = client, key
+        self._etag: str | None = None
+        self._size: int | None = None
+        self._noting = threading.Lock()
+
+    def size(self) -> int:
+        """See `casckpt.storage.remote.client.Ranged`."""
+        if self._size is None:
+            with self._client.absence(self._key):
+                answer = self._client.call("head_object", Key=self._client.prefix + self._key)
+            self._is_the_same(answer.get("ETag"), _length(answer))
+        return self._size or 0
+
+    def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """See `casckpt.storage.remote.client.Ranged`."""
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        try:
+            with self._client.absence(self._key):
+                if not self._read_directly(offset, end, buffers):
+                    self._client.run(self._read(offset, end, buffers))
+                    self._client.only_by_client()
+        except ClientError as error:
+            if status_of(error) != 416:
+                raise
+            size = size_from(error.response["ResponseMetadata"]["HTTPHeaders"].get("content-range"))
+            raise ShortObject(self._key, self.size() if size is None else size) from error
+
+    def _request(self, offset: int, end: int) -> dict[str, str]:
+        return {"Key": self._client.prefix + self._key, "Range": f"bytes={offset}-{end - 1}"}
+
+    def _read_directly(self, offset: int, end: int, buffers: Sequence[memoryview]) -> bool:
+        """Read past the client. False: the client has to ask."""
+        direct = self._client.direct
+        if direct is None:
+            return False
+
+        def check(headers: HTTPMessage) -> None:
+            said = headers.get("Content-Range", "")
+            size = size_from(said)
+            if size is None:
+                raise Unsupported("this server does not say which range it answers: it cannot be used")
+            _is_from(offset, said)
+            self._is_the_same(headers.get("ETag"), size)
+            if size < end:
+                raise ShortObject(self._key, size)
+
+        return direct.read(self._client.run(self._client.sign_read(**self._request(offset, end))), buffers, check)
+
+    async def _read(self, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
+        answer = await self._client.send("get_object", **self._request(offset, end))
+        body = answer["Body"]
+        async with body:  # as in `S3Client._get`
+            size = size_from(answer.get("ContentRange"))
+            if size is None and offset:
+                raise Unsupported("this server answers a ranged read with the whole object: it cannot be used")
+            if size is not None:
+                _is_from(offset, answer["ContentRange"])
+            self._is_the_same(answer.get("ETag"), _length(answer) if size is None else size)
+            if self.size() < end:
+                raise ShortObject(self._key, self.size())
+            await _fill(body, buffers)
+
+    def _is_the_same(self, etag: str | None, size: int) -> None:
+        """Note which version of the object answers; an error if it is not the one that answered before."""
+        with self._noting:
+            if self._size is None:
+                self._etag, self._size = etag, size
+        if (self._etag, self._size) != (etag, size):
+            message = f"object {self._key} was replaced while it was read; read it again"
+            raise StorageError(message, key=self._key)
+
+
+def _is_from(offset: int, content_range: str) -> None:
+    """Raise an error if the answer is another range: what keeps answers on the way may mistake one for another."""
+    if not content_range.startswith(f"bytes {offset}-"):
+        raise Unsupported(f"the server answers {content_range!r} to a read from byte {offset}: it cannot be used")
+
+
+def _length(answer: Mapping[str, Any]) -> int:
+    """Return the size of an object, as the server tells it."""
+    found = answer.get("ContentLength")
+    if found is None:
+        raise Unsupported("this server does not say how long an object is: it cannot be used")
+    return int(found)
+
+
+async def _fill(body: Any, buffers: Sequence[memoryview]) -> None:
+    """Fill buffers with the bytes of an answer, as they arrive."""
+    left = sum(buffer.nbytes for buffer in buffers)
+    rest = iter(buffers)
+    place = next(rest, memoryview(b""))
+    while left:
+        chunk = memoryview(await body.read(min(left, _CHUNK)))
+        if not chunk:
+            raise ResponseStreamingError(error=f"the answer ended {left} bytes early")
+        left -= len(chunk)
+        moved(len(chunk))
+        while chunk:
+            part = min(len(chunk), len(place))
+            place[:part] = chunk[:part]
+            chunk, place = chunk[part:], place[part:]
+            if not place:
+                place = next(rest, place)

@@ -1,0 +1,100 @@
+"""Errors of S3 clients and servers, in words that say what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ResponseStreamingError,
+    SSLError,
+)
+from botocore.exceptions import ConnectionError as Unreached
+from botocore.parsers import ResponseParserError
+
+from casckpt.errors import CasckptError, NotFound, StorageError, Unsupported
+from casckpt.storage.failures import in_one_line
+from casckpt.storage.remote.client import ExplainedFailure
+
+FAILURES: tuple[type[Exception], ...] = (ClientError, BotoCoreError, ResponseParserError, aiohttp.ClientError, OSError)
+
+_LOST = (
+    Unreached, HTTPClientError, IncompleteReadError, ResponseStreamingError, ResponseParserError, aiohttp.ClientError,
+    OSError,
+)  # fmt: skip
+_NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError)
+_RANGE = re.compile(r"bytes (?:\d+-\d+|\*)/(\d+)")
+_BUSY = frozenset({408, 409, 429, 500, 502, 503, 504})
+# NoSuchKey: what some servers answer to a conditional put that races another; reads never come here with it
+_BUSY_CODES = frozenset({"NoSuchKey", "RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody"})
+_GIVE = "give other ones with storage_options (--storage-option) or in the usual AWS environment"
+_ADVICE = {
+    "AccessDenied": "access denied: the credentials need s3:GetObject, s3:PutObject and s3:ListBucket here, and gc "
+    "s3:DeleteObject",
+    "ExpiredToken": f"the credentials have expired: {_GIVE}",
+    "InvalidAccessKeyId": f"the server does not know this access key: {_GIVE}",
+    "InvalidToken": f"the session token is not valid: {_GIVE}",
+    "SignatureDoesNotMatch": f"the secret key does not fit the access key: {_GIVE}",
+    "RequestTimeTooSkewed": "the clock of this host is too far off: set it, for instance by NTP",
+    "PermanentRedirect": "the bucket lies in another region: give it with storage_options "
+    "client_kwargs={'region_name': ...}",
+    "EntityTooLarge": "the object is too large for one request: make a store with smaller blobs",
+}
+_TLS = "does the endpoint speak https, and is its certificate known (client_kwargs={'verify': 'ca.pem'})?"
+_NO_BUCKET = "there is no such bucket: create it first, or correct the URL or the endpoint_url"
+_NO_CONDITION = (
+    "the server does not know conditional puts, so two jobs could both win the race for one name: use another server, "
+    "or say with single_writer (--single-writer) that nobody else writes"
+)
+
+
+def explain(error: Exception) -> ExplainedFailure:
+    """Say what one of `FAILURES` means."""
+    if isinstance(error, ClientError):
+        return _explain_answer(error)
+    if isinstance(error, _NO_CREDENTIALS):
+        return ExplainedFailure(f"no credentials were found: {_GIVE}, or anon=True for a public bucket")
+    if isinstance(error, SSLError):
+        return ExplainedFailure(f"{in_one_line(error)}; {_TLS}", again=True)
+    if isinstance(error, _LOST):
+        return ExplainedFailure(f"{in_one_line(error)}; check the network and the endpoint, and try again", again=True)
+    return ExplainedFailure(f"{in_one_line(error)}; check the storage_options")
+
+
+def _explain_answer(error: ClientError) -> ExplainedFailure:
+    code, status = str(error.response["Error"].get("Code", "")), status_of(error)
+    if code == "NoSuchBucket":
+        return ExplainedFailure(_NO_BUCKET, kind=NotFound)
+    if status == 501 or code == "NotImplemented":
+        return ExplainedFailure(_NO_CONDITION, kind=Unsupported)
+    said = f"{status} {code} {error.response['Error'].get('Message', '')}".strip()
+    if status in _BUSY or code in _BUSY_CODES:
+        return ExplainedFailure(f"the server answers {said}; try again when it is well", again=True)
+    if code in _ADVICE or status == 403:
+        return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
+    return ExplainedFailure(f"the server answers {said}; check the bucket and the storage_options", kind=_kind(status))
+
+
+def _kind(status: int) -> type[CasckptError]:
+    return NotFound if status == 404 else StorageError
+
+
+def status_of(error: ClientError) -> int:
+    """Return the HTTP status of an answer."""
+    meta: Mapping[str, Any] = error.response.get("ResponseMetadata", {})
+    return int(meta.get("HTTPStatusCode", 0))
+
+
+def size_from(content_range: str | None) -> int | None:
+    """Return the size of the whole object, as the answer to a ranged read says it."""
+    found = _RANGE.fullmatch(content_range or "")
+    return int(found[1]) if found else None

@@ -1,0 +1,141 @@
+"""Settings of a bucket, and what they mean for a store in it: versions, locks, rules that delete, leftover uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeAlias
+
+from botocore.exceptions import ClientError
+
+from casckpt.storage.base import Finding
+from casckpt.storage.remote.s3.errors import status_of
+
+Call: TypeAlias = Callable[..., Any]
+"""One request: the name of the operation and its arguments, but for the bucket."""
+
+_PAGES = 10  # of 1,000 versions: enough to tell that there are many
+_SKEW = 300.0  # seconds; S3 refuses requests at 900
+_FROZEN = frozenset({"GLACIER", "DEEP_ARCHIVE"})
+_EXPIRE_OLD = "set a lifecycle rule with NoncurrentVersionExpiration and ExpiredObjectDeleteMarker"
+
+
+def examine(call: Call, prefix: str) -> Iterator[Finding]:
+    """Yield what `casckpt doctor` is told. Reads only."""
+    yield _ask("clock", lambda: _clock(call))
+    yield _ask("versions", lambda: _versions(call, prefix))
+    yield _ask("lock", lambda: _lock(call))
+    yield _ask("lifecycle", lambda: _lifecycle(call, prefix))
+    yield _ask("multipart", lambda: _multipart(call, prefix))
+
+
+def _ask(name: str, look: Callable[[], Finding]) -> Finding:
+    """Call ``look``, or say that it was not allowed."""
+    try:
+        return look()
+    except ClientError as error:
+        code = error.response["Error"].get("Code", status_of(error))
+        return Finding(name, None, f"not known: the server answers {code}")
+
+
+def _clock(call: Call) -> Finding:
+    try:
+        meta = call("list_objects_v2", MaxKeys=1)["ResponseMetadata"]
+    except ClientError as error:  # a refusal, for the clock's sake perhaps, tells the time too
+        meta = error.response["ResponseMetadata"]
+    date = meta.get("HTTPHeaders", {}).get("date")
+    if not date:
+        return Finding("clock", None, "not known: the server does not tell its time")
+    skew = (datetime.now(UTC) - parsedate_to_datetime(date)).total_seconds()
+    found = f"this host is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the server"
+    if abs(skew) > _SKEW:
+        return Finding("clock", False, found, "set the clock of this host, for instance by NTP")
+    return Finding("clock", True, found)
+
+
+def _versions(call: Call, prefix: str) -> Finding:
+    if not call("get_bucket_versioning").get("Status"):
+        return Finding("versions", True, "the bucket keeps no old versions: what gc deletes is gone")
+    count, nbytes, more = _hidden(call, prefix)
+    if not count:
+        return Finding("versions", True, "the bucket keeps old versions; there are none under this store")
+    found = f"{'at least ' * more}{count} old versions under this store hold {nbytes} bytes"
+    if any("NoncurrentVersionExpiration" in rule for rule in _rules(call, prefix)):
+        return Finding("versions", True, f"{found}; a lifecycle rule deletes them")
+    return Finding("versions", None, found, f"allow gc s3:DeleteObjectVersion, or {_EXPIRE_OLD}")
+
+
+def _hidden(call: Call, prefix: str) -> tuple[int, int, bool]:
+    """Return (versions that nobody sees, their bytes, were there more to list)."""
+    count = nbytes = 0
+    at: Mapping[str, str] = {}
+    for _ in range(_PAGES):
+        page = call("list_object_versions", Prefix=prefix, **at)
+        old = [one["Size"] for one in page.get("Versions", ()) if not one["IsLatest"]]
+        count, nbytes = count + len(old), nbytes + sum(old)
+        if not page.get("IsTruncated"):
+            return count, nbytes, False
+        at = {"KeyMarker": page["NextKeyMarker"], "VersionIdMarker": page["NextVersionIdMarker"]}
+    return count, nbytes, True
+
+
+def _lock(call: Call) -> Finding:
+    try:
+        found = call("get_object_lock_configuration").get("ObjectLockConfiguration", {})
+    except ClientError as error:
+        if status_of(error) != 404:
+            raise
+        found = {}
+    if found.get("ObjectLockEnabled") != "Enabled":
+        return Finding("lock", True, "objects are not locked")
+    kept = found.get("Rule", {}).get("DefaultRetention")
+    if not kept:
+        return Finding("lock", True, "objects can be locked, but are not by default")
+    span = f"{kept['Days']} days" if "Days" in kept else f"{kept.get('Years')} years"
+    return Finding(
+        "lock", None, f"new objects are locked for {span}: gc hides them, and frees nothing before", _EXPIRE_OLD
+    )
+
+
+def _lifecycle(call: Call, prefix: str) -> Finding:
+    for rule in _rules(call, prefix):
+        name = rule.get("ID", "without a name")
+        if {"Days", "Date"} & set(rule.get("Expiration", {})):
+            return Finding(
+                "lifecycle", False, f"rule {name!r} deletes objects of this store by their age, needed or not",
+                "remove the rule, or its Expiration, for this prefix: gc deletes what is not needed",
+            )  # fmt: skip
+        if any(step.get("StorageClass") in _FROZEN for step in rule.get("Transitions", ())):
+            return Finding(
+                "lifecycle", False, f"rule {name!r} archives objects of this store, and no load can read them then",
+                "remove the rule's Transition for this prefix",
+            )  # fmt: skip
+    return Finding("lifecycle", True, "no rule deletes or archives objects of this store")
+
+
+def _rules(call: Call, prefix: str) -> list[Mapping[str, Any]]:
+    """Return the enabled lifecycle rules for objects of this store."""
+    try:
+        rules = call("get_bucket_lifecycle_configuration").get("Rules", ())
+    except ClientError as error:
+        if status_of(error) != 404:
+            raise
+        return []
+    return [rule for rule in rules if rule.get("Status") == "Enabled" and _concerns(rule, prefix)]
+
+
+def _concerns(rule: Mapping[str, Any], prefix: str) -> bool:
+    chosen = rule.get("Filter", {})
+    start = rule.get("Prefix") or chosen.get("Prefix") or chosen.get("And", {}).get("Prefix") or ""
+    tagged = "Tag" in chosen or "Tags" in chosen.get("And", {})  # casckpt sets no tags
+    return not tagged and (start.startswith(prefix) or prefix.startswith(start))
+
+
+def _multipart(call: Call, prefix: str) -> Finding:
+    found = call("list_multipart_uploads", Prefix=prefix).get("Uploads", ())
+    if not found:
+        return Finding("multipart", True, "no unfinished uploads in parts")
+    oldest = min(one["Initiated"] for one in found)
+    what = f"{len(found)} unfinished uploads in parts, the oldest of {oldest:%Y-%m-%d}: not by casckpt, but they cost"
+    return Finding("multipart", None, what, "set a lifecycle rule with AbortIncompleteMultipartUpload")

@@ -1,0 +1,256 @@
+"""Storages that are reached over a network: buckets of S3 and of its look-alikes, and whatever else fsspec knows.
+
+A `casckpt.storage.remote.client.Client` makes single requests: `casckpt.storage.remote.s3.client` to S3,
+`casckpt.storage.remote.fsspec_client` to all others. Here they become an `ObjectStore`: keys are checked, what fails is
+tried again, errors are ours, and each process has a client of its own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from typing_extensions import override
+
+from casckpt.errors import CasckptError, StorageError
+from casckpt.storage.base import AlreadyExists, Finding, Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from casckpt.storage.buffers import plain_bytes
+from casckpt.storage.counts import IoCounts
+from casckpt.storage.forking import PerProcess
+from casckpt.storage.names import split_folder, split_key
+from casckpt.storage.remote.client import Client, Ranged
+from casckpt.storage.remote.patience import Backoff, Call
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GAP = 1 << 20  # bytes: about what a connection moves in the time of one more request
+REQUESTS = 32
+UPLOADS = 4  # at the least: a save has as many as it has threads
+
+
+class Connect(Protocol):
+    """How a client is made of what a store was opened with; `Place` is one that pickles."""
+
+    @property
+    def url(self) -> str:
+        """The place, without credentials."""
+
+    def __call__(self) -> Client:
+        """Make a client, for this process."""
+
+
+class RemoteStore(ObjectStore):
+    """`casckpt.storage.base.ObjectStore` over a network.
+
+    ``single_writer``: the caller's word that nobody else writes. Then a put looks whether the key is taken, and
+    storages that do not refuse a second create can be used.
+    """
+
+    def __init__(self, connect: Connect, *, single_writer: bool = False, backoff: Backoff = Backoff()) -> None:  # noqa: B008 - frozen
+        self.counts = IoCounts()
+        self._connect = connect
+        self._single_writer = single_writer
+        self._backoff = backoff
+        self._clients = PerProcess(connect)
+        self._given_up = -math.inf  # when a call was that waited for a silent server; nothing has come since
+
+    def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
+        return _reopen, (self._connect, self._single_writer, self._backoff)
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """As it was opened; it holds no credentials."""
+        return self._connect.url
+
+    @property
+    def traits(self) -> Traits:
+        """Whether it refuses a second create is known of few; the others are probed."""
+        client = self._clients.get()
+        return Traits(
+            remote=True, read_gap=GAP, parallel=REQUESTS, exclusive=client.exclusive, uploads=UPLOADS,
+            read_only=client.read_only,
+        )  # fmt: skip
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """See `casckpt.storage.base.ObjectStore`. An object is one request, whatever its size.
+
+        A refusal may be our own doing: the answer to an earlier attempt was lost, perhaps one that the client made by
+        itself. So the object carries the id of the put that made it.
+        """
+        split_key(key)
+        view, put_id = plain_bytes(data), uuid.uuid4().hex
+
+        def create(client: Client) -> None:
+            if not self._single_writer:
+                client.create(key, view, put_id)
+            elif client.size(key) is not None:
+                raise AlreadyExists(key)
+            else:
+                client.put(key, view, put_id)
+
+        try:
+            self._ask("write", key, create)
+        except AlreadyExists:
+            if self._put_id(key) != put_id:
+                raise
+        self.counts.add(puts=1, bytes_written=view.nbytes)
+
+    def _put_id(self, key: str) -> str | None:
+        try:
+            return self.again("look at", key, lambda: self._clients.get().put_id(key))
+        except CasckptError:  # then it stays a refusal, and the layer above reads the object back
+            return None
+
+    @override
+    def replace(self, key: str, data: memoryview | bytes) -> None:
+        split_key(key)
+        view = plain_bytes(data)
+        self._ask("write", key, lambda client: client.put(key, view, uuid.uuid4().hex))
+        self.counts.add(puts=1, bytes_written=view.nbytes)
+
+    def settle(self, folder: str) -> None:
+        """Do nothing: what was acknowledged has its name."""
+        split_folder(folder)
+
+    @override
+    def get(self, key: str, *, limit: int) -> bytes:
+        split_key(key)
+        self.counts.add(reads=1)
+        data = self._ask("read", key, lambda client: client.get(key, limit))
+        self.counts.add(bytes_read=len(data))
+        return data
+
+    def open(self, key: str, *, shared: bool = False) -> RemoteReader:
+        """See `casckpt.storage.base.ObjectStore`. Asks nothing: what is not there shows at the first read."""
+        split_key(key)
+        return RemoteReader(self, key, self._clients.get().open(key))
+
+    @override
+    def size(self, key: str) -> int | None:
+        split_key(key)
+        return self._ask("look at", key, lambda client: client.size(key))
+
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted. All that has a key is an object."""
+        after: str | None = None
+
+        def page(client: Client) -> tuple[list[ListedObject], str | None]:
+            return client.page(prefix, after)
+
+        while True:
+            entries, after = self._ask("list", prefix, page)
+            yield from entries
+            if after is None:
+                return
+
+    @override
+    def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
+        split_folder(folder)
+        entries: builtins.list[ListedObject] = []
+        folders: builtins.list[str] = []
+        after: str | None = None
+        while True:
+            found, deeper, after = self._ask("list", folder, partial(_folder_page, folder, after))
+            entries += found
+            folders += deeper
+            if after is None:
+                return entries, folders
+
+    @override
+    def delete(self, key: str) -> None:
+        split_key(key)
+        self._ask("delete", key, lambda client: client.delete(key))
+
+    def sweep(self, folder: str, *, below: bool = False) -> int:
+        """Do nothing: what is left over has no name; see `examine` for uploads in parts, which are never ours."""
+        split_folder(folder)
+        return 0
+
+    def examine(self) -> Iterator[Finding]:
+        """Yield what the settings of the bucket say. Nothing is asked twice."""
+        client = self._clients.get()
+        try:
+            yield from client.examine()
+        except client.failures as error:
+            raise StorageError(f"cannot look at the settings of {self.url}: {client.explain(error).why}") from error
+
+    def _ask(self, verb: str, key: str, call: Callable[[Client], T]) -> T:
+        """Make one request of its own: a call of one of the methods above, or a page of a listing."""
+        self.counts.add(requests=1)
+        client = self._clients.get()
+        return self.again(verb, key, lambda: call(client))
+
+    def again(self, verb: str, key: str, call: Callable[[], T]) -> T:
+        """Call ``call`` again and again while that may help. Raises what the last failure means."""
+        client, pauses, attempts = self._clients.get(), self._backoff.pauses(), 0
+        whole = Call(client.patience, hopeless=time.monotonic() - self._given_up < client.patience.call)
+        while True:
+            attempts += 1
+            try:
+                with whole.running():
+                    found = call()
+                self._given_up = -math.inf
+                return found
+            except (CasckptError, AlreadyExists, ShortObject):  # some of these are OSErrors
+                self._given_up = -math.inf
+                raise
+            except client.failures as error:
+                failure = client.explain(error)
+                pause = next(pauses, None) if failure.again else None
+                if late := whole.left <= (pause or 0):
+                    self._given_up = time.monotonic()
+                if pause is None or late:
+                    tried = f", tried {attempts} times" if attempts > 1 else ""
+                    why = f"{failure.why}; {whole.why}" if late and whole.why not in failure.why else failure.why
+                    raise failure.kind(f"cannot {verb} {self.url}/{key}{tried}: {why}", key=key) from error
+                log.info("%s %s/%s failed, again in %.1f s: %s", verb, self.url, key, pause, failure.why)
+            whole.spend(pause)
+            self._backoff.sleep(pause)
+
+
+class RemoteReader(Reader):
+    """An object of a `RemoteStore`. A read is one request; all reads see one version of the object."""
+
+    def __init__(self, store: RemoteStore, key: str, ranged: Ranged) -> None:
+        self._store = store
+        self._key = key
+        self._ranged = ranged
+
+    @property
+    def size(self) -> int:
+        """Size in bytes: a request, unless something was read before."""
+        self._store.counts.add(requests=1)
+        return self._store.again("look at", self._key, self._ranged.size)
+
+    @override
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        filled = [buffer for buffer in buffers if buffer.nbytes]
+        if not filled:
+            return
+        self._store.counts.add(requests=1, reads=1)
+        self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
+        self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: nothing is held open."""
+
+
+def _reopen(connect: Connect, single_writer: bool, backoff: Backoff) -> RemoteStore:
+    return RemoteStore(connect, single_writer=single_writer, backoff=backoff)
+
+
+def _folder_page(folder: str, after: str | None, client: Client) -> tuple[list[ListedObject], list[str], str | None]:
+    return client.folder_page(folder, after)

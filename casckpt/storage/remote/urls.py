@@ -1,0 +1,100 @@
+"""From a URL and storage_options to a storage over a network. Makes and reads nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from casckpt.errors import CasckptError, InvalidInput, StorageError, Unsupported
+from casckpt.storage.remote.client import Client
+from casckpt.storage.remote.patience import Patience
+from casckpt.storage.remote.store import RemoteStore
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_NEEDS = {
+    "s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "http": "aiohttp", "https": "aiohttp",
+}  # fmt: skip
+_EXTRAS = {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3", "aiohttp": "https"}
+_SHORTEST = {"s3": 3, "gs": 3, "gcs": 3}  # names of buckets
+
+
+@dataclass(frozen=True)
+class RemoteLocation:
+    """Where a remote store lies, and how to get there. ``options`` hold secrets, so they are never shown."""
+
+    scheme: str
+    rest: str
+    options: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        """As given, without a slash at the end."""
+        return f"{self.scheme}://{self.rest}"
+
+    def __call__(self) -> Client:
+        """Make a client for this process. Raises `Unsupported` if its package is missing or refuses the options."""
+        try:
+            return self._client()
+        except CasckptError:
+            raise  # some of these are ValueErrors or OSErrors
+        except ImportError as error:
+            raise Unsupported(_missing(self.scheme)) from error
+        except OSError as error:
+            raise StorageError(f"{self.url} cannot be opened: {error}; check the network and try again") from error
+        except (TypeError, ValueError, KeyError) as error:
+            names = ", ".join(sorted(self.options)) or "none"
+            raise InvalidInput(f"{self.url} cannot be opened with the storage_options {names}: {error}") from None
+
+    def _client(self) -> Client:
+        patience, options = Patience.of(self.options)
+        if self.scheme != "s3":
+            from casckpt.storage.remote.fsspec_client import FsspecClient
+
+            return FsspecClient(self.url, options, patience)
+        from casckpt.storage.remote.s3.client import S3Client
+
+        bucket, _, prefix = self.rest.partition("/")
+        return S3Client(bucket, prefix and f"{prefix}/", options, patience)
+
+
+def open_remote(scheme: str, rest: str, options: Mapping[str, Any], *, single_writer: bool = False) -> RemoteStore:
+    """Open the store at ``scheme://rest``. Raises `InvalidInput`, `Unsupported` for what cannot be opened at all."""
+    rest = rest.rstrip("/")
+    host, *parts = rest.split("/")
+    if "@" in host:
+        raise InvalidInput(f"a {scheme}:// URL holds no credentials here: give them with storage_options")
+    if any(character in rest for character in "?#\\") or "::" in rest:
+        raise InvalidInput(
+            f"a {scheme}:// URL of a store has no query and no other part: give {scheme}://bucket/prefix"
+        )
+    if not rest.isprintable():
+        raise InvalidInput(f"{rest[:200]!r} has characters that cannot be seen: correct the {scheme}:// URL")
+    if host and len(host) < _SHORTEST.get(scheme, 0):
+        raise InvalidInput(
+            f"{scheme}://{rest[:200]}: the bucket's name {host!r} is too short, it has {_SHORTEST[scheme]} characters "
+            "or more: correct the URL"
+        )
+    if any(part in ("", ".", "..") for part in parts) or not _BUCKET.fullmatch(host.partition(":")[0]):
+        raise InvalidInput(f"{scheme}://{rest[:200]} does not name a store: give {scheme}://bucket/prefix")
+    package = _NEEDS.get(scheme)
+    if package and importlib.util.find_spec(package) is None:
+        raise Unsupported(_missing(scheme))
+    return RemoteStore(RemoteLocation(scheme, rest, dict(options)), single_writer=single_writer)
+
+
+def is_known(scheme: str) -> bool:
+    """Tell whether fsspec knows storages of this kind."""
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in registry or scheme in known_implementations
+
+
+def _missing(scheme: str) -> str:
+    package = _NEEDS.get(scheme)
+    if package is None:
+        return f"{scheme}:// storages need another package: pip install what fsspec names for it"
+    return f"{scheme}:// storages need the package {package}: pip install 'casckpt[{_EXTRAS[package]}]'"

@@ -1,0 +1,1 @@
+"""What a program holds: `Store`, and how one is opened."""

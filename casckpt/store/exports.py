@@ -1,0 +1,70 @@
+"""Exports, as a store offers them: what is asked for, what comes back, and who does it.
+
+Formats are front ends, and those lie above the store: the one that exports is handed in, by `casckpt` itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, Unpack
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.plan.progress import Shown
+
+Format: TypeAlias = Literal["hf", "safetensors", "dcp", "torch"]
+
+
+class FileOptions(TypedDict, total=False):
+    """Those of `ExportOptions` that every export to one file has."""
+
+    force: bool
+    allow_pickle: bool
+    progress: Shown | None
+
+
+class ExportOptions(FileOptions, total=False):
+    """The keyword arguments of `casckpt.export`, which describes them."""
+
+    format: Format | None
+    keys: Sequence[str] | None
+    strip_prefix: str | None
+    rename: Rename
+    max_shard_size: int | str | None
+    attachments: bool
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote. ``left_out``: keys that are not in it. ``skipped``: names of attachments that are not.
+
+    ``nbytes``: of all tensors. ``prefix``: what the keys of the checkpoint begin with, and the names in the files do
+    not.
+    """
+
+    checkpoint: Checkpoint
+    files: tuple[Path | str, ...]
+    tensors: int
+    nbytes: int
+    attachments: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    format: Format = "safetensors"
+    prefix: str = ""
+
+
+class Export(Protocol):
+    """`casckpt.export`."""
+
+    def __call__(
+        self, store: object, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]
+    ) -> Exported:
+        """Write a checkpoint for other programs."""
+
+
+exporter: Callable[[], Export]
+"""Imports, and gives, what exports: set when `casckpt` is imported."""

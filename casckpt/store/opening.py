@@ -1,0 +1,44 @@
+"""From a path or a URL to a `Store`: `casckpt.open`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from casckpt.errors import InvalidInput
+from casckpt.repository.opening import open_repository
+from casckpt.store.store import Store, repository_of
+
+
+def open(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    cache_bytes: int | str | None = None,
+    mirror: Store | str | os.PathLike[str] | None = None,
+    single_writer: bool = False,
+) -> Store:
+    """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
+
+    Creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
+
+    ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
+    is kept on this host (default: the user's cache folder). If it is given, and the store is far away, loads also keep
+    there the files that they read for the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half of
+    what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which what is
+    committed here is copied in the background; see `Store.wait_for_mirror`. ``single_writer``: your word that nobody
+    else writes to the store at the same time, which makes storages usable that cannot create exclusively. Raises
+    InvalidInput or Unsupported for a URL that cannot be used.
+    """
+    here = open_repository(
+        url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes, single_writer=single_writer
+    )
+    if mirror is None:
+        return Store(here)
+    there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))
+    if there.storage.url == here.storage.url:
+        raise InvalidInput(f"{there.storage.url} is to be its own mirror: give another store")
+    return Store(here, there).copy_to_mirror()

@@ -1,0 +1,27 @@
+"""Where a front end that knows folders is to save or load: one run and step of a store."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from casckpt.format.keys import check_run, check_step
+from casckpt.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """One place for a checkpoint: a run and a step of a store. As text: ``STORE#RUN@STEP``."""
+
+    store: Store | str | os.PathLike[str]
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        url = self.store.url if isinstance(self.store, Store) else os.fspath(self.store)
+        return f"{url}#{self.run}@{self.step}"
+
+
+def at(store: Store | str | os.PathLike[str], *, run: str, step: int) -> At:
+    """Where a front end that knows folders is to save or load. Raises InvalidInput for a run or step of no use."""
+    return At(store, check_run(run), check_step(step))

@@ -1,0 +1,59 @@
+"""The settings of a store, as a program or `casckpt settings` sees and changes them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypedDict
+
+from casckpt.errors import InvalidInput
+from casckpt.format.records import Settings
+from casckpt.plan.durations import Duration, seconds_of
+
+DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
+NAMES: Final = (*DURATIONS, "mirror")
+
+
+class SettingChanges(TypedDict, total=False):
+    """The keyword arguments of `casckpt.Store.change_settings`; None unsets one."""
+
+    min_age: Duration | None
+    min_age_ephemeral: Duration | None
+    revoke_after: Duration | None
+    mirror: str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """What may be changed of a store. None: not set, so that the default counts.
+
+    ``min_age``, ``min_age_ephemeral``: from forgetting to purging (default: 24 h, and 15 minutes for ephemeral
+    checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc gives up on it (default: 1 h).
+    ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet.
+    """
+
+    min_age: timedelta | None = None
+    min_age_ephemeral: timedelta | None = None
+    revoke_after: timedelta | None = None
+    mirror: str | None = None
+
+
+def settings_from(record: Settings) -> StoreSettings:
+    """Convert the record that is stored."""
+    seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
+    durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
+    return StoreSettings(**durations, mirror=record.mirror)
+
+
+def check_names(changes: SettingChanges) -> None:
+    """Raise InvalidInput, which lists the settings, for a name that is none of them."""
+    for name in changes:
+        if name not in NAMES:
+            raise InvalidInput(f"there is no setting {name!r} to change; there are {', '.join(NAMES)}")
+
+
+def duration_fields(changes: SettingChanges) -> dict[str, Any]:
+    """The fields of the record for the durations in ``changes``. Raises InvalidInput, which names the setting."""
+    given: dict[str, Any] = {name: value for name, value in changes.items() if name in DURATIONS}
+    return {f"{name}_seconds": None if value is None else seconds_of(value, name) for name, value in given.items()}

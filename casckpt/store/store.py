@@ -1,0 +1,532 @@
+"""`Store`: what a program holds of a folder or bucket of checkpoints.
+
+Importing this module and looking at checkpoints needs no torch; saving and loading import it when they are called.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from casckpt.checkpoint.handle import Checkpoint, html_of, warn_if_forgotten
+from casckpt.checkpoint.keywords import check_keywords
+from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions
+from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.format.manifest import ATTACHMENT
+from casckpt.format.names import TxId
+from casckpt.plan.difference import Difference, difference
+from casckpt.plan.durations import Duration, seconds_of
+from casckpt.plan.progress import Progress, Shown
+from casckpt.plan.retention import Policy
+from casckpt.repository import commits as commit_log
+from casckpt.repository import manifests, refs, tags
+from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
+from casckpt.repository.commits import Commit
+from casckpt.repository.opening import open_repository
+from casckpt.repository.prefetching import pre_download
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Finding
+from casckpt.storage.forking import PerProcess
+from casckpt.store import exports
+from casckpt.store.exports import Exported, ExportOptions
+from casckpt.store.settings import SettingChanges, StoreSettings, check_names, duration_fields, settings_from
+from casckpt.upkeep.copies import copying
+from casckpt.upkeep.copies.copying import CopyResult
+from casckpt.upkeep.copies.mirror import Mirror
+from casckpt.upkeep.copies.mirrored import MirrorLag
+from casckpt.upkeep.doctor import examine
+from casckpt.upkeep.gc.forgetting import forget, plan_forget
+from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
+from casckpt.upkeep.repair.repair import RepairResult, repair
+from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
+from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
+from casckpt.upkeep.usage import StoreStats, StoreUsage, measure, usage
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.loading.load_plan import LoadArguments, ReadArguments
+    from casckpt.checkpoint.saving.options import WhenBusy
+    from casckpt.checkpoint.saving.saver import Saver, State
+
+WAIT: Duration = "60s"  # of a gc for saves in progress
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """Checkpoints of any number of runs, in one folder or bucket. Made by `casckpt.open`; safe for use by threads."""
+
+    def __init__(self, repository: Repository, mirror: Repository | None = None) -> None:
+        if not isinstance(repository, Repository):
+            raise InvalidInput(f"a store is opened with casckpt.open({repository!r}), not made with casckpt.Store")
+        self.repository = repository
+        self._saver = PerProcess(partial(_new_saver, repository))  # a forked child has no thread of the parent's
+        self._mirror = None
+        if mirror is not None:
+            repository.mirror = mirror.storage.url
+            self._mirror = Mirror(repository, mirror)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Repository, Repository | None]]:
+        return type(self), (self.repository, None if self._mirror is None else self._mirror.target)
+
+    @property
+    def url(self) -> str:
+        """Where it is, without credentials."""
+        return self.repository.storage.url
+
+    def __repr__(self) -> str:
+        return f"casckpt.open({self.url!r})"
+
+    def _repr_html_(self) -> str:
+        return html_of(self.url, self.checkpoints() if self.repository.exists() else [])
+
+    # saving and loading
+
+    def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
+        """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
+
+        ``state`` may be a function that makes it: then its errors reach all ranks.
+
+        Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
+        own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
+        ``no_dist``: this process saves alone.
+
+        ``metadata``: JSON-able, shown in listings. ``attachments``: files by name that travel along (rank 0's count).
+        ``overwrite``: commit, then forget what was saved under this run and step before. ``ephemeral``: retention may
+        count it apart, and a gc purges it sooner. ``frozen``: tensors that did not change since the run's last
+        checkpoint, as patterns on flat keys or a function of a key. It is the caller's promise: only a sample of their
+        cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of the whole store; "run": of this
+        run only. ``check_replicas``: compare what several ranks hold, and refuse differences. ``allow_pickle``: pickle
+        the leaves that are neither tensors nor plain data. ``threads``: that hash and write (default: 2 to 8, as there
+        are cores). ``progress``: called with the bytes that are done, and all that are to be.
+
+        Raises Conflict if the step exists, InvalidInput (naming key and rank) for what cannot be stored, StorageError,
+        RankFailed; on every rank alike. After an error nothing of the save is visible.
+        """
+        check_keywords("Store.save", options, SaveArguments)
+        return self._saver.get().save(state, SaveOptions(run=run, step=step, **options))
+
+    def save_async(
+        self,
+        state: State,
+        *,
+        run: str = "default",
+        step: int,
+        when_busy: WhenBusy = "wait",
+        **options: Unpack[SaveArguments],
+    ) -> Future[Checkpoint]:
+        """Like `save`, but returns once ``state`` has been copied; it may change from then on.
+
+        Saves of one store run one after the other, and there is memory for one copy: while one runs, a second call
+        waits for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any ("refuse").
+
+        What fails shows in the future; a failure that nobody asked the future for is raised by the next call, once.
+        What `save` raises for its arguments shows in the future too.
+        """
+        check_keywords("Store.save_async", options, SaveArguments)
+        return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
+
+    def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
+        """Make ready for `save_async` of such a state: the memory for its copy, and the connections between ranks.
+
+        Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
+        """
+        self._saver.get().warm_up(state, process_group=process_group, no_dist=no_dist)
+
+    def load(self, state: Any, ref: str | Checkpoint, **options: Unpack[LoadArguments]) -> Checkpoint:
+        """Load into ``state``: its tensors are filled in place, its other leaves replaced. Keys it lacks are not read.
+
+        The empty ``state`` of a fresh optimizer's state_dict is filled, with new tensors; `load_state_dict` then hands
+        them over. ``strict`` (the default): every key of ``state`` must be in the checkpoint; else those that are not
+        are left as they are and stand in ``missing_keys`` of what is returned. A tensor that shares its memory with one
+        that is loaded is not missing. ``ignore_mismatched``: fnmatch patterns of keys of ``state`` that are left as
+        they are where the checkpoint lacks them or holds another shape, dtype or kind (``mismatched_keys``).
+
+        Whole containers of which no rank read anything are in ``unread_subtrees``, and told of in the log, once of a
+        run; ``unread``: "ignore" says that it is meant ("warn" is the default). ``rename``: from a key of ``state``
+        to one of the checkpoint, a callable or a dict from regular expression (matched against the whole key) to
+        replacement. ``cast``: convert dtypes. ``verify`` (unless False): compare every cell read with its digest.
+        ``allow_pickle``: unpickle what only a pickle could hold. ``threads``, ``progress``: as for `save`. Every rank
+        of ``process_group`` makes the call, with its own shards, whatever ranks and shards it was saved from;
+        ``no_dist``: this process loads alone.
+
+        Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
+        all before anything changes. Damaged (naming key, blob and checkpoints) or StorageError during the read, after
+        which the contents of ``state`` are undefined.
+        """
+        from casckpt.checkpoint.loading.load import load_together
+        from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
+        from casckpt.checkpoint.ranks import open_ranks
+
+        check_keywords("Store.load", options, LoadArguments)
+        given = LoadOptions(**options)
+        ranks = open_ranks(given.process_group, no_dist=given.no_dist)
+        loaded = load_together(self.repository, ranks, state, ref, given, resolve=lambda: self._resolve_to_load(ref))
+        return Checkpoint(
+            self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
+            mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+        )  # fmt: skip
+
+    def read(
+        self,
+        ref: str | Checkpoint,
+        *,
+        keys: Sequence[str] | None = None,
+        device: str | torch.device = "cpu",
+        **options: Unpack[ReadArguments],
+    ) -> Any:
+        """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys.
+
+        ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
+        """
+        from casckpt.checkpoint.arguments import usable_device
+        from casckpt.checkpoint.loading.load import read
+        from casckpt.checkpoint.loading.load_plan import LoadOptions, ReadArguments
+
+        check_keywords("Store.read", options, ReadArguments)
+        given, on = LoadOptions(**options), usable_device(device)
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
+        return read(self.repository, manifest, keys=keys, device=on, options=given.checked())
+
+    def pre_download(
+        self,
+        ref: str | Checkpoint,
+        state: Any = None,
+        *,
+        rename: Rename = None,
+        strict: bool = True,
+        ignore_mismatched: Sequence[str] | None = None,
+        threads: int | None = None,
+        progress: Shown | None = None,
+    ) -> int:
+        """Fetch what a checkpoint needs into the cache of this host, where loads find it; the bytes that were fetched.
+
+        With ``state``: only what a load into it needs, as this rank's part; it is not changed. ``rename``,
+        ``strict``, ``ignore_mismatched``: as for `load`. Each rank calls it by itself; of those of one host one
+        fetches what several want. What is fetched is compared with its hash. ``progress`` is called with bytes that
+        are here.
+
+        Raises NotFound, Damaged (naming the blob), InvalidInput if the cache may not hold so much (``cache_bytes`` of
+        `open`), StorageError.
+        """
+        commit = self._resolve_to_load(ref)
+        manifest = manifests.get(self.repository, commit)
+        refs = list(manifest.blobs)
+        if state is not None:
+            from casckpt.checkpoint.loading.load import wanted_blobs
+            from casckpt.checkpoint.loading.load_plan import LoadOptions
+
+            given = LoadOptions(
+                rename=rename, strict=strict, ignore_mismatched=ignore_mismatched, cast=True, allow_pickle=True,
+                threads=threads,
+            )  # fmt: skip
+            refs = wanted_blobs(self.repository, manifest, state, given.checked())
+        return pre_download(self.repository, commit, refs, threads=threads or PREFETCHING, progress=Progress(progress))
+
+    def export(self, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Exported:
+        """Write a checkpoint for other programs: a folder for ``from_pretrained``, safetensors, DCP or torch.save.
+
+        See `casckpt.export`.
+        """
+        return exports.exporter()(self, ref, path, **options)
+
+    # looking
+
+    def create(self, **sizes: int) -> bool:
+        """Make the store now, with ``cell_bytes`` and ``blob_bytes`` of one's own; False if it is there already."""
+        return self.repository.create(**sizes)
+
+    def get(self, ref: str | Checkpoint) -> Checkpoint:
+        """The checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
+
+        An id (or 6 hex digits and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME.
+        """
+        return Checkpoint(self.repository, self._resolve(ref))
+
+    def __contains__(self, ref: str | Checkpoint) -> bool:
+        try:
+            self._resolve(ref)
+        except (NotFound, Conflict):  # a checkpoint that is held may have been purged
+            return False
+        return True
+
+    def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
+        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: those that still live too."""
+        found = commit_log.list_commits(self.repository)
+        chosen = found.live() if forgotten else found.current()
+        return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
+
+    def runs(self) -> list[str]:
+        """The names of all runs that have a visible checkpoint, sorted. Raises NotFound where there is no store."""
+        return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
+
+    def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
+        """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
+        one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
+        return difference(one, other)
+
+    def stats(self) -> StoreStats:
+        """How many checkpoints and blobs there are, and their bytes."""
+        return measure(self.repository)
+
+    def report(self) -> StoreUsage:
+        """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
+        return usage(self.repository)
+
+    def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
+        """Names of the files that were saved along, and their sizes in bytes."""
+        body = manifests.get(self.repository, self._resolve(ref)).body
+        short = {one.name: len(one.data) for one in body.attachments}
+        return short | {entry.key: entry.nbytes for entry in body.entries if entry.kind == ATTACHMENT}
+
+    def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
+        """The contents of one of them. Raises NotFound."""
+        from casckpt.checkpoint.loading.load import read_attachment
+        from casckpt.checkpoint.loading.load_plan import LoadOptions
+
+        manifest = manifests.get(self.repository, self._resolve(ref))
+        return read_attachment(self.repository, manifest, name, LoadOptions())
+
+    # keeping and removing
+
+    def tag(self, name: str, ref: str | Checkpoint) -> None:
+        """Let ``name`` name a checkpoint; every policy keeps it from then on. A forgotten one is restored.
+
+        Raises Conflict if it was purged.
+        """
+        tags.set_tag(self.repository, name, self._resolve(ref))
+
+    def tags(self) -> dict[str, Checkpoint]:
+        """All tags, and the checkpoints that they name; without those whose records are damaged."""
+        found, named = commit_log.list_commits(self.repository).commits, tags.list_tags(self.repository)
+        for name in named.damaged:
+            log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", name)
+        named_now = [tag for tag in named.tags.values() if tag.txid in found]
+        return {tag.name: Checkpoint(self.repository, found[tag.txid]) for tag in named_now}
+
+    def untag(self, name: str) -> None:
+        """Remove a tag. Raises NotFound."""
+        tags.delete_tag(self.repository, name)
+
+    def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
+        """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
+
+        ``tagged``: also those that a tag names, and the tags go too; without it they are a Conflict, and nothing is
+        forgotten. ``dry_run``: only say which. Raises NotFound, InvalidInput, Conflict.
+        """
+        chosen = plan_forget(self.repository, map(_plain, refs), tagged=tagged)
+        if not dry_run:
+            chosen = forget(self.repository, chosen)
+        return [Checkpoint(self.repository, commit) for commit in chosen]
+
+    def restore(self, ref: str | Checkpoint) -> Checkpoint:
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
+        return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))
+
+    def gc(
+        self,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_within: Duration | None = None,
+        keep_daily: int | None = None,
+        keep_weekly: int | None = None,
+        keep_monthly: int | None = None,
+        run: str | None = None,
+        min_age: Duration | None = None,
+        wait: Duration = WAIT,
+        revoke_after: Duration | None = None,
+        dry_run: bool = False,
+        progress: Shown | None = None,
+        tell: Tell | None = None,
+    ) -> GcResult:
+        """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
+
+        ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
+        ``keep_monthly``: the policy, a union, applied to each run by itself (see `Policy`); none of them forgets
+        nothing. The newest of a run and tagged ones always stay. ``run``: only this run.
+
+        Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: from forgetting to
+        purging; until then `restore` brings a checkpoint back (default: the store's setting, else 24 h, and 15 minutes
+        for ephemeral ones). ``wait``: for saves in progress, in all; then the rest is left to the next gc.
+        ``revoke_after``: without a sign of life, until a save is given up on (default: the store's, else 1 h).
+
+        ``progress`` is called with the number of objects deleted so far, and of all that are to be, ``tell`` with what
+        is waited for.
+
+        Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
+        """
+        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly)
+        wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
+        plan = plan_gc(self.repository, policy, run=run, min_age=_optional(min_age, "min-age"))
+        if dry_run:
+            return preview(self.repository, plan)
+        return execute(
+            self.repository, plan, wait=wait_seconds, revoke_after=revoke_seconds,
+            progress=Progress(progress), tell=tell or (lambda waiting: None),
+        )  # fmt: skip
+
+    @property
+    def settings(self) -> StoreSettings:
+        """The settings of the store, read anew each time. Raises NotFound where there is no store."""
+        return settings_from(self.repository.settings)
+
+    def change_settings(self, **changes: Unpack[SettingChanges]) -> StoreSettings:
+        """Change some settings, for all who use the store from now on; the others stay. None unsets one.
+
+        Durations are a timedelta or text with a unit ("7d", "90s"). See `StoreSettings` for what there is. Raises
+        InvalidInput, which names the setting; NotFound where there is no store; StorageError.
+        """
+        check_names(changes)
+        fields = duration_fields(changes)
+        if "mirror" in changes:
+            mirror = changes["mirror"]
+            fields["mirror"] = None if mirror is None else repository_of(mirror, None).storage.url
+            if fields["mirror"] == self.url:
+                raise InvalidInput(f"mirror: {self.url} cannot be its own mirror; give another store")
+        return settings_from(self.repository.change_settings(**fields))
+
+    def transactions(self) -> list[SaveInProgress]:
+        """The saves in progress, oldest first. Raises NotFound where there is no store."""
+        return saves_in_progress(self.repository)
+
+    def revoke(self, txid: str) -> None:
+        """Give up on a save in progress: nothing of it will be visible. Raises NotFound, Conflict if it has ended."""
+        revoke_save(self.repository, TxId(txid))
+
+    def give_up(self, txid: str) -> None:
+        """End a transaction whose record is lost or cannot be read: its checkpoint is lost. Raises NotFound, Conflict.
+
+        Until then no gc deletes anything.
+        """
+        give_up(self.repository, TxId(txid))
+
+    # checking and copying
+
+    def doctor(self) -> Iterator[Finding]:
+        """Find out whether the storage is safe for a store, check by check; there need not be a store yet."""
+        return examine(self.repository)
+
+    def reindex(self) -> int:
+        """Make this host's catalogue of the store anew; how many checkpoints it knows then. Raises StorageError."""
+        return manifests.reindex(self.repository)
+
+    def verify(
+        self, *refs: str | Checkpoint, mode: Mode = "full", sample: float = 1.0, progress: Shown | None = None
+    ) -> VerifyResult:
+        """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
+
+        ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
+        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes read so far, and all
+        that are to be read. What is damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
+        """
+        chosen = [_plain(ref) for ref in refs] or None
+        return verify(self.repository, refs=chosen, mode=mode, sample=sample, progress=Progress(progress))
+
+    def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
+        """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
+
+        They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
+        the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
+        """
+        others = [repository_of(one, self.repository.cache_dir) for one in sources]
+        return repair(self.repository, sources=others, progress=Progress(progress))
+
+    def copy_to(
+        self,
+        target: Store | str | os.PathLike[str],
+        *refs: str | Checkpoint,
+        run: str | None = None,
+        tags: bool = False,
+        jobs: int | None = None,
+        part: tuple[int, int] = (0, 1),
+        dry_run: bool = False,
+        check: bool = True,
+        progress: Shown | None = None,
+    ) -> CopyResult:
+        """Copy what ``refs`` name (ranges of steps too), or all that is visible, into another store.
+
+        Only what it lacks is moved. Copies keep ids, times and order. Each is verified on the way, and visible in
+        ``target`` once it is whole and durable there. ``target`` is made, with the cell and blob size of this store, if
+        there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
+        it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
+        ``part``: (rank, number of ranks), where several processes share the work. ``check``: raise what went wrong
+        once all others are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that
+        are there now.
+
+        Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
+        and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
+        """
+        other = repository_of(target, self.repository.cache_dir)
+        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run)
+        if dry_run:
+            return copying.preview(self.repository, other, plan)
+        shown = Progress(progress)
+        result = copying.execute(self.repository, other, plan, with_tags=tags, jobs=jobs, part=part, progress=shown)
+        if check:
+            result.raise_failure()
+        return result
+
+    def mirror_lag(self) -> MirrorLag:
+        """How far the mirror is behind: checkpoints and bytes that are not safe there, and the age of the oldest.
+
+        Raises InvalidInput for a store that was opened without one, StorageError.
+        """
+        return self._its_mirror().lag()
+
+    def wait_for_mirror(self, timeout: float | None = None) -> None:
+        """Return once all that is committed now is safe in the mirror: before a program ends, for instance.
+
+        What is not copied when it ends, or dies, is copied when the store is opened with its mirror again. Raises what
+        stands in the way (StorageError, Damaged, ...) after one more attempt; StorageError after ``timeout`` seconds.
+        """
+        self._its_mirror().wait(timeout)
+
+    def copy_to_mirror(self) -> Self:
+        """Itself, once the copies that wait go on in the background."""
+        if self._mirror is not None:
+            weakref.finalize(self, self._mirror.stop)
+            self._mirror.wake()
+        return self
+
+    def _its_mirror(self) -> Mirror:
+        if self._mirror is None:
+            raise InvalidInput(f"{self.url} was opened without a mirror: give casckpt.open(..., mirror=URL)")
+        return self._mirror
+
+    def _resolve(self, ref: str | Checkpoint) -> Commit:
+        return refs.resolve(self.repository, _plain(ref))
+
+    def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
+        commit = self._resolve(ref)
+        warn_if_forgotten(commit)
+        return commit
+
+
+def _new_saver(repository: Repository) -> Saver:
+    from casckpt.checkpoint.saving.saver import Saver
+
+    return Saver(repository)
+
+
+def _plain(ref: str | Checkpoint) -> str | Commit:
+    return ref.commit if isinstance(ref, Checkpoint) else ref
+
+
+def _optional(duration: Duration | None, what: str) -> float | None:
+    return None if duration is None else seconds_of(duration, what)
+
+
+def repository_of(store: Store | str | os.PathLike[str], cache_dir: Path | None) -> Repository:
+    """What lies under a store that is open, or that is named. Raises InvalidInput or Unsupported for a bad URL."""
+    return store.repository if isinstance(store, Store) else open_repository(store, cache_dir=cache_dir)

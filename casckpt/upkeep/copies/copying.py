@@ -1,0 +1,255 @@
+"""copy: checkpoints of one store into another, only what is missing there.
+
+What the destination has under the same id is there already, whoever brought it. What it has forgotten or purged stays
+so, unless it is named: retention there is its own business. Each checkpoint is copied by itself
+(`casckpt.upkeep.copies.replicating`); one that cannot be, because it is damaged or its place is taken, keeps none of
+the others from being copied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.format.manifest import BlobRef
+from casckpt.format.names import BlobHash
+from casckpt.plan.progress import Progress, silent
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList, list_commits, restore
+from casckpt.repository.refs import resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import get_tag, set_tag, tags
+from casckpt.upkeep.copies.mirrored import note, unmirrored
+from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, replicate, taken, twin
+
+REMOTE_JOBS, LOCAL_JOBS = 16, 4
+_NOT_COPIED = (Conflict, Damaged, Refused)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CopyFailure:
+    """A checkpoint that was not copied, and why."""
+
+    commit: Commit
+    error: CasckptError
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a copy will do; all oldest first. ``missing``: to be copied. ``forgotten``: there, and to be restored.
+
+    ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
+    ``nbytes``: of blobs that the destination lacks. ``total``: of all blobs of what is missing, counted anew for each.
+    """
+
+    missing: tuple[Commit, ...] = ()
+    forgotten: tuple[Commit, ...] = ()
+    present: tuple[Commit, ...] = ()
+    left: tuple[Commit, ...] = ()
+    failed: tuple[CopyFailure, ...] = ()
+    nbytes: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What a copy did; with ``dry_run`` what it would do. ``copied``: as commits of the destination.
+
+    ``blobs``, ``nbytes``: of tensors, put for ``copied`` by this process, or by all that share the work.
+    ``made_store``: the destination was made. ``tags``: names that were set there.
+    """
+
+    copied: tuple[Commit, ...] = ()
+    restored: tuple[Commit, ...] = ()
+    present: tuple[Commit, ...] = ()
+    left: tuple[Commit, ...] = ()
+    failed: tuple[CopyFailure, ...] = ()
+    tags: tuple[str, ...] = ()
+    blobs: int = 0
+    nbytes: int = 0
+    made_store: bool = False
+    dry_run: bool = False
+
+    def raise_failure(self) -> None:
+        """Raise the worst of ``failed``, if there is any; it says how many there are."""
+        if not self.failed:
+            return
+        worst = max(self.failed, key=lambda one: isinstance(one.error, Damaged)).error
+        more = f" ({len(self.failed)} checkpoints were not copied, this is one)" if len(self.failed) > 1 else ""
+        raise type(worst)(f"{worst}{more}", **worst.__dict__) from worst
+
+
+def plan_copy(
+    source: Repository, target: Repository, refs: Iterable[str | Commit] = (), *, run: str | None = None
+) -> CopyPlan:
+    """Plan a copy of what ``refs`` name (ranges too), else of all that is visible; only of ``run``, if that is given.
+
+    Writes nothing. Raises `NotFound`, `InvalidInput`, `StorageError`.
+    """
+    if source.exists() and target.exists() and source.storage.url == target.storage.url:
+        raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store")
+    named = list(refs)
+    listed = list_commits(source)
+    source.check_exists()  # a store that is not there is not the same as an empty one
+    chosen = resolve_many(source, named, listed) if named else listed.current()
+    chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.txid)
+    there = list_commits(target) if target.exists() else CommitList({}, {})
+    return _sorted_out(source, target, chosen, there, named=bool(named))
+
+
+def _sorted_out(
+    source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
+) -> CopyPlan:
+    live = {commit.id: commit for commit in there.live()}
+    ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
+    missing, forgotten, present, left, failed = [], [], [], [], []
+    for commit in chosen:
+        other = occupant(there, commit)
+        if twin(there, commit) is not None:
+            present.append(commit)
+        elif other is not None:
+            failed.append(CopyFailure(commit, taken(target, commit, other)))
+        elif commit.id in live and named:
+            forgotten.append(live[commit.id])
+        elif (commit.id in live or commit.id in ended) and not named:
+            left.append(commit)
+        else:
+            missing.append(commit)
+    total, nbytes = _bytes_of(source, target, missing, there)
+    return CopyPlan(tuple(missing), tuple(forgotten), tuple(present), tuple(left), tuple(failed), nbytes, total)
+
+
+def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
+    """Count the bytes of the blobs of ``missing``, and of those that the target lacks; unreadable manifests as 0."""
+    wanted: dict[BlobHash, BlobRef] = {}
+    total = 0
+    for commit in manifests.learn(source, missing):
+        for uploader, name, size in manifests.blobs_of(source, commit):
+            total += size
+            wanted[name] = BlobRef(name, size, uploader)
+    known = manifests.locate(target, there.live(), wanted) if there.commits else {}
+    return total, sum(ref.size for name, ref in wanted.items() if name not in known)
+
+
+def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
+    """Say what `execute` would do. Writes nothing."""
+    return CopyResult(
+        copied=plan.missing,
+        restored=plan.forgotten,
+        present=plan.present,
+        left=plan.left,
+        failed=plan.failed,
+        nbytes=plan.nbytes,
+        made_store=not target.exists(),
+        dry_run=True,
+    )
+
+
+def execute(
+    source: Repository,
+    target: Repository,
+    plan: CopyPlan,
+    *,
+    with_tags: bool = False,
+    jobs: int | None = None,
+    part: Part = (0, 1),
+    progress: Progress = silent,
+) -> CopyResult:
+    """Carry out ``plan``. A target that is not there is made, with the cell and blob size of the source.
+
+    ``with_tags``: set the source's tags on what is copied, or was there. ``jobs``: blobs on their way at once.
+    ``part``: (number, count) of this process among those that do the same copy. ``progress``: called with the bytes of
+    blobs that are there now, `CopyPlan.total` in all. Where the target is the source's mirror, that is written down.
+
+    Raises `StorageError`: what is copied by then stays, and the next copy goes on from there. What cannot be copied
+    stands in the result.
+    """
+    progress.expect(plan.total)
+    work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
+    sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
+    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+
+    def copy(commit: Commit) -> Replica:
+        replica = replicate(source, target, commit, work)
+        if is_mirror:
+            note(source, commit, target.storage.url)
+        return replica
+
+    copied, not_copied = _each(plan.missing, copy)
+    restored, not_restored = _each(plan.forgotten, lambda commit: restore(target, commit))
+    for commit in unmirrored(source, plan.present, target.storage.url) if is_mirror else ():
+        note(source, commit, target.storage.url)
+    blobs, nbytes = _brought(copied, work.part)
+    result = CopyResult(
+        copied=tuple(one.commit for one in copied),
+        restored=tuple(restored),
+        present=plan.present,
+        left=plan.left,
+        failed=(*plan.failed, *not_copied, *not_restored),
+        blobs=blobs,
+        nbytes=nbytes,
+        made_store=made,
+    )
+    return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+
+
+def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
+    """Call ``call`` with each; return its results, and those for which it failed."""
+    done, failed = [], []
+    for commit in commits:
+        try:
+            done.append(call(commit))
+        except _NOT_COPIED as error:
+            failed.append(CopyFailure(commit, error))
+    return done, failed
+
+
+def _brought(copied: Sequence[Replica], part: Part) -> tuple[int, int]:
+    """Count the blobs put for ``copied``, and their bytes. Processes that share the work find the sum in its record.
+
+    Which also counts what an attempt had put that was killed, and gone on with.
+    """
+    _, processes = part
+    if processes == 1:
+        return sum(one.blobs for one in copied), sum(one.nbytes for one in copied)
+    records = [one.commit.committed for one in copied]
+    return sum(one.blobs_written for one in records), sum(one.bytes_written for one in records)
+
+
+def _jobs(source: Repository, target: Repository, jobs: int | None) -> int:
+    if jobs is None:
+        remote = source.storage.traits.remote or target.storage.traits.remote
+        return REMOTE_JOBS if remote else max(2, min(LOCAL_JOBS, os.cpu_count() or 1))
+    if type(jobs) is not int or jobs < 1:
+        raise InvalidInput(f"jobs={jobs!r} is not usable; give a positive number")
+    return jobs
+
+
+def _checked_part(part: Part) -> Part:
+    number, count = part
+    if not 0 <= number < count:
+        raise InvalidInput(f"part={part!r} is not usable; give (number, count), the number from 0 to count - 1")
+    return part
+
+
+def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
+    """Set the tags of what is in the target now; the names that were set."""
+    there = {commit.id: commit for commit in list_commits(target).visible()}
+    here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
+    before, done = tags(target), []
+    for name, tag in tags(source).items():
+        commit = there.get(tag.manifest) if tag.manifest in here else None
+        if commit is not None and (name not in before or before[name].txid != commit.txid):
+            try:
+                set_tag(target, name, commit)
+            except Conflict:
+                now = get_tag(target, name)
+                if now is None or now.txid != commit.txid:
+                    raise
+            done.append(name)  # another process that copies the same may have been first
+    return tuple(done)

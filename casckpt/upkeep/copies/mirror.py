@@ -1,0 +1,168 @@
+"""A store's mirror: a thread that copies each commit into another store, behind the saves.
+
+What is to be done stands in the store alone: live commits without a record under mirrored/. So nothing is lost when
+the program ends, or dies; whoever opens the store with its mirror next goes on. Of the processes of a host one works at
+a time; those of several hosts share the work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
+from casckpt.format.keys import MARKER
+from casckpt.format.records import Committed
+from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.host_lock import alone_on_this_host
+from casckpt.repository.repository import Repository
+from casckpt.storage.forking import PerProcess
+from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, note, take_back, unmirrored
+from casckpt.upkeep.copies.replicating import Work, replicate
+
+JOBS = 4
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    """What belongs to one process.
+
+    ``asked``, ``done``: numbers of the pass that is wanted, and of the last one. ``pause``: seconds until the next
+    attempt, if the last one failed.
+    """
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread | None = None
+    asked: int = 0
+    done: int = 0
+    error: CasckptError | None = None
+    pause: float = FIRST_PAUSE
+    stopped: bool = False
+
+
+class Mirror:
+    """Keeps ``target`` a copy of all that is committed to ``repo``. Safe for use by threads, and in forked children."""
+
+    def __init__(self, repo: Repository, target: Repository) -> None:
+        self.target = target
+        self._repo = repo
+        self._state = PerProcess(_State)
+        repo.listeners.append(self.wake)
+
+    def wake(self) -> None:
+        """Copy what was committed, in the background."""
+        state = self._state.get()
+        with state.changed:
+            state.asked += 1
+            if state.thread is None and not state.stopped:
+                state.thread = threading.Thread(target=self._run, args=(state,), name="casckpt-mirror", daemon=True)
+                state.thread.start()
+            state.changed.notify_all()
+
+    def lag(self) -> MirrorLag:
+        """Return how far the mirror is behind. Raises `StorageError` for the store itself."""
+        error = self._state.get().error
+        why = "" if error is None else str(error)
+        return lag_of(self._repo, list_commits(self._repo).live(), why) if self._repo.exists() else MirrorLag(0, 0, 0.0)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once all that is committed now is safe in the mirror.
+
+        Raises what keeps it from being copied, after one more attempt; `StorageError` after ``timeout`` seconds.
+        """
+        self.wake()
+        state = self._state.get()
+        with state.changed:
+            mine = state.asked
+            if not state.changed.wait_for(lambda: state.done >= mine or state.stopped, timeout):
+                raise StorageError(
+                    f"{self.target.storage.url} is not up to date after {timeout} seconds; the copies go on in the "
+                    "background, and with the next `casckpt.open` of the store if this program ends before"
+                )
+            if state.error is not None:
+                raise type(state.error)(str(state.error), **state.error.__dict__) from state.error
+
+    def stop(self) -> None:
+        """End the thread after the checkpoint that it is at. What is left is done when the store is opened again."""
+        state = self._state.get()
+        with state.changed:
+            state.stopped = True
+            state.changed.notify_all()
+
+    def _run(self, state: _State) -> None:
+        ended: CasckptError = StorageError("the thread that mirrors has failed; its traceback is on stderr")
+        try:
+            while self._pass(state):
+                pass
+        finally:  # nobody is to wait for a thread that is gone; the next to wake it starts another
+            with state.changed:
+                state.thread, state.done, state.error = None, state.asked, state.error or ended
+                state.changed.notify_all()
+
+    def _pass(self, state: _State) -> bool:
+        """Wait to be woken, or until it is time to try again; then catch up. False once it is to end."""
+        with state.changed:
+            retry = state.pause if isinstance(state.error, StorageError) else None
+            state.changed.wait_for(lambda: state.stopped or state.asked > state.done, retry)
+            if state.stopped:
+                return False
+            asked = state.asked
+        error = self._attempt(state)
+        with state.changed:
+            state.done, state.error = asked, error
+            state.pause = min(2 * state.pause, LONGEST_PAUSE) if error else FIRST_PAUSE
+            state.changed.notify_all()
+        return True
+
+    def _attempt(self, state: _State) -> CasckptError | None:
+        """Make one pass; return what went wrong."""
+        try:
+            if not self._repo.exists():
+                return None
+            with alone_on_this_host(self._repo.catalogue.path.with_name("mirror.lock")):
+                return self._catch_up(state)
+        except CasckptError as error:
+            log.warning("%s lags behind; it is tried again: %s", self.target.storage.url, error)
+            return error
+
+    def _catch_up(self, state: _State) -> CasckptError | None:
+        """Copy all that is not safe yet, oldest first. What cannot be copied keeps nothing else from it.
+
+        Raises `StorageError`.
+        """
+        self._repo.declare_mirror()
+        live = list_commits(self._repo).live()
+        behind = unmirrored(self._repo, live, self.target.storage.url)
+        if not behind:
+            return None
+        if self.target.storage.size(MARKER) is None:  # none yet; or it was deleted, with all that was safe there
+            take_back(self._repo, live)
+            behind = live
+        sizes = self._repo.marker
+        self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+        firsts = (commit.first for commit in list_commits(self.target).commits.values())
+        there = {first.manifest for first in firsts if isinstance(first, Committed)}
+        failed: CasckptError | None = None
+        for commit in behind:
+            if state.stopped:
+                break
+            try:
+                self._copy(commit, there)
+            except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
+                log.info("%s", error)
+            except (Damaged, Refused) as error:
+                log.error("%s is not mirrored: %s", commit, error)
+                failed = error
+        return failed
+
+    def _copy(self, commit: Commit, there: Container[str]) -> None:
+        if commit.id not in there:  # it may have been forgotten or purged there since: that is the mirror's business
+            made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
+            if not commit.visible:
+                forget(self.target, made.commit)
+        note(self._repo, commit, self.target.storage.url)

@@ -1,0 +1,121 @@
+"""Records of what is safe in the mirror of a store, under mirrored/, and what a gc asks of them.
+
+The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.keys import mirrored_key, parse_mirrored
+from casckpt.format.names import TxId
+from casckpt.format.records import Mirrored
+from casckpt.parallel import in_parallel
+from casckpt.repository.commits import Commit
+from casckpt.repository.reading import Read, read_records
+from casckpt.repository.repository import Repository
+
+PREFIX = "mirrored/"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MirrorLag:
+    """How far a mirror is behind. ``checkpoints``: that are not safe there yet.
+
+    ``bytes``: of blobs that their saves wrote. ``seconds``: since the oldest of them was committed. ``error``: why the
+    last attempt of this process failed, "" if it did not.
+    """
+
+    checkpoints: int
+    bytes: int
+    seconds: float
+    error: str = ""
+
+
+def mirror_to_wait_for(repo: Repository) -> str | None:
+    """Return the URL of the mirror that a gc waits for, as the settings have it.
+
+    Raises `Damaged` where they are lost: what is not safe in the mirror yet would be deleted; `StorageError`.
+    """
+    generation, settings = repo.newest_settings()
+    if generation < 0 and (noted := next(iter(repo.storage.list(PREFIX, known=parse_mirrored)), None)):
+        raise Damaged(
+            f"gc deletes nothing: settings/ of {repo.storage.url} is lost: {noted.key} says that there was a mirror. "
+            "Put settings/ back from a copy of the store, or save with the mirror again (casckpt.open with mirror=URL)",
+            key="settings/",
+        )
+    return settings.mirror
+
+
+def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
+    """Return those of ``commits`` not known to be safe in ``mirror``, which the settings name; none, if that is None.
+
+    One LIST, and a small read for each record that this host has not seen. Raises `StorageError`.
+    """
+    wanted = list(commits)
+    if mirror is None or not wanted:
+        return []
+    there = {
+        txid: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored) if (txid := parse_mirrored(entry.key))
+    }
+    noted = [commit.txid for commit in wanted if commit.txid in there]
+    found = read_records(repo, PREFIX, [there[txid] for txid in noted], lambda _: Mirrored)
+    doubtful = [txid for txid in noted if not _says(found[mirrored_key(txid)], txid, mirror)]
+    # of a mirror that the store had before; or the record was created anew since this host saw it
+    again = in_parallel(repo.storage.traits.requests, lambda txid: _is_noted(repo, txid, mirror), doubtful)
+    safe = {*noted} - {txid for txid, says in zip(doubtful, again, strict=True) if not says}
+    return [commit for commit in wanted if commit.txid not in safe]
+
+
+def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
+    """Return how far the mirror is behind of these, which are live. Raises `StorageError`."""
+    behind = unmirrored(repo, commits, repo.settings.mirror)
+    oldest = min((commit.committed.time for commit in behind), default=None)
+    return MirrorLag(
+        checkpoints=len(behind),
+        bytes=sum(commit.committed.bytes_written for commit in behind),
+        seconds=0.0 if oldest is None else max(0.0, (repo.clock() - oldest) / 1e6),
+        error=error,
+    )
+
+
+def note(repo: Repository, commit: Commit, mirror: str) -> None:
+    """Write down that ``commit`` is safe in the store at ``mirror``. Raises `StorageError`."""
+    key = mirrored_key(commit.txid)
+    record = Mirrored(txid=commit.txid, time=repo.clock(), mirror=mirror)
+    try:
+        repo.put_record(key, record)
+    except Conflict:
+        if _is_noted(repo, commit.txid, mirror):
+            return
+        repo.storage.delete(key)  # of a mirror that the store had before
+        repo.put_record(key, record)
+
+
+def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
+    """Take back what `note` wrote down of ``commits``. Raises `StorageError`, but not where writers may not delete."""
+    noted = {parse_mirrored(entry.key): entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
+    try:
+        for key in [noted[commit.txid] for commit in commits if commit.txid in noted]:
+            repo.storage.delete(key)
+    except StorageError as error:
+        log.warning("a gc takes checkpoints for safe in the mirror that are not there any more: %s", error)
+
+
+def _is_noted(repo: Repository, txid: TxId, mirror: str) -> bool:
+    """Tell whether the note is in the store now."""
+    key = mirrored_key(txid)
+    try:
+        found: Mirrored = repo.get_record(key, Mirrored)
+    except (NotFound, Damaged, Refused):
+        return False
+    return _says(found, txid, mirror)
+
+
+def _says(record: Read, txid: TxId, mirror: str) -> bool:
+    return isinstance(record, Mirrored) and (record.txid, record.mirror) == (txid, mirror)

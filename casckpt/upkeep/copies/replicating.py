@@ -1,0 +1,322 @@
+"""One checkpoint of a store into another one: what is missing there, verified on the way, in a transaction of its own.
+
+It is a save by the protocol of docs/format.md, but for its transaction: that has the id which the save had in the first
+store, or one right behind it, so that all who copy the same checkpoint find each other. They share the work without
+talking: each begins with its own part, goes on with what nobody has put yet, and whoever finds all there commits. So a
+copy that was killed is gone on with, as long as no gc has given up on its transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
+from casckpt.format import manifest as format_manifest
+from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
+from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
+from casckpt.format.names import BlobHash
+from casckpt.format.records import Began, Committed, changed, time_of
+from casckpt.parallel import in_parallel
+from casckpt.plan.progress import Progress, silent
+from casckpt.repository import blobs, manifests
+from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
+from casckpt.repository.fetching import Spoilt, fetch
+from casckpt.repository.processes import this_process
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import Transaction, join
+from casckpt.storage.base import AlreadyExists
+from casckpt.storage.buffers import BufferPool
+from casckpt.upkeep.repair.verify import keys_of
+
+log = logging.getLogger(__name__)
+
+_TRIES = 4  # transactions that gcs may give up on, before this gives up too
+_MEMORY = 1 << 30  # bytes of buffers
+_AHEAD = timedelta(days=1)  # that the clock of another host may be ahead
+
+Part = tuple[int, int]
+"""(number, count): which part of the work a process begins with, where ``count`` of them do the same copy."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a copy is made. ``jobs``: blobs on their way at once, each with a buffer. ``progress``: gets bytes done.
+
+    ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict.
+    """
+
+    jobs: int = 4
+    part: Part = (0, 1)
+    twins: bool = False
+    progress: Progress = silent
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A checkpoint in the destination, and what this process put there for it."""
+
+    commit: Commit
+    blobs: int = 0
+    nbytes: int = 0
+
+
+def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
+    """Copy one checkpoint, and return once it is durable and visible in ``target``, which must exist.
+
+    Raises `Damaged` or `Refused` if the source does not hold what was written, naming blob and keys; `Conflict` if it
+    was purged there meanwhile, or if another checkpoint has its run and step in ``target``. Then nothing of it is
+    visible. After a `StorageError` too, but the next call goes on where this one ended.
+    """
+    data, manifest = _read(source, commit)
+    _check(target, commit, manifest)
+    attempt = 0
+    for _ in range(_TRIES):
+        transaction, attempt = _join(target, commit, attempt)
+        try:
+            return _Copy(source, target, commit, data, manifest, transaction, work).run()
+        except Revoked:
+            transaction.close()
+    raise Conflict(
+        f"the copy of {commit} was given up on {_TRIES} times, by gcs or because others failed in it; copy it again"
+    )
+
+
+def _read(source: Repository, commit: Commit) -> tuple[bytes, Manifest]:
+    """Read the manifest, and decode all of it once: what is hostile is refused here."""
+    manifest = manifests.get(source, commit)  # raises what is wrong, in words
+    for entry in manifest.body.entries:
+        manifest.extents(entry)
+    key = manifest_key(commit.committed.uploader, commit.id)
+    try:
+        data = source.storage.get(key, limit=MAX_MANIFEST_BYTES)
+        return data, format_manifest.decode(data, commit.id)
+    except NotFound as error:
+        raise _gone(source, commit, f"manifest {key} is gone") from error
+
+
+def _check(target: Repository, commit: Commit, manifest: Manifest) -> None:
+    """Compare the commit and its id with the manifest. A hostile store could pass for another run, or block one."""
+    record, body = commit.committed, manifest.body
+    name = parse_txid(commit.txid)
+    told = (record.run, record.step, name.run_hash, name.step)
+    if told != (body.run, body.step, run_hash(body.run), body.step):
+        raise Refused(f"the record of {commit} is not that of its manifest ({body.run}@{body.step}); it is not copied")
+    if name.time > time_of(target.clock()) + _AHEAD:
+        raise Refused(
+            f"{commit} was saved in the future ({name.time:%Y-%m-%d}), and later saves could not come after it; "
+            "set the clock right, or save it anew"
+        )
+
+
+def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction, int]:
+    """Begin or join the transaction under which all commit this copy; return it, and how many ended before it."""
+    while True:
+        txid = copied_txid(commit.txid, attempt)
+        began = Began(
+            txid=txid, run=commit.run, step=commit.step, time=target.clock(), process=this_process(), manifest=commit.id
+        )
+        transaction = join(target, began)
+        if transaction is not None:
+            return transaction, attempt
+        attempt += 1
+
+
+def _gone(source: Repository, commit: Commit, why: str, **attributes: object) -> CasckptError:
+    """Return `Damaged`, or `Conflict` if the checkpoint was purged meanwhile."""
+    if not refresh(source, commit).live:
+        return Conflict(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
+    return Damaged(
+        f"{why}. Checkpoint {commit} of {source.storage.url} needs it, and was not copied. Run `casckpt verify` and "
+        "`casckpt repair` on that store, then copy again",
+        checkpoints=(commit.id,),
+        **attributes,
+    )
+
+
+@dataclass
+class _Copy:
+    """One copy, in one transaction."""
+
+    source: Repository
+    target: Repository
+    commit: Commit
+    data: bytes
+    manifest: Manifest
+    transaction: Transaction
+    work: Work
+    places: dict[BlobHash, BlobRef] = field(default_factory=dict)
+    put: dict[BlobHash, int] = field(default_factory=dict)
+
+    def run(self) -> Replica:
+        """Make the copy. Raises `Revoked` for another attempt, and what `replicate` raises."""
+        started = self.target.clock()
+        try:
+            listed = list_commits(self.target)  # after the transaction has begun: what is live now stays
+            found = twin(listed, self.commit)
+            if found is None:
+                self._check_place(listed)
+                self._copy_blobs(listed)
+                found = self._commit(started)
+            else:
+                self.transaction.abort("the checkpoint is there already")
+        except (Damaged, Refused, Conflict) as error:
+            if isinstance(error, Revoked):
+                raise
+            self.transaction.abort(f"{type(error).__name__}: {error}")
+            raise
+        except BaseException:
+            self.transaction.leave()
+            raise
+        return Replica(found, len(self.put), sum(self.put.values()))
+
+    def _check_place(self, listed: CommitList) -> None:
+        other = None if self.work.twins else occupant(listed, self.commit)
+        if other is not None:
+            raise taken(self.target, self.commit, other)
+
+    def _copy_blobs(self, listed: CommitList) -> None:
+        """Give every blob of the manifest a place in the target, where it is durable when this returns."""
+        own = self.transaction.txid
+        wanted = {ref.hash: ref for ref in self.manifest.blobs}
+        self.places = manifests.locate(self.target, listed.live(), wanted)
+        while True:
+            there = self._uploaded()
+            missing = []
+            for ref in wanted.values():
+                if ref.hash not in self.places:
+                    self.places[ref.hash] = BlobRef(ref.hash, ref.size, own)
+                    missing += [ref] if there.get(blob_key(own, ref.hash)) != ref.size else []
+            log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
+            self.work.progress(sum(ref.size for ref in wanted.values()) - sum(ref.size for ref in missing))
+            self._upload(self._ordered(missing))
+            lost = self._lost()
+            if not lost:
+                break
+            wanted = {ref.hash: wanted[ref.hash] for ref in lost}
+            for name in wanted:
+                del self.places[name]
+        self.target.storage.settle(uploader_folder(own))
+
+    def _uploaded(self) -> dict[str, int]:
+        """Return what this transaction has put already, by whomever: sizes by key."""
+        if not self.transaction.joined:
+            return {}
+        folder = uploader_folder(self.transaction.txid)
+        return {entry.key: entry.size for entry in self.target.storage.list(f"{folder}/")}
+
+    def _ordered(self, refs: Sequence[BlobRef]) -> list[BlobRef]:
+        """Put our own part first, then the parts of others in random order, so that two seldom take the same."""
+        number, count = self.work.part
+        low, high = len(refs) * number // count, len(refs) * (number + 1) // count
+        own, rest = list(refs[low:high]), [*refs[high:], *refs[:low]]
+        draw = random.Random(self.target.entropy(8))  # noqa: S311 - nothing secret
+        draw.shuffle(rest)
+        if self._is_shared and count == 1:
+            draw.shuffle(own)
+        return own + rest
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.transaction.joined or self.work.part[1] > 1
+
+    def _upload(self, refs: Sequence[BlobRef]) -> None:
+        if not refs:
+            return
+        largest = max(ref.size for ref in refs)
+        buffers = BufferPool(max(1, min(self.work.jobs, len(refs), _MEMORY // largest)), largest)
+        try:
+            for ref in in_parallel(buffers.count, partial(self._move, buffers), refs, name="copy"):
+                self.work.progress(ref.size)
+        finally:
+            buffers.close()
+
+    def _move(self, buffers: BufferPool, ref: BlobRef) -> BlobRef:
+        own = self.transaction.txid
+        if self._is_shared and self.target.storage.size(blob_key(own, ref.hash)) == ref.size:
+            return ref
+        with buffers.borrow() as buffer:
+            try:
+                data = fetch(self.source.storage, ref, buffer.view)
+            except Spoilt as error:
+                raise self._spoilt(ref, str(error)) from error
+            blobs.put(self.target, own, ref.hash, data)
+        self.put[ref.hash] = ref.size
+        return ref
+
+    def _spoilt(self, ref: BlobRef, why: str) -> CasckptError:
+        numbers = [number for number, other in enumerate(self.manifest.blobs) if other.hash == ref.hash]
+        keys = sorted(set().union(*keys_of(self.manifest, numbers).values()))
+        shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if keys[5:] else "")
+        what = f"blob {ref.hash}, which holds {shown}, is damaged: {why}"
+        return _gone(self.source, self.commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
+
+    def _lost(self) -> list[BlobRef]:
+        """Find and mark the blobs that were to be reused and are gone from the target: they are to be copied."""
+        own = self.transaction.txid
+        reused = [ref for ref in self.places.values() if ref.uploader != own]
+        lost = blobs.check(self.target, reused)
+        if lost and self.target.storage.size(commit_key(own)) is not None:
+            raise Revoked("a gc took this copy for dead, and deleted what it reused; copy again")
+        for ref in lost:
+            blobs.mark_damaged(self.target, ref.uploader, ref.hash, "missing or of another size when a copy reused it")
+        return lost
+
+    def _commit(self, started: int) -> Commit:
+        """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
+        self._put_manifest()
+        made = self.transaction.commit(self._record(started))
+        self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
+        return made
+
+    def _put_manifest(self) -> None:
+        key = manifest_key(self.transaction.txid, self.commit.id)
+        data = format_manifest.moved(self.data, [self.places[ref.hash] for ref in self.manifest.blobs])
+        try:
+            self.target.storage.put(key, data)
+        except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
+            there = format_manifest.decode(self.target.storage.get(key, limit=MAX_MANIFEST_BYTES), self.commit.id)
+            self.places = {ref.hash: ref for ref in there.blobs}
+            if blobs.check(self.target, there.blobs):
+                raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key) from None
+
+    def _record(self, started: int) -> Committed:
+        first, now = self.commit.committed, self.target.clock()
+        txid, refs = self.transaction.txid, list(dict.fromkeys(self.places.values()))
+        new = [ref.size for ref in refs if ref.uploader == txid]
+        return changed(
+            first,
+            txid=txid,
+            time=now,
+            uploader=txid,
+            bytes_written=sum(new),
+            bytes_reused=max(0, first.bytes_total - sum(new)),
+            blobs_written=len(new),
+            blobs_reused=len(refs) - len(new),
+            seconds=round((now - started) / 1e6, 6),
+        )
+
+
+def twin(listed: CommitList, commit: Commit) -> Commit | None:
+    """Find the visible commit of the same checkpoint in another store, ``listed``."""
+    return next((other for other in listed.visible() if other.id == commit.id), None)
+
+
+def occupant(listed: CommitList, commit: Commit) -> Commit | None:
+    """Find the visible commit of another checkpoint under the same run and step."""
+    place = (commit.run, commit.step)
+    same = (other for other in listed.visible() if (other.run, other.step) == place)
+    return next((other for other in same if other.id != commit.id), None)
+
+
+def taken(target: Repository, commit: Commit, other: Commit) -> Conflict:
+    """Return the error for a run and step that another checkpoint has."""
+    return Conflict(
+        f"{commit} was not copied: {target.storage.url} has another checkpoint under that run and step, {other.id}. "
+        "Forget it there first (`casckpt forget`), if it is not wanted",
+        checkpoints=(commit.id, other.id),
+    )

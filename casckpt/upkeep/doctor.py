@@ -1,0 +1,215 @@
+"""Checks of a storage: the promises that a store stands on, its speed, and what its settings mean for a store.
+
+Objects are written under probes/ and deleted again; the store itself, if there is one, is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import TypeVar
+
+from casckpt.errors import CasckptError, NotFound, StorageError
+from casckpt.parallel import in_parallel
+from casckpt.repository.exclusive import PREFIX, probe
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import AlreadyExists, Examinable, Finding, ObjectStore, ShortObject
+
+T = TypeVar("T")
+RACERS = 8
+_SMALL = 20  # objects
+_LARGE, _LARGE_BYTES = 4, 8 << 20
+_USE_ANOTHER = "use another storage, or have this one mended: checkpoints are not safe here"
+
+
+def examine(repo: Repository) -> Iterator[Finding]:
+    """Yield what each check finds, as soon as that is known. A check that fails because of the storage is not ok.
+
+    Raises nothing of the storage's: that is what is looked for.
+    """
+    if repo.storage.traits.read_only:
+        yield Finding("write", None, "the storage can only be read, so nothing else was tried", "save to another store")
+        return
+    probes = _Probes(repo)
+    yield (writes := _safely("write", probes.write))
+    if writes.ok:
+        yield _safely("create-only", lambda: _creates(repo))
+        for name, check in probes.checks().items():
+            yield _safely(name, check)
+    if isinstance(repo.storage, Examinable):
+        yield from _settings_of(repo.storage)
+
+
+def _settings_of(storage: Examinable) -> Iterator[Finding]:
+    try:
+        yield from storage.examine()
+    except CasckptError as error:
+        yield Finding("settings", False, str(error), "see above")
+
+
+def _safely(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except CasckptError as error:
+        return Finding(name, False, str(error), "mend that, and run it again")
+
+
+def _creates(repo: Repository) -> Finding:
+    """Find out whether a second create is refused, and tell the settings of a store that lies here."""
+    why = probe(repo.storage, repo.entropy, RACERS)
+    if repo.storage.traits.exclusive is None and repo.exists() and repo.settings.exclusive_create is not (not why):
+        repo.note_creates(exclusive=not why)
+    if why:
+        advice = "use another storage; or only one writer at a time, with single_writer (--single-writer)"
+        return Finding("create-only", False, f"a name can be created twice: {why}", advice)
+    found = f"a second create is refused, and of {RACERS} at the same time one won"
+    return Finding("create-only", True, found)
+
+
+@dataclass
+class _Probes:
+    """Objects that are written, read, listed and deleted."""
+
+    repo: Repository
+    folder: str = field(init=False)
+    _seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder = f"{PREFIX}{self.repo.entropy(16).hex()}"
+
+    @property
+    def _storage(self) -> ObjectStore:
+        return self.repo.storage
+
+    def checks(self) -> dict[str, Callable[[], Finding]]:
+        """Run all, in the order in which they build on each other."""
+        return {
+            "read-after-write": self.read,
+            "ranges": self.ranges,
+            "list-after-write": self.list,
+            "throughput": self.throughput,
+            "delete": self.delete,
+            "latency": self.latency,
+        }
+
+    def write(self) -> Finding:
+        """Put some small objects: not before a listing, as some servers make a bucket that is not there for any put."""
+        with suppress(StorageError):  # a check of its own tells of that
+            next(iter(self._storage.list(self.folder)), None)
+        for number in range(_SMALL):
+            self._timed("put", partial(self._put, self._key(number), self._data(number)))
+        return Finding("write", True, f"{_SMALL} objects were written")
+
+    def read(self) -> Finding:
+        """Check that each is there at once, whole."""
+        for number in range(_SMALL):
+            data = self._data(number)
+            found = self._timed("get", partial(self._storage.get, self._key(number), limit=1 << 20))
+            if found != data or self._storage.size(self._key(number)) != len(data):
+                why = f"{self._key(number)} is not what was written a moment ago"
+                return Finding("read-after-write", False, why, _USE_ANOTHER)
+        return Finding("read-after-write", True, "what was written is read at once")
+
+    def ranges(self) -> Finding:
+        """Read parts of an object, and behind its end."""
+        data = self._data(1)
+        with self._storage.open(self._key(1)) as reader:
+            for start, stop in ((0, 1), (3, 700), (len(data) - 5, len(data)), (0, len(data))):
+                buffer = bytearray(stop - start)
+                reader.read_into(start, [memoryview(buffer)])
+                if buffer != data[start:stop]:
+                    return Finding(
+                        "ranges", False, f"bytes {start} to {stop} are not those of the object", _USE_ANOTHER
+                    )
+            try:
+                reader.read_into(len(data) - 1, [memoryview(bytearray(2))])
+            except ShortObject:
+                return Finding("ranges", True, "parts of objects are read right")
+        return Finding("ranges", False, "a read past the end of an object is not told from one within", _USE_ANOTHER)
+
+    def list(self) -> Finding:
+        """Check that all of them are listed."""
+        listed = {entry.key: entry.size for entry in self._storage.list(f"{self.folder}/")}
+        wanted = {self._key(number): len(self._data(number)) for number in range(_SMALL)}
+        if stale := self._storage.traits.stale:
+            return Finding("list-after-write", False, stale, "gc is refused here until then")
+        if listed != wanted:
+            missing = len(wanted.keys() - listed.keys())
+            found = f"a listing lacks {missing} of {_SMALL} objects written just before, or has their sizes wrong"
+            return Finding("list-after-write", False, found, _USE_ANOTHER)
+        return Finding("list-after-write", True, "what was written is listed at once")
+
+    def throughput(self) -> Finding:
+        """Write and read a few large objects at the same time."""
+        payload = self.repo.entropy(_LARGE_BYTES)
+        keys = [f"{self.folder}/large-{number}" for number in range(_LARGE)]
+        total = _LARGE * _LARGE_BYTES / 1e6
+        put = self._seconds_of(lambda: list(in_parallel(_LARGE, lambda key: self._put(key, payload), keys)))
+        got = self._seconds_of(lambda: list(in_parallel(_LARGE, self._read_large, keys)))
+        for key in keys:
+            self._quietly_delete(key)
+        speed = f"{total / put:.0f} MB/s written, {total / got:.0f} MB/s read"
+        return Finding("throughput", None, f"{speed}, {_LARGE} objects of 8 MiB at a time")
+
+    def _read_large(self, key: str) -> None:
+        with self._storage.open(key) as reader:
+            reader.read_into(0, [memoryview(bytearray(_LARGE_BYTES))])
+
+    def delete(self) -> Finding:
+        """Check that they go, and are neither read nor listed any more."""
+        try:
+            for number in range(_SMALL):
+                self._timed("delete", partial(self._storage.delete, self._key(number)))
+        except StorageError as error:
+            found = f"objects cannot be deleted: {error}"
+            return Finding("delete", None, found, "saves work so; gc needs credentials that may delete")
+        left = [entry.key for entry in self._storage.list(f"{self.folder}/")]
+        for folder in (self.folder, PREFIX.rstrip("/"), ""):
+            self._storage.sweep(folder)
+        if left or self._is_there(self._key(0)):
+            return Finding("delete", False, "what was deleted is still read or listed", _USE_ANOTHER)
+        return Finding("delete", True, "what was deleted is gone at once")
+
+    def latency(self) -> Finding:
+        """Say how long a small request takes."""
+        medians = (f"{name} {1000 * median(times):.1f} ms" for name, times in self._seconds.items())
+        return Finding("latency", None, ", ".join(medians))
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            self._storage.get(key, limit=1 << 20)
+        except NotFound:
+            return False
+        return True
+
+    def _put(self, key: str, data: bytes) -> None:
+        with suppress(AlreadyExists):  # nobody else has these names: the answer to our own put got lost
+            self._storage.put(key, data)
+
+    def _quietly_delete(self, key: str) -> None:
+        try:
+            self._storage.delete(key)
+        except StorageError:  # the check of deletes says so
+            return
+
+    def _key(self, number: int) -> str:
+        return f"{self.folder}/{number}"
+
+    def _data(self, number: int) -> bytes:
+        """Return the bytes of an object: each has another size, and none is empty."""
+        return bytes((number + i) % 251 for i in range(1000 + number))
+
+    def _timed(self, name: str, call: Callable[[], T]) -> T:
+        found: list[T] = []
+        seconds = self._seconds_of(lambda: found.append(call()))
+        self._seconds.setdefault(name, []).append(seconds)
+        return found[0]
+
+    def _seconds_of(self, call: Callable[[], object]) -> float:
+        """Return at least a microsecond, so that it divides."""
+        begun = self.repo.clock()
+        call()
+        return max(self.repo.clock() - begun, 1) / 1e6

@@ -1,0 +1,42 @@
+"""Forgetting by name, not by a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from casckpt.errors import Conflict
+from casckpt.repository import commits
+from casckpt.repository.commits import Commit
+from casckpt.repository.refs import resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import delete_tag, tags, tags_of
+
+
+def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool = False) -> list[Commit]:
+    """Choose the checkpoints that ``refs`` name (ranges among them), each once, as they are now. Writes nothing.
+
+    ``tagged``: those with a tag too; without it they are a `Conflict`, and nobody need be surprised. Raises as
+    `resolve_many`; `Damaged` or `Refused` if a tag cannot be read.
+    """
+    chosen = resolve_many(repo, refs)
+    named = tags(repo)
+    protected = [(commit, names) for commit in chosen if (names := tags_of(named, commit.txid))]
+    if protected and not tagged:
+        shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
+        raise Conflict(
+            f"{len(protected)} of them tagged: {shown}. Nothing was forgotten; delete the tags, or say --tagged "
+            "(tagged=True)",
+            checkpoints=tuple(commit.id for commit, _ in protected),
+        )
+    return chosen
+
+
+def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
+    """Forget what `plan_forget` chose. A tag that names one of them goes first: it would keep it from being purged."""
+    named = tags(repo)
+    done = []
+    for commit in chosen:
+        for name in tags_of(named, commit.txid):
+            delete_tag(repo, name)
+        done.append(commits.forget(repo, commit))
+    return done

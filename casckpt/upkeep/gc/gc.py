@@ -1,0 +1,315 @@
+"""gc: forget what a policy does not keep, purge what was forgotten, delete what nothing needs. Safe at any time.
+
+Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is held, and no clock decides about
+safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests/model walks all their interleavings.
+
+1. purge what was forgotten long enough ago
+2. list objects, without those that a live commit guards
+3. list commits: candidates for deletion are the objects that no live commit names
+4. then list open transactions
+5. wait until each of them is closed, revoking the dead ones
+6. then list commits again: what any of them names stays, unless it had been purged or revoked in 3; a manifest that is
+   left and has no record shows that records are lost: then nothing is deleted
+7. delete the rest
+
+A gc that runs out of time keeps what it has for the next one, which goes on at 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from casckpt.errors import Conflict, InvalidInput, Unsupported
+from casckpt.format.keys import parse_log, parse_object, uploader_folder
+from casckpt.format.names import TxId
+from casckpt.parallel import in_parallel
+from casckpt.plan.progress import Progress, silent
+from casckpt.plan.retention import Policy
+from casckpt.repository.commits import Commit, list_commits, list_names
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import PREFIX as TRANSACTIONS
+from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
+from casckpt.upkeep.gc import paused as paused_state
+from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
+from casckpt.upkeep.gc.paused import Paused
+from casckpt.upkeep.gc.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
+from casckpt.upkeep.lost import check_recorded
+from casckpt.upkeep.stock import BLOB, Stock, Sums, sums_of, take_stock
+from casckpt.upkeep.usage import needed_only_by
+
+log = logging.getLogger(__name__)
+
+WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
+ATTEMPTS = 5
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "probes")
+
+Tell = Callable[[Sequence[Waiting]], None]
+
+
+@dataclass(frozen=True)
+class GcResult:
+    """What a gc did; with ``dry_run`` what it would do. Bytes and counts of blobs do not count manifests.
+
+    ``later_blobs``, ``later_bytes``: of what stays, what is freed once the forgotten checkpoints that are too young are
+    purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on.
+    ``foreign``: keys under objects/ that no casckpt made, which are left alone.
+    """
+
+    forgotten: tuple[Commit, ...] = ()
+    purged: tuple[Commit, ...] = ()
+    deleted_blobs: int = 0
+    deleted_bytes: int = 0
+    deleted_manifests: int = 0
+    kept_blobs: int = 0
+    kept_bytes: int = 0
+    later_blobs: int = 0
+    later_bytes: int = 0
+    waiting: tuple[Waiting, ...] = ()
+    revoked: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+@dataclass
+class _Tally:
+    """What a gc did so far."""
+
+    deleted: dict[str, int] = field(default_factory=dict)
+    stock: Stock = field(default_factory=Stock)
+    still: list[OpenTransaction] = field(default_factory=list)
+    revoked: list[TxId] = field(default_factory=list)
+
+    def result(
+        self,
+        repo: Repository,
+        plan: GcPlan,
+        *,
+        forgotten: tuple[Commit, ...],
+        purged: tuple[Commit, ...],
+        waiting: tuple[Waiting, ...],
+        dry_run: bool = False,
+    ) -> GcResult:
+        deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
+        later = needed_only_by(repo, list_commits(repo), plan.young) if plan.young else Sums()
+        return GcResult(
+            deleted_blobs=deleted.blobs,
+            deleted_bytes=deleted.blob_bytes,
+            deleted_manifests=deleted.manifests,
+            kept_blobs=kept.blobs,
+            kept_bytes=kept.blob_bytes,
+            later_blobs=later.blobs,
+            later_bytes=later.blob_bytes,
+            revoked=tuple(self.revoked),
+            foreign=tuple(self.stock.foreign),
+            forgotten=forgotten,
+            purged=purged,
+            waiting=waiting,
+            dry_run=dry_run,
+        )
+
+
+def plan_gc(
+    repo: Repository, policy: Policy | None = None, *, run: str | None = None, min_age: float | None = None
+) -> GcPlan:
+    """Plan what a gc forgets and purges now. Writes nothing.
+
+    ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
+    the forgetting to the purge (None: the store's setting, else 24 h, and 15 minutes for ephemeral checkpoints).
+
+    Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
+    that gc cannot work on, `StorageError`.
+    """
+    _check_seconds("a minimum age", min_age)
+    _check_storage(repo)
+    ages = min_age_of(repo, min_age)
+    commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # read where that is cheap
+    return plan_retiring(repo, commits, policy or Policy(), ages, run)
+
+
+def preview(repo: Repository, plan: GcPlan) -> GcResult:
+    """Say what `execute` would do with ``plan``. Writes nothing.
+
+    Objects count as deleted as if the purges had happened, and as if no open transaction came to commit. Raises as
+    `execute` does.
+    """
+    as_purged = {commit.txid for commit in plan.purge}
+    stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
+    commits = commits_without_doubt(repo)
+    found = _candidates(repo, stock, as_purged)
+    check_recorded(repo, found.sizes, commits.commits)
+    opened = open_transactions(repo, commits.commits) if found.sizes else []
+    return _Tally(found.sizes, stock).result(
+        repo,
+        plan,
+        forgotten=plan.forget,
+        purged=plan.purge,
+        waiting=(*plan.waiting, *map(waiting_for, opened)),
+        dry_run=True,
+    )
+
+
+def execute(
+    repo: Repository,
+    plan: GcPlan,
+    *,
+    wait: float = WAIT,
+    revoke_after: float | None = None,
+    progress: Progress = silent,
+    tell: Tell = lambda waiting: None,
+    sleep: Sleep = time.sleep,
+) -> GcResult:
+    """Carry out ``plan``, and delete what nothing needs.
+
+    ``wait``: seconds to wait, in all, for transactions in the way; then the rest is left to the next gc, which goes on
+    from there. ``revoke_after``: seconds without a new sign of life after which a transaction is revoked (None: the
+    store's setting, else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
+    what is waited for.
+
+    Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted.
+    Raises `Conflict` if other gcs come in between again and again; `Unsupported`, `StorageError`.
+    """
+    _check_seconds("a wait", wait)
+    _check_seconds("a time to revoke after", revoke_after)
+    _check_storage(repo)
+    if revoke_after is None:
+        known = repo.settings.revoke_after_seconds
+        revoke_after = REVOKE_AFTER if known is None else known
+    if plan.forget or plan.purge:  # chosen from what is listed; if that is not all, it is not for a policy to choose
+        commits = commits_without_doubt(repo)
+        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)
+    forgotten, purged = retire(repo, plan)
+    gc = _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
+    gc.run()
+    _tidy(repo, gc.tally)
+    waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
+    return gc.tally.result(repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
+
+
+def _check_seconds(what: str, seconds: Any) -> None:
+    if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+        raise InvalidInput(f"{what} of {seconds!r} seconds makes no sense: give a number, 0 or more")
+
+
+@dataclass
+class _Collection:
+    """Steps 2 to 7 of one gc."""
+
+    repo: Repository
+    patience: Limits
+    progress: Progress
+    tell: Tell
+    tally: _Tally = field(default_factory=_Tally)
+
+    def run(self) -> None:
+        """Finish what an earlier gc left, then go through all steps."""
+        paused = paused_state.take_up(self.repo, commits_without_doubt(self.repo))
+        if paused is not None and not self._finish_paused(paused):
+            self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
+            return
+        for _ in range(ATTEMPTS):
+            try:
+                self._pass()
+            except Unreadable:
+                continue
+            return
+        raise Conflict("other gcs purged what this one was looking at, again and again; let one of them run alone")
+
+    def _finish_paused(self, paused: Paused) -> bool:
+        """Go on from step 5. Returns False if it has to wait yet."""
+        try:
+            finished = self._finish(paused)
+        except Unreadable:
+            finished = True  # another gc was faster
+        if finished:
+            paused_state.drop(self.repo)
+        return finished
+
+    def _pass(self) -> None:
+        """Go through steps 2 to 7. Raises `Unreadable` to be started again."""
+        self.tally.stock = take_stock(self.repo, commits_without_doubt(self.repo))
+        commits = commits_without_doubt(self.repo)
+        found = candidates(self.repo, self.tally.stock, commits)
+        live, spare = len(commits.live()), len(found.sizes)
+        log.info("%s: %d live checkpoints, %d objects that none of them needs", self.repo.storage.url, live, spare)
+        waits = frozenset(one.txid for one in open_transactions(self.repo, commits.commits))
+        if found.sizes:
+            paused = Paused(found, waits)
+            if not self._finish(paused):
+                paused_state.keep(self.repo, paused)
+        else:  # nothing to wait for; the dead are seen to all the same
+            look = Limits(0, self.patience.revoke_after, self.patience.sleep)
+            self.tally.revoked += wait_until_closed(self.repo, waits, look, lambda still: None).revoked
+
+    def _finish(self, paused: Paused) -> bool:
+        """Go through steps 5 to 7. Returns False if the time was not enough."""
+        waited = wait_until_closed(self.repo, paused.waits, self.patience, self._tell)
+        self.tally.revoked += waited.revoked
+        self.tally.still = waited.still
+        if waited.still:
+            return False
+        commits = commits_without_doubt(self.repo)
+        spare_roots(self.repo, paused.candidates, commits)
+        check_recorded(self.repo, paused.candidates.sizes, commits.commits)
+        _delete(self.repo, paused.candidates.sizes, self.progress)
+        self.tally.deleted |= paused.candidates.sizes
+        return True
+
+    def _tell(self, still: Sequence[OpenTransaction]) -> None:
+        self.tell([waiting_for(one) for one in still])
+
+
+def _candidates(repo: Repository, stock: Stock, as_purged: set[TxId]) -> Candidates:
+    for _ in range(ATTEMPTS):
+        try:
+            return candidates(repo, stock, commits_without_doubt(repo), as_purged=as_purged)
+        except Unreadable:
+            continue
+    raise Conflict("another gc purges checkpoints right now; try again when it is done")
+
+
+def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
+    """Delete blobs first: as long as a purged checkpoint's manifest is there, another gc need not start again.
+
+    Whatever the order, and wherever it ends, nothing that lives is hurt, and a later gc finds the rest.
+    """
+    keys = sorted(sizes, key=lambda key: not key.endswith(BLOB))
+    progress.expect(len(keys))
+    blobs = sum(key.endswith(BLOB) for key in keys)
+    for part in (keys[:blobs], keys[blobs:]):
+        for _ in in_parallel(repo.storage.traits.parallel, repo.storage.delete, part, name="gc"):
+            progress(1)
+
+
+def _tidy(repo: Repository, tally: _Tally) -> None:
+    """Remove the files of closed transactions, and what crashed puts left; of a put under way nothing is lost by it.
+
+    Uploads are left alone, though: of folders of objects only those are swept that belong to closed transactions, that
+    held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
+    """
+    closed = list_names(repo)
+    names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
+    begun = {name[0] for name in names if name is not None}
+    uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}
+    uploaders |= {*tally.stock.loose, *(begun & closed)}
+    for uploader in sorted(uploaders - (begun - closed)):
+        repo.storage.sweep(uploader_folder(uploader))
+    remove_closed(repo, closed)
+    for folder in _RECORDS:
+        repo.storage.sweep(folder, below=bool(folder))
+
+
+def _check_storage(repo: Repository) -> None:
+    if repo.storage.traits.stale:
+        raise Unsupported(f"gc would act on listings that may be old: {repo.storage.traits.stale}")
+    refuses = repo.storage.traits.exclusive
+    known = repo.settings.exclusive_create if refuses is None else refuses
+    if known is False and not repo.single_writer:
+        raise Unsupported(
+            f"{repo.storage.url} does not refuse a second create, so a save and a gc could both win the race for one "
+            "name: make sure that nobody saves, and say so with single_writer"
+        )

@@ -1,0 +1,177 @@
+"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten ones that are purged.
+
+A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
+as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+
+from casckpt.errors import Conflict
+from casckpt.format.keys import parse_txid
+from casckpt.format.names import TxId
+from casckpt.format.records import Settings, time_of
+from casckpt.parallel import in_parallel
+from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import tags, tags_of
+from casckpt.repository.transactions import OpenTransaction
+from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a gc leaves for later, and why.
+
+    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it),
+    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
+    in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
+    """
+
+    reason: str
+    run: str | None
+    step: int | None
+    id: str | None = None
+    txid: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    tags: tuple[str, ...] = ()
+
+
+def waiting_for(one: OpenTransaction) -> Waiting:
+    """Describe a transaction in the way, for people."""
+    began = one.began
+    if began is None:
+        return Waiting("transaction", None, parse_txid(one.txid).step, txid=one.txid, since=parse_txid(one.txid).time)
+    since = time_of(began.time)
+    process = began.process
+    return Waiting("transaction", began.run, began.step, txid=one.txid, host=process.host, pid=process.pid, since=since)
+
+
+@dataclass(frozen=True)
+class GcPlan:
+    """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten for long enough, or about to be.
+
+    ``waiting``: checkpoints that stay yet, and why; ``young``: those of them that are forgotten, or will be, but not
+    for long enough. All are oldest first.
+    """
+
+    forget: tuple[Commit, ...]
+    purge: tuple[Commit, ...]
+    waiting: tuple[Waiting, ...] = ()
+    young: tuple[Commit, ...] = ()
+
+
+@dataclass(frozen=True)
+class MinAge:
+    """Seconds from the forget record until a checkpoint may be purged."""
+
+    usual: float
+    ephemeral: float
+
+    def of(self, commit: Commit) -> int:
+        """Return the minimum age of a commit, in microseconds."""
+        return round(1e6 * (self.ephemeral if commit.committed.ephemeral else self.usual))
+
+
+A_DAY = MinAge(24 * 3600.0, 15 * 60.0)  # for so long a wrong rule can be undone
+AT_ONCE = MinAge(0.0, 0.0)
+
+
+def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) -> MinAge:
+    """Return ``wanted`` seconds, else what the settings say, else ``unset``."""
+    if wanted is not None:
+        return MinAge(wanted, wanted)
+    settings: Settings = repo.settings
+    usual = settings.min_age_seconds
+    ephemeral = settings.min_age_ephemeral_seconds
+    return MinAge(unset.usual if usual is None else usual, unset.ephemeral if ephemeral is None else ephemeral)
+
+
+def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
+    """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
+    named = tags(repo, anew=not repo.storage.traits.remote)
+    tagged = {tag.txid for tag in named.values()}
+    now = repo.clock()
+    visible = {commit.txid: commit for commit in commits.visible()}
+    kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
+    forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
+    purges, waiting, young = [], [], []
+    forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
+    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], mirror_to_wait_for(repo))}
+    for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
+        until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
+        if commit.txid in unsafe:
+            waiting.append(_waits(commit, "unmirrored"))
+        elif commit.txid in tagged:
+            waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
+        elif until > now:
+            waiting.append(_waits(commit, "young", until=time_of(until)))
+            young.append(commit)
+        else:
+            purges.append(commit)
+    return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+
+
+def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
+    return Waiting(reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags)
+
+
+def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
+    """Forget and purge what ``plan`` says: the commits that were forgotten, and those that were purged.
+
+    What somebody else changed or tagged since is left alone. Raises `StorageError`.
+    """
+    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+    tagged = _tagged(repo)  # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
+    forgotten = [commit for commit in forgotten if commit.txid not in tagged]
+    now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
+    due = [now[commit.txid] for commit in plan.purge]
+    mirror = repo.settings.mirror  # again: the store may have got one meanwhile
+    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}
+    left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
+    return forgotten, _each_unless_changed(repo, purge, left)
+
+
+def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    """Forget ``commits``, which are visible, and purge them, with no gc in between; what was forgotten.
+
+    Where the settings of the store name a minimum age, the purge is left to a gc. What a tag names, or what is not safe
+    in the store's mirror yet, stays as it is. Raises `StorageError`.
+    """
+    wanted = list(commits)
+    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}
+    chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
+    ages = min_age_of(repo, None, AT_ONCE)
+    return retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))))[0]
+
+
+def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
+    wanted = list(commits)
+    tagged = _tagged(repo) if wanted else set()
+    return [commit for commit in wanted if commit.txid not in tagged]
+
+
+def _tagged(repo: Repository) -> set[TxId]:
+    return {tag.txid for tag in tags(repo).values()}
+
+
+def _each_unless_changed(
+    repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit]
+) -> list[Commit]:
+    """Call ``action`` on each; leave out those whose log somebody else went on with."""
+
+    def attempt(commit: Commit) -> Commit | None:
+        try:
+            return action(repo, commit)
+        except Conflict:
+            return None
+
+    return [done for done in in_parallel(repo.storage.traits.requests, attempt, commits) if done is not None]

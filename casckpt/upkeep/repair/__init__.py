@@ -1,0 +1,1 @@
+"""Damage: found, marked, and put right from wherever right bytes are."""

@@ -1,0 +1,60 @@
+"""Checks of blobs against what was written: size, the BLAKE3 of all bytes, and header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from casckpt.errors import NotFound, Refused, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.format.manifest import BlobRef
+from casckpt.parallel import in_parallel
+from casckpt.repository.fetching import compare, compare_size, explain
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ShortObject
+from casckpt.storage.buffers import BufferPool
+
+PIECE = 4 << 20  # bytes read at once
+_MAX_THREADS = 8
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Checked:
+    """``why``: what is wrong with the blob, "" if nothing. ``failed``: the storage did not let it be read."""
+
+    ref: BlobRef
+    why: str = ""
+    failed: str = ""
+
+
+def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
+    """Read each of ``refs`` whole, and compare. ``progress``: called with the bytes just read. In order."""
+    traits = repo.storage.traits
+    threads = min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
+    buffers = BufferPool(threads, PIECE)
+    try:
+        yield from in_parallel(threads, partial(_check, repo, buffers, progress), refs, name="verify")
+    finally:
+        buffers.close()
+
+
+def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
+    found = Checked(ref)
+    for _ in range(_ATTEMPTS):
+        found = _attempt(repo, buffers, progress, ref)
+        if not found.failed:
+            break
+    return found
+
+
+def _attempt(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
+    try:
+        with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+            return Checked(ref, compare_size(ref, reader.size) or compare(reader, ref, buffer.view, progress))
+    except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
+        return Checked(ref, explain(ref, error))
+    except StorageError as error:
+        return Checked(ref, failed=str(error))

@@ -1,0 +1,182 @@
+"""repair: put right bytes back where damaged ones are, from wherever they can be had and proved right.
+
+1. manifests, from another store that holds the same checkpoint
+2. blobs, from a whole copy under another uploader's name or in another store
+3. blobs, rebuilt cell by cell: what is left of them, and equal cells of other blobs
+4. where a blob cannot be had again because it also held dead cells: a new checkpoint under the same run and step, whose
+   live cells lie in new blobs; the old one is forgotten
+
+`repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from casckpt.errors import Conflict, Refused
+from casckpt.format.keys import blob_key, uploader_folder
+from casckpt.format.manifest import BlobRef
+from casckpt.format.names import TxId
+from casckpt.plan.progress import Progress, silent
+from casckpt.repository import blobs
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.repair.manifest_repair import repair_manifests
+from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, salvage
+from casckpt.upkeep.repair.superseding import supersede
+from casckpt.upkeep.repair.verify import DamagedBlob, DamagedManifest, describe, survey
+from casckpt.upkeep.stock import list_objects
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """A checkpoint that was replaced by ``new``, because a blob of it could not be had again."""
+
+    run: str
+    step: int
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class RepairResult:
+    """``blobs``, ``manifests``: hashes and ids of what is right again. ``lost``: what could not be repaired."""
+
+    blobs: tuple[str, ...] = ()
+    manifests: tuple[str, ...] = ()
+    superseded: tuple[Superseded, ...] = ()
+    lost: tuple[DamagedBlob, ...] = ()
+    lost_manifests: tuple[DamagedManifest, ...] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Is anything still damaged?"""
+        return bool(self.lost or self.lost_manifests)
+
+
+@dataclass
+class _Repair:
+    repo: Repository
+    sources: Sequence[Repository]
+    progress: Progress
+    live: dict[BlobRef, set[LiveCell]] = field(default_factory=dict)
+    fixed: list[str] = field(default_factory=list)
+
+    def put_back(self, ref: BlobRef, data: bytearray | memoryview, how: str) -> None:
+        """Put ``data``, which has the hash of ``ref``, in its place, and remove what a killed repair has left there."""
+        self.repo.storage.sweep(uploader_folder(ref.uploader))
+        self.repo.storage.replace(blob_key(ref.uploader, ref.hash), memoryview(data))
+        blobs.mark_repaired(self.repo, ref.uploader, ref.hash, how)
+        self.fixed.append(ref.hash)
+        self.progress(ref.size)
+
+    def copies(self, wrong: Sequence[BlobRef]) -> list[BlobRef]:
+        """Put whole copies back; return those of which there are none."""
+        found = BlobCopies(self.repo, self.sources) if wrong else None
+        rest = []
+        for ref in wrong:
+            data = found.find(ref) if found else None
+            if data is None:
+                rest.append(ref)
+            else:
+                self.put_back(ref, data, "from another copy")
+        return rest
+
+    def rebuild(self, wrong: Sequence[BlobRef], cells: Cells) -> list[BlobRef]:
+        """Rebuild blobs from their cells; return those for which that is not enough."""
+        rest = []
+        for ref in wrong:
+            found = salvage(self.repo, ref, self.live.get(ref, ()), cells)
+            if found.is_whole:
+                self.put_back(ref, found.data, "rebuilt from equal cells")
+            else:
+                rest.append(ref)
+        return rest
+
+
+def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
+    """Repair what is damaged in ``repo``. ``sources``: other stores that may hold what is missing; they are only read.
+
+    ``progress``: called with the bytes just put back. Raises `NotFound`, `StorageError`; what cannot be repaired is
+    reported, not raised.
+    """
+    listed = list_commits(repo)
+    found = survey(repo, listed.live())
+    mended, lost_manifests = repair_manifests(repo, found.broken, sources)
+    if mended:
+        found = survey(repo, listed.live())
+    wrong = _wrong(repo, found.refs())
+    log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
+    work = _Repair(repo, sources, progress)
+    rest = work.copies([one.ref for one in wrong])
+    superseded: dict[TxId, Superseded] = {}
+    if rest:
+        users = _collect(work, found.commits, rest)
+        cells = Cells((repo, *sources), {cell.digest for cells in work.live.values() for cell in cells})
+        rest = work.rebuild(rest, cells)
+        superseded = _supersede(repo, users, rest, cells)
+    still = [one for one in wrong if one.ref in rest]
+    hit = [commit for commit in found.commits if commit.txid not in superseded]
+    return RepairResult(
+        blobs=tuple(work.fixed),
+        manifests=tuple(mended),
+        superseded=tuple(superseded.values()),
+        lost=tuple(describe(repo, hit, still)),
+        lost_manifests=tuple(lost_manifests),
+    )
+
+
+def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
+    """Find the live blobs that are marked, gone, or of another size, and are not right now."""
+    sizes = list_objects(repo)
+    marked = blobs.damaged_marks(repo)
+    suspects = [
+        ref for ref in refs
+        if (ref.uploader, ref.hash) in marked or sizes.get(blob_key(ref.uploader, ref.hash)) != ref.size
+    ]  # fmt: skip
+    checked = list(check_blobs(repo, suspects, silent))
+    for one in checked:
+        if not one.why and not one.failed:
+            repo.storage.sweep(uploader_folder(one.ref.uploader))
+            blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
+    return [Checked(one.ref, one.why or one.failed) for one in checked if one.why or one.failed]
+
+
+def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
+    """Find out who uses each of ``wrong``; their cells go into ``work.live``."""
+    names = {(ref.uploader, ref.hash): ref for ref in wrong}
+    users: dict[BlobRef, list[Commit]] = defaultdict(list)
+    for commit, manifest in readable(work.repo, commits):
+        numbered = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
+        wanted = {number: names[name] for number, name in numbered if name in names}
+        try:
+            found = live_cells(manifest, wanted) if wanted else {}
+        except Refused:
+            continue
+        for ref, cells in found.items():
+            work.live.setdefault(ref, set()).update(cells)
+            users[ref].append(commit)
+    return users
+
+
+def _supersede(
+    repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], cells: Cells
+) -> dict[TxId, Superseded]:
+    """Supersede what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
+    done = {}
+    hit = {commit.txid: commit for ref in lost for commit in users[ref]}
+    for txid in sorted(hit):
+        commit = hit[txid]
+        try:
+            new = supersede(repo, commit, lost, cells)
+        except Conflict:
+            continue  # somebody purged or forgot it just now
+        if new is not None:
+            done[txid] = Superseded(commit.run, commit.step, commit.id, new.id)
+    return done

@@ -1,0 +1,249 @@
+"""verify: read what live checkpoints need, compare it with its hashes, and mark the blobs that are damaged."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError, Unsupported
+from casckpt.format.keys import blob_key, commit_key
+from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.names import BlobHash, TxId
+from casckpt.plan.progress import Progress, silent
+from casckpt.repository import blobs, manifests
+from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.fetching import compare_size
+from casckpt.repository.refs import resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import list_tags
+from casckpt.upkeep.lost import ADVICE, lost_records
+from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.stock import list_objects
+
+Mode = Literal["full", "exists"]
+Name = tuple[TxId, BlobHash]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DamagedBlob:
+    """``keys``: the tensors, objects and attachments hit. ``checkpoints``: ids of the live ones that use the blob."""
+
+    blob: BlobHash
+    uploader: TxId
+    keys: tuple[str, ...]
+    checkpoints: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class DamagedManifest:
+    """A live checkpoint whose manifest cannot be read: nothing of it can be loaded, and gc deletes nothing."""
+
+    id: str
+    run: str
+    step: int
+    why: str
+
+
+class DamagedRecord(NamedTuple):
+    """A commit or tag record that cannot be read, or is missing."""
+
+    key: str
+    why: str
+
+
+class UnreadBlob(NamedTuple):
+    """A blob that the storage did not let be read: whether it is damaged is not known."""
+
+    blob: BlobHash
+    why: str
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed.
+
+    ``repaired``: blobs that had been marked and are right.
+    """
+
+    checked_blobs: int = 0
+    checked_bytes: int = 0
+    checked_checkpoints: int = 0
+    damaged: tuple[DamagedBlob, ...] = ()
+    manifests: tuple[DamagedManifest, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
+    failed: tuple[UnreadBlob, ...] = ()
+    repaired: tuple[str, ...] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Is anything that was written not there as it was written?"""
+        return bool(self.damaged or self.manifests or self.records)
+
+
+@dataclass
+class Survey:
+    """What live checkpoints need. ``sizes``: of the blobs, by name. ``broken``: whose manifest cannot be read."""
+
+    commits: list[Commit] = field(default_factory=list)
+    sizes: dict[Name, int] = field(default_factory=dict)
+    broken: list[tuple[Commit, CasckptError]] = field(default_factory=list)
+
+    def refs(self) -> list[BlobRef]:
+        """Return the blobs, those of one uploader together."""
+        return [BlobRef(blob, self.sizes[uploader, blob], uploader) for uploader, blob in sorted(self.sizes)]
+
+
+def verify(
+    repo: Repository,
+    *,
+    refs: Iterable[str | Commit] | None = None,
+    mode: Mode = "full",
+    sample: float = 1.0,
+    mark: bool = True,
+    progress: Progress = silent,
+) -> VerifyResult:
+    """Check all that live checkpoints need, forgotten ones too.
+
+    ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and compares its
+    hash; "exists" looks at presence and size alone. ``sample``: the fraction of the blobs to look at, drawn at random.
+    ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a
+    warning where the store cannot be written. ``progress``: counts the bytes that are read.
+
+    Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
+    """
+    _check_arguments(mode, sample)
+    listed = list_commits(repo, anew=mode == "full")
+    chosen = listed.live() if refs is None else resolve_many(repo, refs, listed)
+    records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
+    records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
+    if refs is None:
+        why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
+        records += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
+    found = survey(repo, chosen, with_extents=mode == "full")
+    wanted = _sampled(repo, found.refs(), sample)
+    log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))
+    progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
+    read = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal read
+        read += nbytes
+        progress(nbytes)
+
+    checked = list(_look(repo, wanted) if mode == "exists" else check_blobs(repo, wanted, count))
+    damaged = describe(repo, found.commits, [one for one in checked if one.why])
+    return VerifyResult(
+        checked_blobs=len(checked),
+        checked_bytes=read,
+        checked_checkpoints=len(chosen),
+        damaged=tuple(damaged),
+        manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in found.broken),
+        records=tuple(DamagedRecord(*record) for record in records),
+        failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
+        repaired=_mark(repo, damaged, checked if mode == "full" else ()) if mark else (),
+    )
+
+
+def _check_arguments(mode: Any, sample: Any) -> None:
+    if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
+        raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
+
+
+def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
+    """Read the manifests of ``commits``; those that were purged meanwhile are left out. Raises `StorageError`.
+
+    ``with_extents``: each tensor's part of a manifest is looked at too.
+    """
+    found = Survey()
+    reader = repo.fresh()  # what lies in the store is what counts
+    for commit in commits:
+        try:
+            manifest = manifests.get(reader, commit)
+            for entry in manifest.body.entries if with_extents else ():
+                manifest.extents(entry)
+        except Conflict:
+            continue
+        except (Damaged, Refused) as error:
+            found.broken.append((commit, error))
+            continue
+        found.commits.append(commit)
+        for ref in manifest.blobs:
+            found.sizes[ref.uploader, ref.hash] = ref.size
+    return found
+
+
+def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
+    """Tell who is hit by what is ``wrong``, without what only purged checkpoints used. Raises `StorageError`."""
+    whys = {(one.ref.uploader, one.ref.hash): one.why for one in wrong}
+    keys: dict[Name, set[str]] = defaultdict(set)
+    users: dict[Name, list[str]] = defaultdict(list)
+    for commit in commits if whys else ():
+        try:
+            manifest = manifests.get(repo, commit)
+            hit = {i: name for i, ref in enumerate(manifest.blobs) if (name := (ref.uploader, ref.hash)) in whys}
+            if not hit or not refresh(repo, commit).live:
+                continue
+        except (Conflict, Damaged, Refused):
+            continue
+        for index, hit_keys in keys_of(manifest, hit).items():
+            keys[hit[index]] |= hit_keys
+        for name in hit.values():
+            users[name].append(commit.id)
+    return [
+        DamagedBlob(name[1], name[0], tuple(sorted(keys[name])), tuple(dict.fromkeys(users[name])), whys[name])
+        for name in sorted(users)
+    ]
+
+
+def keys_of(manifest: Manifest, wanted: Iterable[int]) -> dict[int, set[str]]:
+    """Return the keys of the entries that lie in each blob of ``wanted``, by its number."""
+    found: dict[int, set[str]] = {index: set() for index in wanted}
+    for entry in manifest.body.entries:
+        try:
+            used = set(manifest.extents(entry).columns.blob.tolist())
+        except Refused:
+            used = set(found)  # nobody can tell
+        for index in used & found.keys():
+            found[index].add(entry.key)
+    return found
+
+
+def _sampled(repo: Repository, refs: list[BlobRef], fraction: float) -> list[BlobRef]:
+    if fraction >= 1 or not refs:
+        return refs
+    count = max(1, round(fraction * len(refs)))
+    chosen = random.Random(repo.entropy(8)).sample(range(len(refs)), count)  # noqa: S311  # nothing secret
+    return [refs[index] for index in sorted(chosen)]
+
+
+def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
+    """Compare presence and sizes, from one listing."""
+    sizes = list_objects(repo)
+    for ref in refs:
+        yield Checked(ref, compare_size(ref, sizes.get(blob_key(ref.uploader, ref.hash))))
+
+
+def _mark(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
+    """Mark what is damaged, unmark what is right, where the store can be written; the blobs that were unmarked."""
+    try:
+        return _write_marks(repo, damaged, checked)
+    except (StorageError, Unsupported) as error:  # what was found is worth more than the marks
+        log.warning("the marks of damaged blobs are as before, and saves go by them: %s", error)
+        return ()
+
+
+def _write_marks(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
+    for one in damaged:
+        blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
+    right = {(one.ref.uploader, one.ref.hash) for one in checked if not one.why and not one.failed}
+    healed = sorted(blobs.damaged_marks(repo) & right) if right else []
+    for uploader, blob in healed:
+        blobs.mark_repaired(repo, uploader, blob, "verify found it right")
+    return tuple(blob for _, blob in healed)

@@ -1,0 +1,82 @@
+"""Saves in progress, as a person sees them: listed, revoked, or given up where their record is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from casckpt.errors import Conflict, NotFound
+from casckpt.format.keys import parse_txid
+from casckpt.format.names import TxId
+from casckpt.format.records import Process, time_of
+from casckpt.repository.commits import list_commits, list_names, purge_unreadable
+from casckpt.repository.processes import is_dead, this_process
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import OpenTransaction, has_died, open_transactions, revoke
+from casckpt.upkeep.lost import lost_records
+from casckpt.upkeep.stock import list_objects
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInProgress:
+    """A transaction that has not ended. ``run``, ``host`` and ``pid`` are None where its record cannot be read.
+
+    ``signs_of_life``: how many it has given. ``alive``: None where this host cannot know.
+    """
+
+    txid: TxId
+    run: str | None
+    step: int
+    since: datetime
+    signs_of_life: int
+    host: str | None = None
+    pid: int | None = None
+    alive: bool | None = None
+
+
+def saves_in_progress(repo: Repository) -> list[SaveInProgress]:
+    """List them, oldest first. Raises `NotFound` where there is no store, `StorageError`."""
+    repo.check_exists()  # no store is not the same as no saves
+    found = open_transactions(repo, list_names(repo))
+    ended = list_names(repo) if found else set()
+    return [_described(repo, one) for one in found if one.txid not in ended]
+
+
+def _described(repo: Repository, one: OpenTransaction) -> SaveInProgress:
+    name = parse_txid(one.txid)
+    if one.began is None:
+        return SaveInProgress(one.txid, None, name.step, name.time, one.signs)
+    process = one.began.process
+    alive = _alive(process)
+    if alive is False and not has_died(repo, one):
+        alive = None  # another process has joined: a copy that goes on
+    since = time_of(one.began.time)
+    return SaveInProgress(one.txid, one.began.run, name.step, since, one.signs, process.host, process.pid, alive)
+
+
+def _alive(process: Process) -> bool | None:
+    if is_dead(process):
+        return False
+    here = this_process()
+    same = bool(here.boot_id) and (process.boot_id, process.pid_namespace) == (here.boot_id, here.pid_namespace)
+    return True if same else None
+
+
+def revoke_save(repo: Repository, txid: TxId) -> None:
+    """Revoke a save in progress: nothing of it will be visible. Raises `NotFound`, `Conflict` if it has ended."""
+    closed = list_names(repo)
+    if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
+        raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
+    if txid in closed or not revoke(repo, txid, "revoked by hand, with casckpt transactions --revoke"):
+        raise Conflict(f"save {txid} has ended already; `casckpt list STORE` shows whether it was committed")
+
+
+def give_up(repo: Repository, txid: TxId) -> None:
+    """End a transaction whose record is lost or cannot be read. Raises `Conflict` if it can, `NotFound`."""
+    listed = list_commits(repo, anew=True)
+    if txid in listed.commits:
+        raise Conflict(f"the records of {txid} can be read; `casckpt forget` takes its checkpoint out of sight")
+    if txid in listed.damaged:
+        purge_unreadable(repo, txid)
+    elif txid not in lost_records(repo, list_objects(repo)) or not revoke(repo, txid, "lost, and given up by hand"):
+        raise NotFound(f"there is no transaction {txid} whose record cannot be read; `casckpt verify STORE` names them")

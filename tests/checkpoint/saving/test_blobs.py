@@ -1,0 +1,125 @@
+"""Blobs are safetensors files that any reader opens, named by the hash of their bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from casckpt.format.blob import DATA_OFFSET, decode_header
+from casckpt.format.dtypes import DTYPES
+from casckpt.repository import manifests
+from casckpt.store.store import Store
+from tests.support.saves import BLOB, CELL, blob_keys, cells, small_folder
+from tests.support.tensors import NAMES, bytes_of, raw
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return small_folder(tmp_path / "store")
+
+
+def files(store: Store) -> list[Path]:
+    return [Path(store.url) / key for key in blob_keys(store)]
+
+
+def _header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    found: dict[str, Any] = json.loads(data[8 : 8 + length])
+    return found
+
+
+def test_every_reader_of_safetensors_opens_every_blob(store: Store) -> None:
+    store.save({name: raw(name, (500, 3)) for name in NAMES} | {"w": cells(50)}, step=1)
+    assert len(files(store)) > 3
+    seen = set()
+    for path in files(store):
+        with safe_open(path, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - no mapping
+                tensor = opened.get_tensor(key)
+                assert tensor.dim() == 1
+                assert tensor.is_contiguous()
+                seen.add(opened.get_slice(key).get_dtype())
+        assert all(tensor.numel() for tensor in load_file(path).values())
+    assert seen == {stored for _, stored in DTYPES.values()}
+
+
+def test_a_blob_is_named_by_the_hash_of_its_bytes(store: Store) -> None:
+    store.save({"w": cells(30)}, step=1)
+    for path in files(store):
+        assert path.name == f"{blake3(path.read_bytes()).hexdigest()}.safetensors"
+
+
+def test_data_begins_at_a_block_and_lies_without_holes_largest_elements_first(store: Store) -> None:
+    store.save({f"{i}.{name}": raw(name, (7 + i,)) for i in range(30) for name in NAMES}, step=1)
+    for path in files(store):
+        data = path.read_bytes()
+        assert int.from_bytes(data[:8], "little") + 8 == DATA_OFFSET
+        assert path.stat().st_size > DATA_OFFSET
+        end, last = 0, 16
+        for entry in _header(path).values():
+            size = {stored: size for size, stored in DTYPES.values() if stored != "U8"} | {"U8": 1}
+            assert entry["data_offsets"][0] == end
+            end = entry["data_offsets"][1]
+            assert size[entry["dtype"]] <= last
+            last = size[entry["dtype"]]
+            assert entry["data_offsets"][0] % last == 0
+        assert DATA_OFFSET + end == len(data)
+        assert decode_header(data, len(data))
+
+
+def test_blobs_hold_no_name_step_or_time(store: Store) -> None:
+    weight = cells(3)
+    store.save({"secret_name": weight}, run="hidden_run", step=123456, metadata={"note": "hidden_note"})
+    (path,) = files(store)
+    data = path.read_bytes()
+    assert b"secret_name" not in data
+    assert b"hidden" not in data
+    assert data[DATA_OFFSET:] == bytes_of(weight)
+
+
+def test_equal_cells_make_equal_blobs(store: Store, tmp_path: Path) -> None:
+    state = {"b": cells(5), "a": torch.arange(100), "c": cells(3).bfloat16()}
+    store.save(state, step=1)
+    other = small_folder(tmp_path / "other")
+    other.save(dict(reversed(state.items())), run="x", step=7, threads=1)
+    assert {path.name for path in files(store)} == {path.name for path in files(other)}
+
+
+def test_blobs_are_filled(store: Store) -> None:
+    """But for the last one of each worker they are at least three quarters full."""
+    state = {f"w{i}": cells(3.3) for i in range(60)}
+    store.save(state, step=1, threads=1)
+    sizes = sorted(path.stat().st_size - DATA_OFFSET for path in files(store))
+    assert all(BLOB * 3 // 4 <= size <= BLOB for size in sizes[1:])
+    assert sum(sizes) == sum(tensor.nbytes for tensor in state.values())
+
+
+def test_every_byte_of_a_manifest_lies_where_it_says(store: Store) -> None:
+    state = {"w": cells(40.3), "i": torch.arange(3000), "h": cells(7).half()}
+    ckpt = store.save(state, step=1)
+    manifest = manifests.get(store.repository, ckpt.commit)
+    for key, tensor in state.items():
+        found = b""
+        for cell in manifest.extents(manifest.tensors[key]).stored_cells():
+            ref = manifest.blob(cell.blob)
+            path = Path(store.url) / "objects" / ref.uploader / f"{ref.hash}.safetensors"
+            part = path.read_bytes()[cell.offset : cell.offset + cell.nbytes]
+            assert blake3(part).digest() == cell.digest
+            assert cell.nbytes <= CELL
+            found += part
+        assert found == bytes_of(tensor)
+
+
+def test_files_of_a_store_are_read_only(store: Store) -> None:
+    store.save({"w": cells(3)}, step=1)
+    assert all(path.stat().st_mode & 0o222 == 0 for path in Path(store.url).rglob("*") if path.is_file())

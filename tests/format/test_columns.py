@@ -1,0 +1,41 @@
+"""Columns come back as they were, in few bytes, and no other bytes are taken for one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import Refused
+from casckpt.format.columns import pack, unpack
+
+
+@given(st.lists(st.integers(0, 2**62), max_size=20))
+def test_a_column_comes_back(values: list[int]) -> None:
+    assert unpack(pack(values)).tolist() == values
+
+
+@pytest.mark.parametrize(("top", "width"), [(0, 1), (255, 1), (256, 2), (65535, 2), (65536, 4), (2**32, 8), (2**62, 8)])
+def test_a_column_is_as_narrow_as_can_be(top: int, width: int) -> None:
+    assert pack([0, top])[0] == width
+    assert len(pack([0, top])) == 1 + 2 * width
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\0", b"\3abc", b"\2abc", b"\x08" + b"\xff" * 8, b"\x08" + (2**62 + 1).to_bytes(8, "little"), b"\xff"],
+)
+def test_no_other_bytes_are_a_column(data: bytes) -> None:
+    with pytest.raises(Refused, match="a column of the manifest"):
+        unpack(data)
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_column_or_refused(data: bytes) -> None:
+    try:
+        values = unpack(data)
+    except Refused:
+        return
+    assert values.dtype == np.int64
+    assert all(0 <= value <= 2**62 for value in values.tolist())

@@ -1,0 +1,64 @@
+"""A put that is killed leaves the whole object or none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casckpt.storage.base import AlreadyExists
+from casckpt.storage.local.newfile import Naming
+from casckpt.storage.local.store import LocalStore
+from tests.support import crash
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "tests.support.crash"]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of stores, one for each way, size and step at which the put was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    subprocess.run([*COMMAND, "steps", folder], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
+@pytest.mark.parametrize("size", crash.SIZES)
+def test_killed_at_every_step(killed: Path, way: Naming, size: int) -> None:
+    steps = [int(path.name.rpartition("-")[2]) for path in killed.glob(f"{way.name}-{size}-*")]
+    assert len(steps) > 20
+    outcomes = set()
+    for step in steps:
+        store = LocalStore(killed / f"{way.name}-{size}-{step}")
+        data = crash.content(size, step)
+        there = [entry.key for entry in store.list("")] == [crash.KEY]
+        hidden = [path for path in store.path.rglob("*") if path.name.startswith(".")]
+        outcomes.add((there, bool(hidden)))
+        try:
+            store.put(crash.KEY, data)
+        except AlreadyExists:
+            assert there
+        assert (store.path / crash.KEY).read_bytes() == data
+        store.sweep("objects/x")
+        assert [path.name for path in store.path.rglob("*") if path.is_file()] == ["a"]
+    assert outcomes >= {(False, False), (True, False)}
+    assert ((False, True) in outcomes) == (way is not Naming.UNNAMED)
+
+
+@pytest.mark.parametrize("lines", [1, 2, 3, 5, 8])
+def test_killed_somewhere(tmp_path: Path, lines: int) -> None:
+    with subprocess.Popen([*COMMAND, "endless", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for _ in range(lines):
+            process.stdout.readline()
+        process.kill()
+    store = LocalStore(tmp_path)
+    numbers = sorted(int(entry.key.rpartition("/")[2]) for entry in store.list(""))
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) >= lines - 1
+    for number in numbers:
+        size = (3 << 20) + number
+        assert store.get(f"objects/x/{number}", limit=size) == crash.content(size, number)

@@ -1,0 +1,58 @@
+"""Whose listings can be trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Unsupported
+from casckpt.storage.local.mounts import stale_listings
+from casckpt.storage.local.store import LocalStore
+from tests.support.gcs import collect
+from tests.support.repositories import repository
+
+MOUNTS = """\
+/dev/vda / ext4 rw,relatime 0 0
+server:/data /data nfs4 rw,vers=4.2 0 0
+server:/sure /data/sure nfs4 rw,noac 0 0
+server:/odd /data/with\\040space nfs rw,actimeo=0 0 0
+server:/old /data2 nfs rw,acdirmax=60 0 0
+"""
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Path:
+    path = tmp_path / "mounts"
+    path.write_text(MOUNTS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("path", "stale"),
+    [
+        ("/srv/me", False),
+        ("/data", True),
+        ("/data/runs/ckpts", True),
+        ("/data/sure/ckpts", False),
+        ("/data/with space/x", False),
+        ("/data2/x", True),
+        ("/data20", False),
+    ],
+)
+def test_only_nfs_with_cached_attributes_is_stale(mounts: Path, path: str, stale: bool) -> None:
+    assert bool(stale_listings(Path(path), mounts)) is stale
+
+
+def test_where_nothing_is_known_nothing_is_said(tmp_path: Path) -> None:
+    assert stale_listings(tmp_path, tmp_path / "absent") == ""
+    assert LocalStore(tmp_path).traits.stale == ""
+
+
+def test_gc_refuses_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "casckpt.storage.local.store.stale_listings", lambda path: f"{path} is on NFS; mount it with noac"
+    )
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    with pytest.raises(Unsupported, match="mount it with noac"):
+        collect(repo)

@@ -1,0 +1,243 @@
+"""How a file of a local store comes to be, by each way that a file system may have."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from casckpt.errors import StorageError, Unsupported
+from casckpt.storage.base import AlreadyExists
+from casckpt.storage.buffers import AlignedBuffer
+from casckpt.storage.local import store as local
+from casckpt.storage.local import syscalls
+from casckpt.storage.local.newfile import Naming
+from casckpt.storage.local.store import LocalStore
+from tests.storage.contract import MIB, noise
+from tests.support.local import KEY, failing, files, lacking, only, put_aligned
+
+
+@pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)
+class TestEachWay:
+    @pytest.fixture(autouse=True)
+    def fs(self, way: Naming, monkeypatch: pytest.MonkeyPatch) -> None:
+        only(way, monkeypatch)
+
+    def test_nothing_but_the_object_is_left(self, store: LocalStore, way: Naming) -> None:
+        store.put(KEY, b"1")
+        with pytest.raises(AlreadyExists):
+            store.put(KEY, b"2")
+        store.replace(KEY, b"3")
+        assert files(store) == [KEY]
+        assert store._files.way is way
+
+    def test_read_only_as_the_umask_allows(self, store: LocalStore) -> None:
+        store.put("a", b"1")
+        store.replace("b", b"1")
+        before = os.umask(0o077)
+        try:
+            store.put("c", b"1")
+        finally:
+            os.umask(before)
+        modes = [stat.S_IMODE((store.path / name).stat().st_mode) for name in "abc"]
+        assert modes == [0o444 & ~before, 0o444 & ~before, 0o400]
+
+    def test_failed_fsync_writes_anew(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.put("a", b"")
+        before = store.counts.bytes_written
+        monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO))
+        put_aligned(store, KEY, noise(2 * MIB + 1))
+        assert (store.path / KEY).read_bytes() == noise(2 * MIB + 1)
+        assert files(store) == ["a", KEY]
+        assert store.counts.bytes_written == before + 2 * (2 * MIB + 1)
+        assert store.counts.puts == 2
+
+    def test_fsync_failed_twice(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.put("a", b"")
+        monkeypatch.setattr(syscalls, "sync", failing(syscalls.sync, errno.EIO, times=2))
+        with pytest.raises(StorageError, match=r"objects/x/a.*kernel log"):
+            store.put(KEY, b"1")
+        assert files(store) == ["a"]
+        store.put(KEY, b"2")
+        assert store.get(KEY, limit=1) == b"2"
+
+    def test_loses_the_race_after_writing(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.put(KEY, b"first")
+        monkeypatch.setattr(local, "_exists", lambda folder, name: False)
+        with pytest.raises(AlreadyExists):
+            store.put(KEY, b"second")
+        assert files(store) == [KEY]
+        assert store.get(KEY, limit=9) == b"first"
+
+    def test_disk_full(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store.put("a", b"")
+        monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.ENOSPC))
+        with pytest.raises(StorageError, match=r"objects/x/a.*disk is full.*gc"):
+            store.put(KEY, noise(100))
+        assert files(store) == ["a"]
+
+    def test_no_room_to_allocate(self, store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(syscalls, "allocate", failing(syscalls.allocate, errno.EDQUOT))
+        with pytest.raises(StorageError, match="quota"):
+            put_aligned(store, KEY, noise(2 * MIB))
+        assert files(store) == []
+
+    def test_the_folder_is_swept_under_the_put(
+        self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
+        monkeypatch.setattr(syscalls, name, sweeping(getattr(syscalls, name), store, times=3))
+        store.put(KEY, b"1")
+        assert store.get(KEY, limit=1) == b"1"
+        assert files(store) == [KEY]
+
+    def test_the_folder_is_swept_for_ever(
+        self, store: LocalStore, way: Naming, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = {Naming.UNNAMED: "link_unnamed", Naming.LINK: "open_named", Naming.RENAME: "open_named"}[way]
+        monkeypatch.setattr(syscalls, name, sweeping(getattr(syscalls, name), store, times=10**6))
+        with pytest.raises(StorageError, match="again and again"):
+            store.put(KEY, b"1")
+        assert files(store) == []
+
+
+def sweeping(call: Callable[..., Any], store: LocalStore, times: int) -> Callable[..., Any]:
+    """``call``, but another process sweeps the folder right before it."""
+    left = iter(range(times))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(left, None) is not None:
+            LocalStore(store.path).sweep("objects/x")
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def test_what_is_lacking_is_tried_once(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def log(name: str) -> None:
+        def call(*args: object) -> None:
+            tried.append(name)
+            raise syscalls.Lacking
+
+        monkeypatch.setattr(syscalls, name, call)
+
+    log("open_unnamed")
+    log("link_named")
+    for number in range(3):
+        store.put(f"commits/{number}", b"")
+    assert tried == ["open_unnamed", "link_named"]
+    assert store._files.way is Naming.RENAME
+
+
+def test_no_proc(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syscalls, "link_unnamed", lacking)
+    store.put(KEY, b"1")
+    assert store._files.way is Naming.LINK
+    assert files(store) == [KEY]
+
+
+def test_no_exclusive_create_at_all(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(Naming.RENAME, monkeypatch)
+    monkeypatch.setattr(syscalls, "rename_new", lacking)
+    with pytest.raises(Unsupported, match="another file system"):
+        store.put(KEY, b"1")
+    assert files(store) == []
+    assert list(store.list("")) == []
+
+
+def test_a_lost_answer_of_nfs(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(Naming.LINK, monkeypatch)
+    link = syscalls.link_named
+
+    def twice(folder: int, old: str, new: str) -> None:
+        link(folder, old, new)
+        link(folder, old, new)
+
+    monkeypatch.setattr(syscalls, "link_named", twice)
+    store.put(KEY, b"1")
+    assert files(store) == [KEY]
+
+
+@pytest.mark.parametrize("step", [1000, 4096, 3 * 4096])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_short_writes(store: LocalStore, step: int, aligned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:step], at))
+    data = noise(MIB + 4097)
+    if aligned:
+        put_aligned(store, KEY, data)
+    else:
+        store.put(KEY, memoryview(b"-" + data)[1:])
+    assert (store.path / KEY).read_bytes() == data
+
+
+def test_a_write_that_takes_nothing(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: 0)
+    with pytest.raises(StorageError, match="cannot write"):
+        store.put(KEY, b"1")
+
+
+def answering(answer: bool, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A set_direct that does nothing; what it was asked."""
+    asked: list[bool] = []
+
+    def set_direct(fd: int, on: bool) -> bool:
+        asked.append(on)
+        return answer
+
+    monkeypatch.setattr(syscalls, "set_direct", set_direct)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "direct"), [(MIB, 0, True), (MIB - 1, 0, False), (MIB + 1, 0, True), (2 * MIB, 1, False)]
+)
+def test_direct_for_large_and_aligned_data(
+    store: LocalStore, size: int, shift: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = answering(False, monkeypatch)
+    with AlignedBuffer(size + shift) as buffer:
+        store.put(KEY, buffer.view[shift:])
+    assert asked == ([True] if direct else [])
+    assert store.size(KEY) == size
+
+
+def test_a_file_system_that_only_pretends_direct_io(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(True, monkeypatch)
+    monkeypatch.setattr(os, "pwrite", failing(os.pwrite, errno.EINVAL, after=1))
+    for key in ("a", "b"):
+        put_aligned(store, key, noise(9 * MIB + 17))
+        assert (store.path / key).read_bytes() == noise(9 * MIB + 17)
+    assert asked == [True, False]
+
+
+def test_a_name_is_given_after_the_bytes_are_durable(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("objects/y/a", b"")
+    log: list[str] = []
+
+    def logged(name: str) -> None:
+        call = getattr(syscalls, name)
+
+        def wrapped(fd: int, *args: Any) -> Any:
+            log.append("sync folder" if name == "sync" and stat.S_ISDIR(os.fstat(fd).st_mode) else name)
+            return call(fd, *args)
+
+        monkeypatch.setattr(syscalls, name, wrapped)
+
+    for name in ("open_unnamed", "sync", "link_unnamed"):
+        logged(name)
+    if store._files.way is Naming.UNNAMED:
+        store.put(KEY, b"1")
+        assert log == ["open_unnamed", "sync", "link_unnamed", "sync folder", "sync folder"]
+    log.clear()
+    store._files.way = Naming.LINK
+    logged("open_named")
+    logged("link_named")
+    store.put("objects/y/b", b"1")
+    assert log == ["open_named", "sync", "link_named", "sync folder"]

@@ -1,0 +1,113 @@
+"""Reading files of a local store: from the page cache, and around it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import StorageError
+from casckpt.storage.base import ShortObject
+from casckpt.storage.local import reader as localreader
+from casckpt.storage.local.store import LocalStore
+from casckpt.storage.local.syscalls import Lacking, cached_pages
+from tests.storage.contract import noise
+from tests.support.local import KEY, failing
+
+
+def test_short_reads(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    data = noise(100)
+    store.put(KEY, data)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:7]], at))
+    target = bytearray(60)
+    with store.open(KEY) as reader:
+        reader.read_into(20, [memoryview(target)[:33], memoryview(target)[33:]])
+    assert target == data[20:80]
+    assert store.get(KEY, limit=100) == data
+
+
+def test_a_file_truncated_behind_our_back(store: LocalStore) -> None:
+    store.put(KEY, bytes(100))
+    with store.open(KEY) as reader:
+        os.truncate(store.path / KEY, 10)
+        with pytest.raises(ShortObject) as caught:
+            reader.read_into(0, [memoryview(bytearray(100))])
+    assert caught.value.size == 10
+
+
+def test_the_disk_fails_while_reading(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(KEY, b"1")
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, errno.EIO))
+    with store.open(KEY) as reader:
+        with pytest.raises(StorageError, match="casckpt verify"):
+            reader.read_into(0, [memoryview(bytearray(1))])
+        reader.read_into(0, [memoryview(bytearray(1))])
+
+
+def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom((9 << 20) + 17)
+    store.put("a", data)
+    for cached in (False, True):
+        monkeypatch.setattr(localreader, "is_cached", lambda fd, size, answer=cached: answer)
+        with store.open("a") as reader:
+            for offset, nbytes in (
+                (0, len(data)),
+                (1, len(data) - 1),
+                (4097, 8 << 20),
+                (len(data) - (1 << 20), 1 << 20),
+            ):
+                first, second = bytearray(nbytes // 3), bytearray(nbytes - nbytes // 3)
+                reader.read_into(offset, [memoryview(first), memoryview(second)])
+                assert bytes(first + second) == data[offset : offset + nbytes]
+            with pytest.raises(ShortObject):
+                reader.read_into(10, [memoryview(bytearray(len(data)))])
+
+
+def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put("a", bytes(2 << 20))
+    asked: list[int] = []
+
+    def is_cached(fd: int, size: int) -> bool:
+        asked.append(size)
+        return False
+
+    monkeypatch.setattr(localreader, "is_cached", is_cached)
+    for shared in (True, False):
+        with store.open("a", shared=shared) as reader:
+            reader.read_into(0, [memoryview(bytearray(2 << 20))])
+    assert asked == [2 << 20]
+
+
+def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        for _ in range(2):
+            told = localreader._is_resident(file.fileno(), 1 << 20)
+            with suppress(Lacking):  # of an older kernel, which is asked the other way
+                assert (cached_pages(file.fileno(), 1 << 20) >= 192) == told
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_a_kernel_that_does_not_count_pages_is_asked_by_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(fd: int, nbytes: int) -> int:
+        raise Lacking
+
+    monkeypatch.setattr(localreader, "cached_pages", lacking)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        assert localreader.is_cached(file.fileno(), 1 << 20)
+
+
+def test_what_was_just_written_to_the_cache_is_cached(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file:
+        assert localreader.is_cached(file.fileno(), 1 << 20)
+        assert localreader.is_cached(file.fileno(), 0)

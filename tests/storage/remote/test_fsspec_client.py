@@ -1,0 +1,169 @@
+"""Storages that only fsspec knows: what they promise, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casckpt
+from casckpt.errors import NotFound, StorageError, Unsupported
+from casckpt.repository.repository import Repository
+from casckpt.storage import open_storage
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.remote.client import Client
+from casckpt.storage.remote.fsspec_client import FsspecClient
+from casckpt.storage.remote.patience import Backoff
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from tests.storage.contract import Peek, StorageContract
+from tests.support import servers
+from tests.support.servers import Server
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder through fsspec, as a stand-in for any storage of its."""
+
+    path: Path
+
+    @property
+    def url(self) -> str:
+        return f"local://{self.path}"
+
+    def __call__(self) -> Client:
+        return FsspecClient(self.url, {})
+
+
+class TestOneWriter(StorageContract):
+    """All promises but two: fsspec looks first, and writes then; and it does not tell versions of an object apart."""
+
+    test_threads_race_for_a_key: Callable[..., None] | None = None  # type: ignore[assignment]  # not promised
+    test_an_open_reader_does_not_mix_objects: Callable[..., None] | None = None  # type: ignore[assignment]  # nor this
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> ObjectStore:
+        return RemoteStore(Folder(tmp_path / "store"), single_writer=True)
+
+    @pytest.fixture
+    def peek(self, tmp_path: Path) -> Peek:
+        def look(key: str) -> bytes | None:
+            path = tmp_path / "store" / key
+            return path.read_bytes() if path.is_file() else None
+
+        return look
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    storage = RemoteStore(Folder(tmp_path / "store"))
+    with pytest.raises(Unsupported, match="in one step"):
+        Repository(storage, tmp_path / "cache").create()
+    assert not (tmp_path / "store").exists()
+    assert Repository(storage, tmp_path / "cache", single_writer=True).create()
+
+
+@pytest.fixture(scope="module")
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.running(servers.web(tmp_path_factory.mktemp("web"))) as server:
+        yield server
+
+
+def test_a_store_on_a_web_server_can_be_read(web: Server, store_path: Path, tmp_path: Path) -> None:
+    import torch
+
+    state: dict[str, Any] = {"w": torch.arange(1000), "note": "x"}
+    saved = casckpt.open(web.folder / "data" / "a" / "store").save(state, step=3)
+    store = casckpt.open(f"{web.endpoint}/a/store", cache_dir=tmp_path / "cache")
+    assert [ckpt.id for ckpt in store.checkpoints()] == [saved.id]
+    found = store.read("default@3")
+    assert torch.equal(found["w"], state["w"])
+    assert found["note"] == "x"
+    assert not store.verify().is_damaged
+    assert store.stats().blobs == store.stats().blobs == 1
+    entries, folders = store.repository.storage.list_folder("commits")
+    assert ([entry.key for entry in entries], folders) == ([f"commits/{saved.commit.txid}"], [])
+
+
+def test_a_web_server_is_not_written_to(web: Server, tmp_path: Path) -> None:
+    for single in (False, True):
+        store = casckpt.open(f"{web.endpoint}/none", cache_dir=tmp_path / "cache", single_writer=single)
+        with pytest.raises(Unsupported, match="can only be read"):
+            store.save({"a": 1}, step=0)
+        with pytest.raises(Unsupported, match="can only be read"):
+            store.repository.storage.delete("casckpt.json")
+
+
+def test_what_is_not_on_a_web_server(web: Server) -> None:
+    storage = open_storage(f"{web.endpoint}/nowhere")
+    assert storage.size("casckpt.json") is None
+    assert list(storage.list("commits/")) == []
+    with pytest.raises(NotFound):
+        storage.get("casckpt.json", limit=100)
+
+
+def test_errors_of_any_storage_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(Exception):
+        """As a client of some cloud may raise."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Odd("the cloud is gone")
+
+    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=lambda seconds: None))
+    monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
+    with pytest.raises(StorageError, match="tried 8 times: Odd: the cloud is gone"):
+        list(storage.list(""))
+
+
+@pytest.mark.parametrize(("status", "says"), [(403, "check the credentials"), (404, "create it first"), (400, "again")])
+def test_what_cannot_be_mended_is_not_tried_again(
+    status: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Answer(Exception):
+        """As clients of clouds tell what the server said."""
+
+        status_code = status
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Answer
+
+    naps: list[float] = []
+    storage = RemoteStore(Folder(tmp_path), backoff=Backoff(sleep=naps.append))
+    monkeypatch.setattr(storage._clients.get()._fs, "find", fail)  # type: ignore[attr-defined]  # of fsspec
+    with pytest.raises(StorageError if status != 404 else NotFound, match=says):
+        list(storage.list(""))
+    assert naps == []
+
+
+class Unwell(BaseHTTPRequestHandler):
+    """Answers 503 to everything, and 404 below /none/."""
+
+    def do_GET(self) -> None:
+        self.send_error(404 if self.path.startswith("/none/") else 503)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        """Not to stderr."""
+
+
+def test_a_web_server_that_is_not_well_does_not_lack_its_objects() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Unwell) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        for folder, absent in (("store", False), ("none", True)):
+            place = RemoteLocation("http", f"127.0.0.1:{server.server_address[1]}/{folder}", {})
+            storage = RemoteStore(place, backoff=Backoff(attempts=2, sleep=lambda seconds: None))
+            with pytest.raises(NotFound if absent else StorageError) as caught:
+                storage.get("casckpt.json", limit=9)
+            assert ("deleted, or never written" in str(caught.value)) == absent
+            if absent:
+                assert storage.size("casckpt.json") is None
+            else:
+                with pytest.raises(StorageError, match="503"):
+                    storage.size("casckpt.json")
+        server.shutdown()

@@ -1,0 +1,34 @@
+"""Google's storage through gcsfs: the same promises, against an imitation that knows conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from aiohttp import ClientTimeout
+
+from casckpt.storage.remote.urls import RemoteLocation
+from tests.storage.remote.cloud_contract import CloudContract
+from tests.support import clouds
+from tests.support.clouds import Cloud
+
+if find_spec("gcsfs") is None:
+    pytest.skip("gcsfs is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    with clouds.google(tmp_path_factory.mktemp("gcs")) as cloud:
+        yield cloud
+
+
+class TestGcs(CloudContract):
+    """On fake-gcs-server."""
+
+
+def test_the_client_does_not_wait_for_a_silent_server_as_long_as_aiohttp() -> None:
+    for options, seconds in ({}, 60), ({"requests_timeout": ClientTimeout(sock_read=7)}, 7):
+        client: Any = RemoteLocation("gs", "bucket/store", {"token": "anon", **options})()
+        assert client._fs.requests_timeout.sock_read == seconds

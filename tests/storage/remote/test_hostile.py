@@ -1,0 +1,261 @@
+"""Servers that never answer, or never end: every call to them ends with an error, and takes no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import casckpt
+from casckpt.errors import CasckptError, InvalidInput, Refused, StorageError
+from casckpt.repository.repository import Repository
+from casckpt.storage import open_storage
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.remote.client import Client
+from casckpt.storage.remote.files import RemoteFiles
+from casckpt.storage.remote.fsspec_client import FsspecClient
+from casckpt.storage.remote.patience import Backoff, Call, Patience, PatientRequest, reporting_to
+from casckpt.storage.remote.s3.body import PutBody
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from casckpt.upkeep import doctor
+from tests.support.hostile import Hostile, Hostility, hostile
+
+MIB: Final = 1 << 20
+IMPATIENT: Final = {"request_timeout": 0.3, "call_timeout": 0.4}
+WAITS: Final = [one for one in Hostility if one not in (Hostility.HEADERS, Hostility.BODY)]
+
+Act = Callable[[ObjectStore], object]
+
+
+def read(storage: ObjectStore) -> None:
+    with storage.open("objects/x/a") as reader:
+        reader.read_into(0, [memoryview(bytearray(1000))])
+
+
+def size_of_reader(storage: ObjectStore) -> object:
+    with storage.open("objects/x/a") as reader:
+        return reader.size
+
+
+READS: Final[Mapping[str, Act]] = {
+    "get": lambda storage: storage.get("casckpt.json", limit=MIB),
+    "read": read,
+    "size": lambda storage: storage.size("a"),
+    "size of a reader": size_of_reader,
+    "list": lambda storage: list(storage.list("commits/")),
+    "list_folder": lambda storage: storage.list_folder("objects"),
+}
+WRITES: Final[Mapping[str, Act]] = {
+    "put": lambda storage: storage.put("a", b"1"),
+    "put of 8 MiB": lambda storage: storage.put("a", bytes(8 * MIB)),
+    "replace": lambda storage: storage.replace("a", b"1"),
+    "delete": lambda storage: storage.delete("a"),
+}
+
+
+def s3(server: Hostile, patience: Mapping[str, float] = IMPATIENT) -> ObjectStore:
+    return open_storage("s3://bucket/store", {"key": "k", "secret": "s", "endpoint_url": server.endpoint, **patience})
+
+
+def web(server: Hostile, patience: Mapping[str, float] = IMPATIENT) -> ObjectStore:
+    return open_storage(f"http://{server.place}/store", patience)
+
+
+def google(server: Hostile) -> ObjectStore:
+    return open_storage("gs://bucket/store", {"token": "anon", "endpoint_url": server.endpoint, **IMPATIENT})
+
+
+def azure(server: Hostile) -> ObjectStore:
+    connection = (
+        f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey=a2V5;"
+        f"BlobEndpoint={server.endpoint}/devstoreaccount1;"
+    )
+    return open_storage("az://bucket/store", {"connection_string": connection, **IMPATIENT})
+
+
+def outcomes(storage: ObjectStore, acts: Mapping[str, Act], attempts: int = 8) -> dict[str, CasckptError | None]:
+    """What becomes of each, all of them at the same time."""
+    storage._backoff = Backoff(attempts=attempts)  # type: ignore[attr-defined]  # it is remote
+
+    def outcome(act: Act) -> CasckptError | None:
+        try:
+            act(storage)
+        except CasckptError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return dict(zip(acts, pool.map(outcome, acts.values()), strict=True))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hostility", WAITS)
+@pytest.mark.parametrize("kind", [s3, web])
+def test_every_call_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+    acts = READS if kind is web else {**READS, **WRITES}
+    with hostile(hostility, "206 Partial Content") as server:
+        found = outcomes(kind(server), acts)
+    for name, error in found.items():
+        if hostility is Hostility.DRIP_BODY:  # a HEAD has none, and what drips then looks like the next answer
+            assert isinstance(error, StorageError) or name.startswith("size")
+        else:
+            assert re.search(r"_timeout in storage_options\)|silent before", str(error)), name
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP])
+@pytest.mark.parametrize("kind", [google, azure])
+def test_every_call_of_other_clouds_ends(kind: Callable[[Hostile], ObjectStore], hostility: Hostility) -> None:
+    with hostile(hostility) as server:
+        found = outcomes(kind(server), {**READS, **WRITES} | {"put of 8 MiB": WRITES["put"]})
+    assert {name: type(error) for name, error in found.items()} == dict.fromkeys(found, StorageError)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", [s3, web])
+@pytest.mark.parametrize("hostility", [Hostility.HEADERS, Hostility.BODY])
+def test_no_more_is_taken_than_was_wanted(kind: Callable[..., ObjectStore], hostility: Hostility) -> None:
+    """With all the patience that there is."""
+    with hostile(hostility, "206 Partial Content") as server:
+        storage = kind(server, {})
+        for name, act in (READS if kind is web else {**READS, **WRITES}).items():
+            before = server.sent
+            (error,) = outcomes(storage, {name: act}, attempts=1).values()
+            fine = hostility is Hostility.BODY and (name.startswith("size") or name == "read")
+            # of a body Refused, unless the client stumbles over the bytes behind an answer first
+            expected = (Refused, StorageError) if hostility is Hostility.BODY else StorageError
+            assert fine or isinstance(error, expected), name
+            most = 80 if kind is web else 30  # a page of a web server may have 64, an answer of S3 16
+            assert server.sent - before < most * MIB, name
+
+
+@pytest.mark.timeout(60)
+def test_settings_of_a_bucket_that_does_not_answer(tmp_path: Path) -> None:
+    with hostile(Hostility.SILENT) as server:
+        storage = s3(server)
+        with pytest.raises(StorageError, match=r"cannot look at the settings of s3://bucket/store: .*request_timeout"):
+            list(storage.examine())  # type: ignore[attr-defined]  # it is remote
+        found = list(doctor.examine(Repository(storage, tmp_path)))
+    assert [(one.name, one.ok) for one in found] == [("write", False), ("settings", False)]
+
+
+@pytest.mark.timeout(60)
+def test_a_file_system_that_hangs() -> None:
+    """One that fsspec calls in our thread, which nothing can interrupt."""
+
+    class Hanging:
+        url = "local:///nowhere"
+
+        def __call__(self) -> Client:
+            return FsspecClient(self.url, {}, Patience(request=0.05, call=0.1))
+
+    ends = threading.Event()
+    storage = RemoteStore(Hanging())
+    storage._clients.get()._fs = None  # type: ignore[attr-defined]  # of fsspec
+    file_system: Any = storage._clients.get()._ask.fs  # type: ignore[attr-defined]  # the same
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(file_system), "find", lambda *_, **__: ends.wait())
+        with pytest.raises(StorageError, match="call_timeout"):
+            list(storage.list("commits/"))
+        ends.set()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hostility", [Hostility.SILENT, Hostility.DRIP_BODY, Hostility.BODY])
+def test_files_of_others(hostility: Hostility, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("casckpt.storage.remote.files.Patience", lambda: Patience(request=0.2, call=0.3))
+    with hostile(hostility) as server:
+        files = RemoteFiles(f"{server.endpoint}/files")
+        for act in (files.names, lambda: files.read("a"), lambda: files.fetch(tmp_path)):
+            with pytest.raises(CasckptError):
+                act()
+        assert server.sent < 300 * MIB
+
+
+# slow, and honest
+
+
+@contextmanager
+def slow(pause: float) -> Iterator[str]:
+    """A server that gives a piece of 32 KiB at a time and then pauses; it has one object, of 512 KiB."""
+    over = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            asked = connection.recv(1 << 16)
+            said = "HTTP/1.1 206 Partial\r\nContent-Range: bytes 0-524287/524288\r\nContent-Length: 524288\r\n"
+            connection.sendall(f"{said}Connection: close\r\n\r\n".encode())
+            for _ in range(0 if asked.startswith(b"HEAD") else 16):
+                connection.sendall(bytes(1 << 15))
+                over.wait(pause)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        over.set()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.timeout(60)
+def test_a_slow_server_that_gets_on_is_waited_for() -> None:
+    """Each of these takes longer than a server may be silent, and than a call may take."""
+
+    def fill(storage: ObjectStore) -> None:
+        with storage.open("a") as reader:
+            reader.read_into(0, [memoryview(bytearray(512 << 10))])
+
+    patience = {"request_timeout": 2.0, "call_timeout": 2.5}  # a busy machine may stand still for a second
+    with slow(0.17) as place:
+        given = {"key": "k", "secret": "s", "endpoint_url": f"http://{place}", **patience}
+        for storage in (open_storage("s3://bucket/store", given), open_storage(f"http://{place}/store", patience)):
+            found = outcomes(storage, {"get": lambda one: one.get("a", limit=MIB), "read": fill}, attempts=1)
+            assert found == {"get": None, "read": None}
+
+
+def test_pieces_of_a_put_that_were_taken_are_progress() -> None:
+    ticks = iter(range(0, 1000, 2))
+    one = PatientRequest(Call(Patience(request=10, call=20)), 10, clock=lambda: next(ticks))
+
+    async def send() -> None:
+        with reporting_to(one):
+            async for _ in PutBody(memoryview(bytes(4 * MIB))):
+                assert one.left > 0
+
+    asyncio.run(send())
+    assert next(ticks) > 30
+
+
+# how it is said
+
+
+def test_bounds_are_no_business_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="call_timeout"):
+        casckpt.open(tmp_path / "store", storage_options={"call_timeout": 5})
+
+
+def test_a_bound_that_is_none(tmp_path: Path) -> None:
+    for url in ("s3://bucket/store", "https://localhost/store"):
+        with pytest.raises(InvalidInput, match="request_timeout in storage_options is a number of seconds above 0"):
+            open_storage(url, {"request_timeout": -1}).size("a")
+
+
+def test_the_bounds_come_along_when_a_storage_is_pickled() -> None:
+    place = RemoteLocation("s3", "bucket/store", {"key": "k", "secret": "s", **IMPATIENT})
+    assert pickle.loads(pickle.dumps(RemoteStore(place)))._clients.get().patience == Patience(0.3, 0.4)
+    assert replace(place, options={})().patience == Patience(60, 180)

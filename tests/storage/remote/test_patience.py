@@ -1,0 +1,105 @@
+"""How long servers are waited for: silence and drops count, bytes that come fast enough do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.storage.remote.patience import SLOWEST, Call, Patience, PatientRequest, asking
+
+PATIENCE = Patience(request=60, call=180)
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lasts(piece: int, every: float, *, most: float = 1000, nbytes: int = 0) -> float:
+    """How many seconds a request is waited for that gets so many bytes every so many seconds."""
+    clock = Clock()
+    one = PatientRequest(Call(PATIENCE), PATIENCE.request, nbytes, clock)
+    begun = clock.now
+    while clock.now - begun < most:
+        if one.left < every:
+            return clock.now + one.left - begun
+        clock.now += every
+        one.moved(piece)
+    return most
+
+
+def test_silence_and_drops_end_a_request() -> None:
+    assert lasts(0, 1) == 60
+    assert lasts(1, 1) == pytest.approx(60, abs=1)
+    assert lasts(SLOWEST // 2, 1) == pytest.approx(120, abs=2)
+
+
+@given(st.floats(1, 50), st.floats(1, 1000))
+def test_a_slow_server_that_gets_on_is_waited_for(every: float, faster: float) -> None:
+    """Whatever the size of its pieces: those of a slow link come in bursts."""
+    assert lasts(int(faster * every * SLOWEST) + 1, every) == 1000
+
+
+def test_what_came_fast_is_no_credit_for_silence() -> None:
+    clock = Clock()
+    one = PatientRequest(Call(PATIENCE), PATIENCE.request, clock=clock)
+    for _ in range(1000):
+        one.moved(1 << 30)
+    assert one.left == 60
+
+
+def test_bytes_of_which_nothing_is_heard_have_their_time() -> None:
+    assert lasts(0, 1, nbytes=800 * SLOWEST) == 160
+
+
+def test_attempts_and_pauses_share_the_time_of_a_call() -> None:
+    whole = Call(PATIENCE)
+    whole.spend(100)
+    clock = Clock()
+    one = PatientRequest(whole, PATIENCE.request, clock=clock)
+    assert one.left == 60
+    assert "60 s (request_timeout" in one.why
+    whole.spend(50)
+    assert one.left == 30
+    assert "180 s in all (call_timeout" in one.why
+
+
+def test_answers_that_come_at_once_take_nothing_from_their_call() -> None:
+    """A listing of a web server is thousands of requests."""
+    whole = Call(Patience(request=1, call=1e-9))
+    with whole.running():
+        for _ in range(100):
+            with asking(PATIENCE):
+                pass
+    assert whole.left == 1e-9
+
+
+def test_a_failed_request_takes_its_time_from_the_call() -> None:
+    whole = Call(PATIENCE)
+    with whole.running(), pytest.raises(TimeoutError), asking(PATIENCE):
+        raise TimeoutError
+    assert whole.left < 180
+
+
+def test_after_a_silent_call_the_next_one_is_short() -> None:
+    whole = Call(PATIENCE, hopeless=True)
+    assert whole.left == 15
+    assert "silent before, so it was waited for 15 s only" in whole.why
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "60", float("inf"), float("nan"), None])
+def test_options_that_are_no_seconds(value: object) -> None:
+    for name in ("request_timeout", "call_timeout"):
+        with pytest.raises(InvalidInput, match=f"{name} in storage_options"):
+            Patience.of({name: value})
+
+
+def test_options_that_are_ours_and_those_that_are_not() -> None:
+    assert Patience.of({"call_timeout": 5, "key": "k"}) == (Patience(call=5.0), {"key": "k"})

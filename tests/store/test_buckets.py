@@ -1,0 +1,363 @@
+"""Checkpoints in a bucket: many writers at once, networks and servers that fail, and how few requests a load takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import casckpt
+from casckpt.checkpoint.loading import download
+from casckpt.errors import Conflict, StorageError
+from casckpt.format.keys import commit_key, settings_key, tag_key
+from casckpt.format.names import TxId
+from casckpt.format.records import Committed, Record, Settings, TagRecord
+from casckpt.plan.reads import Batch, plan_batches
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.storage.remote.patience import Backoff
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from casckpt.store.store import Store
+from tests.support import servers
+from tests.support.buckets import impatient, state
+from tests.support.faulty import Call, FaultyStore, call_first
+from tests.support.proxy import Proxy, Trouble
+from tests.support.ranks import outcome_of, tell, wait_for
+from tests.support.repositories import manifest_id
+from tests.support.saves import CELL, cells, same_state, steps
+from tests.support.servers import Server
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+RACERS, SAVERS, SAVES = 8, 4, 5
+NEW = 250  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["straight", "in trouble"])
+def endpoint(request: pytest.FixtureRequest, seaweed_server: Server) -> Iterator[str]:
+    """Where a real server answers, once over a network that loses one of ten requests."""
+    if request.param == "straight":
+        yield seaweed_server.endpoint
+        return
+    with Proxy(seaweed_server.endpoint) as proxy:
+        proxy.chaos(seed=1, share=0.1)
+        yield proxy.endpoint
+
+
+@pytest.fixture
+def place(seaweed_server: Server, endpoint: str) -> RemoteLocation:
+    """A new place for a store."""
+    return RemoteLocation(
+        "s3", f"{seaweed_server.new_place()}/store", {**seaweed_server.options, "endpoint_url": endpoint}
+    )
+
+
+def opened(place: RemoteLocation, cache: Path) -> Store:
+    """As each host opens it, with small cells and blobs."""
+    store = Store(Repository(RemoteStore(place), cache))
+    store.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    return store
+
+
+# races
+
+
+def records_of(rank: int, txid: TxId) -> dict[str, Record]:
+    """One of each kind that only one may create, as this rank would have it."""
+    commit = Committed(
+        txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), uploader=txid, created_at=rank,
+        bytes_total=rank,
+    )  # fmt: skip
+    tag = TagRecord(name="best", time=rank, unique=str(rank), txid=txid)
+    return {
+        commit_key(txid): commit,
+        tag_key("best", 0): tag,
+        settings_key(7): Settings(created_at=rank, min_age_seconds=float(rank)),
+    }
+
+
+def race(rank: int, _: int, place: RemoteLocation, cache: Path, txid: TxId) -> list[bool]:
+    """Which of the records that all want to create did this rank create?"""
+    repo, won = opened(place, cache / str(rank)).repository, []
+    for key, record in records_of(rank, txid).items():
+        dist.barrier()
+        won.append(not isinstance(outcome_of(partial(repo.put_record, key, record)), Conflict))
+    return won
+
+
+def test_of_eight_that_create_one_record_exactly_one_wins(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+    repo = opened(place, tmp_path / "mine").repository
+    txid = repo.new_txid("r", 1)
+    found = ranks.run(RACERS, race, place, tmp_path, txid)
+    for number, key in enumerate(records_of(0, txid)):
+        won = [wins[number] for wins in found]
+        assert won.count(True) == 1, key
+        record = records_of(won.index(True), txid)[key]
+        assert repo.get_record(key, type(record)) == record
+
+
+def save_one_step(rank: int, size: int, place: RemoteLocation, cache: Path) -> Any:
+    """Save the same run and step as all others, and say what there is then."""
+    store = opened(place, cache / str(rank))
+    dist.barrier()
+    mine = outcome_of(lambda: store.save({"w": cells(2, seed=rank)}, run="r", step=1, no_dist=True).id)
+    dist.barrier()
+    return mine, store.get("r@1").id
+
+
+def test_eight_hosts_that_save_one_step_agree_on_what_it_is(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+    found = ranks.run(RACERS, save_one_step, place, tmp_path)
+    assert len({answer for _, answer in found}) == 1
+    assert any(isinstance(mine, str) for mine, _ in found)
+    assert all(isinstance(mine, str | Conflict) for mine, _ in found)
+    store = opened(place, tmp_path / "mine")
+    assert not store.verify().is_damaged
+    rank = next(rank for rank, (mine, answer) in enumerate(found) if mine == answer)
+    assert same_state(store.read("r@1"), {"w": cells(2, seed=rank)})
+
+
+# writers beside a gc
+
+
+def training(rank: int, step: int) -> dict[str, Any]:
+    """Something that all runs share, something that a run keeps, something new."""
+    return {"base": cells(20, seed=1), "own": cells(10, seed=100 + rank), "new": cells(NEW, seed=1000 * rank + step)}
+
+
+def save_or_collect(rank: int, size: int, place: RemoteLocation, folder: Path) -> int:
+    """The last rank collects garbage until the others have saved all their steps."""
+    store = opened(place, folder / str(rank))
+    done = [folder / f"done-{number}" for number in range(size - 1)]
+    if rank < size - 1:
+        wait_for("collecting")
+        try:
+            for step in range(SAVES):
+                store.save(training(rank, step), run=f"run-{rank}", step=step, no_dist=True)
+                assert same_state(store.read(f"run-{rank}@{step}"), training(rank, step))  # kept until the next one
+        finally:
+            done[rank].touch()
+        return 0
+    deleted = 0
+    while True:
+        last = all(path.exists() for path in done)
+        deleted += store.gc(keep_last=1, min_age=0, wait=0 if not last else "60s").deleted_blobs
+        tell("collecting")
+        if last:
+            return deleted
+
+
+def test_four_save_while_a_gc_runs_again_and_again(ranks: Pool, place: RemoteLocation, tmp_path: Path) -> None:
+    *_, deleted = ranks.run(SAVERS + 1, save_or_collect, place, tmp_path)
+    store = opened(place, tmp_path / "mine")
+    assert sorted(steps(store)) == [(f"run-{rank}", SAVES - 1) for rank in range(SAVERS)]
+    result = store.verify()
+    assert (result.is_damaged, result.failed) == (False, ())
+    for rank in range(SAVERS):
+        assert same_state(store.read(f"run-{rank}@latest"), training(rank, SAVES - 1))
+    assert deleted > 0
+
+
+HELD = {"new": cells(40, seed=9)}
+
+
+class Held:
+    """A save on a host of its own, which stops before its commit until `go`."""
+
+    def __init__(self, place: RemoteLocation, cache: Path) -> None:
+        self._reached, self._free = threading.Event(), threading.Event()
+        storage = FaultyStore(RemoteStore(place), [call_first("put", self._stop, key="commits/*")])
+        store = Store(Repository(storage, cache))
+        self._pool = ThreadPoolExecutor(1)
+        self._saved = self._pool.submit(lambda: store.save(HELD, run="held", step=1))
+        assert self._reached.wait(60)
+
+    def _stop(self, _: Call) -> None:
+        self._reached.set()
+        if not self._free.wait(60):
+            raise StorageError("the test let the save wait for ever")
+
+    def go(self) -> None:
+        """Let it commit; done when it has."""
+        self._free.set()
+        self._saved.result(60)
+        self._pool.shutdown()
+
+
+def with_garbage(place: RemoteLocation, cache: Path) -> Store:
+    """A store in which a gc has something to delete, and so to wait for."""
+    store = opened(place, cache)
+    for step in range(2):
+        store.save({"new": cells(2, seed=step)}, run="r", step=step)
+    store.forget("r@0")
+    return store
+
+
+def test_a_gc_waits_for_a_save_that_has_uploaded(place: RemoteLocation, tmp_path: Path) -> None:
+    collector = with_garbage(place, tmp_path / "gc")
+    held = Held(place, tmp_path / "save")
+    result = collector.gc(min_age=0, wait=0)
+    held.go()
+    assert [one.reason for one in result.waiting] == ["transaction"]
+    assert result.deleted_blobs == 0
+    assert same_state(opened(place, tmp_path / "other").read("held@1"), HELD)
+    assert collector.gc(min_age=0).deleted_blobs == 1
+
+
+def test_a_gc_looks_again_at_what_was_committed_meanwhile(place: RemoteLocation, tmp_path: Path) -> None:
+    """The save commits between the gc's look at commits and its look at transactions."""
+    with_garbage(place, tmp_path / "gc")
+    held = Held(place, tmp_path / "save")
+    storage = FaultyStore(RemoteStore(place), [call_first("list", lambda _: held.go(), key="transactions/")])
+    result = Store(Repository(storage, tmp_path / "gc")).gc(min_age=0, wait=0)
+    assert (result.deleted_blobs, result.waiting) == (1, ())
+    assert same_state(opened(place, tmp_path / "other").read("held@1"), HELD)
+
+
+# a server that dies
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Server]:
+    """A real server of this test's own, to be killed."""
+    (tmp_path / "server").mkdir()
+    with servers.running(servers.seaweed(tmp_path / "server")) as server:
+        yield server
+
+
+def test_a_server_killed_in_a_save_leaves_nothing_half_visible(mortal: Server, tmp_path: Path) -> None:
+    bucket, seen = mortal.new_bucket(), set()
+    with Proxy(mortal.endpoint) as proxy:
+        store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=3, first=0.01))
+        store.save(state(0), step=0)
+        # the server lists before it reads again: whoever looks after a restart has to ask for some seconds
+        patient = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff())
+        for step, number in enumerate((2, 9, 12, 15), start=1):
+            proxy.at(number, mortal.kill)
+            saved = outcome_of(lambda step=step: store.save(state(step), step=step))  # type: ignore[misc]  # bound now
+            seen.add(type(saved))
+            assert isinstance(saved, StorageError | casckpt.Checkpoint)
+            mortal.kill()  # where the save took fewer requests
+            proxy.calm()
+            mortal.start_again()
+            visible = ("default", step) in steps(patient)
+            assert visible or isinstance(saved, StorageError)
+            for _, there in steps(patient):
+                assert same_state(patient.read(f"default@{there}"), state(there))
+            assert not patient.verify().is_damaged
+        patient.save(state(9), step=9)
+        assert same_state(patient.read("default@latest"), state(9))
+        result = patient.gc(min_age=0, wait=0, revoke_after=0)
+        assert not patient.verify().is_damaged
+        assert not patient.gc(min_age=0, wait=0, revoke_after=0).waiting
+    assert StorageError in seen
+    assert result.kept_blobs > 0
+
+
+def test_a_save_outlives_a_server_that_comes_back(mortal: Server, tmp_path: Path) -> None:
+    bucket = mortal.new_bucket()
+
+    def die_and_rise() -> None:
+        mortal.kill()
+        keeper.submit(mortal.start_again)
+
+    # a server dies with the thread that started it, so that thread is kept
+    with ThreadPoolExecutor(1) as keeper, Proxy(mortal.endpoint) as proxy:
+        store = impatient(mortal, proxy, bucket, tmp_path / "cache", Backoff(attempts=12))
+        store.save(state(0), step=0)
+        for step, number in ((1, 8), (2, 14)):
+            proxy.at(number, die_and_rise)
+            store.save(state(step), step=step)
+            assert same_state(store.read(f"default@{step}"), state(step))
+        assert not list_commits(store.repository).damaged
+        assert not store.verify().is_damaged
+
+
+# what a load costs
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_eighth_of_a_checkpoint_costs_an_eighth(
+    verify: bool, request: pytest.FixtureRequest, tmp_path: Path, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bytes, by exactly the requests that were planned. With --full: 1 GiB, on a real server."""
+    server: Server = request.getfixturevalue("seaweed_server" if full else "moto_server")
+    count, rows = (16, 1032) if full else (4, 120)  # tensors; rows of 64 KiB, of which 16 are a cell
+    url = f"s3://{server.new_place()}/store"
+    weights = {f"layer.{n}": torch.arange(rows * 16384).reshape(rows, 16384).float() + n for n in range(count)}
+    small = {f"bias.{n}": torch.full((300,), float(n)) for n in range(count)}
+    casckpt.open(url, storage_options=server.options, cache_dir=tmp_path / "a").save(weights | small, step=0)
+    part = rows // 8
+    wanted: dict[str, Any] = {
+        key: casckpt.Shard(torch.empty(part, *value.shape[1:]), value.shape, offset=(3 * part, 0))
+        for key, value in weights.items()
+    } | {key: torch.empty_like(value) for key, value in small.items()}
+    nbytes = count * (part * 65536 + 1200)
+    planned: list[Batch[Any]] = []
+
+    def noted(*arguments: Any, **options: Any) -> list[Batch[Any]]:
+        planned.extend(plan_batches(*arguments, **options))
+        return planned
+
+    monkeypatch.setattr(download, "plan_batches", noted)
+    with Proxy(server.endpoint) as proxy:
+        through = server.options | {"endpoint_url": proxy.endpoint}
+        store = casckpt.open(url, storage_options=through, cache_dir=tmp_path / "b")
+        store.get("latest")  # what names it is small
+        before = len(proxy.seen)
+        store.load(wanted, "latest", verify=verify)
+        gets = [one for one in proxy.seen[before:] if one.path.endswith(".safetensors")]
+    for key, value in weights.items():
+        assert torch.equal(wanted[key].data, value[3 * part : 4 * part])
+    assert all(torch.equal(wanted[key], value) for key, value in small.items())
+    assert {one.method for one in gets} == {"GET"}
+    ranges = [(one.range or "").removeprefix("bytes=") for one in gets]
+    assert sorted(ranges) == sorted(f"{batch.offset}-{batch.offset + batch.nbytes - 1}" for batch in planned)
+    assert len({one.path for one in gets}) == len({batch.blob for batch in planned})
+    moved = sum(batch.nbytes for batch in planned)
+    assert moved <= 1.05 * nbytes + (2 * MIB * count if verify else 0)
+    # as few as can be: pieces of 8 MiB, and one more where a range goes on in another blob
+    assert len(gets) <= count * (-(-part * 65536 // (8 * MIB)) + 1) + len({batch.blob for batch in planned})
+
+
+def test_requests_of_one_save_and_one_load(moto_server: Server, tmp_path: Path) -> None:
+    """Nothing is asked twice: exact numbers, so that a change that asks more shows."""
+    url = f"s3://{moto_server.new_place()}/store"
+    with Proxy(moto_server.endpoint) as proxy:
+        options = moto_server.options | {"endpoint_url": proxy.endpoint}
+        store = casckpt.open(url, storage_options=options, cache_dir=tmp_path)
+        for step in (0, 1):
+            store.save({"w": torch.full((MIB,), float(step))}, step=step)
+        before = len(proxy.seen)
+        store.save({"w": torch.full((MIB,), 2.0)}, step=2)
+        mine = proxy.seen[before:]
+        puts = [one.path.split("/store/")[1].split("/")[0] for one in mine if one.method == "PUT"]
+        assert puts == ["transactions", "objects", "objects", "commits"]
+        assert len(mine) <= 12
+        before = len(proxy.seen)
+        store.load({"w": torch.empty(MIB)}, "default@2")
+        assert [one.method for one in proxy.seen[before:]] == ["GET"] * 3, "a listing, the commit's record, a range"
+
+
+@pytest.mark.parametrize("trouble", list(Trouble))
+def test_a_save_and_a_load_in_trouble_with_every_request(trouble: Trouble, moto_server: Server, tmp_path: Path) -> None:
+    bucket = moto_server.new_bucket()
+    with Proxy(moto_server.endpoint) as proxy:
+        nap = Backoff(attempts=5, sleep=lambda seconds: None)
+        store = impatient(moto_server, proxy, bucket, tmp_path / "cache", nap)
+        for path in ("commits/*", "transactions/*", "*.safetensors", "*.manifest", "/"):
+            for method in ("PUT", "GET", "HEAD", "DELETE"):
+                proxy.plan(trouble, method=method, path=path, times=2)
+        store.save(state(1), step=1)
+        assert same_state(store.read("default@1"), state(1))
+        assert not store.verify().is_damaged
+        assert steps(store) == [("default", 1)]

@@ -1,0 +1,166 @@
+"""Loads beside a cache of this host: what it has is not read again, and what it has wrong is not believed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Damaged, InvalidInput, MissingKey, NotFound
+from casckpt.repository.blob_cache import FOLDER
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.far import FarStore, far
+from tests.support.saves import blob_keys, cells, flip, same_state, small
+from tests.support.told import Told
+
+
+@pytest.fixture
+def storage() -> FarStore:
+    return far()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return {f"w{n}": cells(20, seed=n) for n in range(5)} | {"lr": 0.1}
+
+
+@pytest.fixture
+def store(storage: FarStore, state: dict[str, Any], folder: Path) -> Store:
+    """A store that is far away, with a checkpoint of several blobs, opened with a cache of this host."""
+    small(storage).save(state, step=1)
+    assert len(blob_keys(small(storage))) > 3
+    return Store(Repository(storage, folder))
+
+
+def cached(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*"))
+
+
+def spoil_all(folder: Path) -> None:
+    for path in cached(folder):
+        path.chmod(0o644)
+        data = bytearray(path.read_bytes())
+        data[5000] ^= 1
+        path.write_bytes(data)
+
+
+def test_a_second_load_reads_no_blob_of_the_store(
+    store: Store, storage: FarStore, state: dict[str, Any], folder: Path
+) -> None:
+    assert same_state(store.read("latest"), state)
+    before = storage.reads_of_blobs()
+    assert before == len(cached(folder)) == len(blob_keys(store))
+    assert same_state(Store(Repository(storage, folder)).read("latest"), state)
+    assert storage.reads_of_blobs() == before
+
+
+def test_a_part_of_a_blob_is_read_from_the_store_and_not_kept(store: Store, storage: FarStore, folder: Path) -> None:
+    small_part = casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))
+    store.load({"w1": small_part}, "latest")
+    assert cached(folder) == []
+    assert storage.reads_of_blobs() == 1
+
+
+def test_without_a_folder_of_its_own_nothing_is_kept(storage: FarStore, store: Store, state: dict[str, Any]) -> None:
+    plain = Store(Repository(storage))
+    for _ in range(2):
+        before = storage.reads_of_blobs()
+        assert same_state(plain.read("latest"), state)
+        assert storage.reads_of_blobs() > before
+
+
+def test_a_store_that_is_near_keeps_nothing_unless_it_is_told_to(
+    tmp_path: Path, folder: Path, state: dict[str, Any]
+) -> None:
+    near = Store(Repository(LocalStore(tmp_path / "near"), folder))
+    near.save(state, step=1)
+    near.read("latest")
+    assert cached(folder) == []
+    assert near.pre_download("latest") > 0
+    assert len(cached(folder)) == len(blob_keys(near))
+    for key in blob_keys(near):
+        near.repository.storage.delete(key)
+    assert same_state(near.read("latest"), state)
+
+
+def test_what_is_fetched_before_is_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
+    seen = Told()
+    fetched = store.pre_download("latest", progress=seen)
+    assert fetched == seen.done == sum(entry.size for entry in storage.list("objects/") if "safetensors" in entry.key)
+    assert store.pre_download("latest") == 0
+    before = storage.reads_of_blobs()
+    into = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    store.load(into, "latest")
+    assert storage.reads_of_blobs() == before
+    assert all(torch.equal(into[key], state[key]) for key in into)
+
+
+def test_a_rank_fetches_its_part_alone(store: Store, folder: Path, state: dict[str, Any]) -> None:
+    part = {"w1": casckpt.Shard(torch.zeros(10), global_shape=(20480,), offset=(0,), shape=(10,))}
+    store.pre_download("latest", part)
+    assert len(cached(folder)) == 1
+    assert not part["w1"].data.any()
+    store.pre_download("latest", {"renamed": state["w2"].clone()}, rename={"renamed": "w2"})
+    assert len(cached(folder)) <= 4
+    with pytest.raises(MissingKey, match="nothing"):
+        store.pre_download("latest", {"nothing": torch.zeros(1)})
+    with pytest.raises(NotFound):
+        store.pre_download("other@1")
+
+
+def test_spoilt_entries_are_dropped_and_read_from_the_store(
+    store: Store, storage: FarStore, folder: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    store.pre_download("latest")
+    spoil_all(folder)
+    into = {key: torch.zeros_like(value) for key, value in state.items() if isinstance(value, torch.Tensor)}
+    done = Told()
+    store.load(into, "latest", progress=done)
+    assert all(torch.equal(into[key], state[key]) for key in into)
+    assert "is not as it was written to this cache" in caplog.text
+    assert done.done == sum(value.nbytes for value in into.values())
+    assert same_state(store.read("latest"), state)
+
+
+def test_a_spoilt_entry_of_a_damaged_store_is_damage(store: Store, folder: Path) -> None:
+    store.pre_download("latest")
+    spoil_all(folder)
+    for key in blob_keys(store):
+        flip(store, key, 5000)
+    with pytest.raises(Damaged, match="casckpt verify"):
+        store.read("latest")
+
+
+def test_damage_in_the_store_is_named_before_the_load(store: Store) -> None:
+    blob = blob_keys(store)[0]
+    flip(store, blob, 5000)
+    with pytest.raises(Damaged, match="casckpt repair") as raised:
+        store.pre_download("latest")
+    assert raised.value.blob == blob.split("/")[2].split(".")[0]
+
+
+def test_damage_that_a_load_does_not_want_keeps_it_not(store: Store, storage: FarStore, state: dict[str, Any]) -> None:
+    """The header of a blob is read by nobody who loads."""
+    for key in blob_keys(store):
+        flip(store, key, 3000)
+    assert same_state(store.read("latest"), state)
+
+
+def test_the_size_may_be_text(tmp_path: Path, storage: FarStore, store: Store) -> None:
+    assert casckpt.open(tmp_path, cache_bytes="2GiB").repository.cache_bytes == 2 << 30
+    tight = Store(Repository(storage, tmp_path / "tight", cache_bytes=100))
+    with pytest.raises(InvalidInput, match="cache_bytes"):
+        tight.pre_download("latest")
+    assert len(tight.read("latest")) == 6
+    with pytest.raises(InvalidInput, match="not a size"):
+        casckpt.open(tmp_path, cache_bytes="much")

@@ -1,0 +1,134 @@
+"""What a save and a load cost, counted exactly: requests, fsyncs, bytes hashed, copied, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.checkpoint.loading import download
+from casckpt.checkpoint.saving import upload
+from casckpt.format.digest import cell_digest
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from casckpt.tensors.memory import Destination, TensorMemory, copy_bytes
+
+CELL, CELLS = 4096, 100
+W, B = CELL * CELLS, 40  # bytes of the two tensors
+
+
+class Meter:
+    """A small store, and what passed through the hash and through copies on the way to it and from it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storage = LocalStore(folder)
+        self.store = Store(Repository(self.storage))
+        self.store.create(cell_bytes=CELL, blob_bytes=1 << 20)
+        self.hashed = self.copied = 0
+        for module in (upload, download):
+            monkeypatch.setattr(module, "cell_digest", self._digest)
+        monkeypatch.setattr(TensorMemory, "copy_out", self._copying(TensorMemory.copy_out))
+        monkeypatch.setattr(Destination, "copy_in", self._copying(Destination.copy_in))
+        monkeypatch.setattr(download, "copy_bytes", self._copying(copy_bytes))
+
+    def _digest(self, data: Any) -> bytes:
+        self.hashed += len(data)
+        return cell_digest(data)
+
+    def _copying(self, call: Callable[..., None]) -> Callable[..., None]:
+        def copy(*args: Any) -> None:
+            self.copied += args[-1].nbytes
+            call(*args)
+
+        return copy
+
+    def of(self, call: Callable[[], Any]) -> dict[str, int]:
+        """What one call costs."""
+        before = asdict(self.storage.counts)
+        self.hashed = self.copied = 0
+        call()
+        counts = {name: value - before[name] for name, value in asdict(self.storage.counts).items()}
+        return counts | {"hashed": self.hashed, "copied": self.copied}
+
+
+@pytest.fixture
+def meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Meter:
+    return Meter(tmp_path / "store", monkeypatch)
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(W // 4, dtype=torch.int32).view(CELLS, -1), "b": torch.arange(B // 4, dtype=torch.int32)}
+
+
+def part(cost: dict[str, int], *names: str) -> tuple[int, ...]:
+    return tuple(cost[name] for name in names)
+
+
+def test_a_first_save_hashes_and_copies_each_byte_once(meter: Meter) -> None:
+    cost = meter.of(lambda: meter.store.save(state(), step=0))
+    assert part(cost, "hashed", "copied") == (W + B, W + B)
+    assert part(cost, "puts", "reads") == (4, 1)  # the transaction, one blob, the manifest, the commit; is it a store?
+    assert part(cost, "fsyncs", "requests") == (12, 10)
+
+
+def test_an_unchanged_save_copies_nothing_large_and_writes_no_blob(meter: Meter) -> None:
+    meter.store.save(state(), step=0)
+    cost = meter.of(lambda: meter.store.save(state(), step=1))
+    assert part(cost, "hashed", "copied") == (W + B, B)  # what is small goes through a buffer: one hash if it changed
+    assert part(cost, "puts", "reads", "fsyncs", "requests") == (3, 1, 7, 9)
+
+
+def test_a_changed_cell_is_hashed_again_where_it_is_written_from(meter: Meter) -> None:
+    data = state()
+    meter.store.save(data, step=0)
+    data["w"][7] += 1
+    cost = meter.of(lambda: meter.store.save(data, step=1))
+    assert part(cost, "hashed", "copied") == (W + B + CELL, CELL + B)
+    assert meter.store.get("default@1").stats.bytes_written == CELL + 4096
+    assert part(cost, "puts", "reads", "fsyncs", "requests") == (4, 1, 9, 11)
+
+
+def test_what_changed_as_a_whole_is_hashed_once_but_for_one_cell(meter: Meter) -> None:
+    data = state()
+    meter.store.save(data, step=0)
+    data["w"] += 1
+    cost = meter.of(lambda: meter.store.save(data, step=1))
+    assert part(cost, "hashed", "copied") == (W + B + CELL, W + B)
+
+
+def test_what_is_declared_frozen_is_sampled(meter: Meter) -> None:
+    meter.store.save(state(), step=0)
+    cost = meter.of(lambda: meter.store.save(state(), step=1, frozen=["w"]))
+    assert part(cost, "hashed", "copied") == (7 * CELL + B, B)
+
+
+def test_a_load_reads_and_hashes_each_byte_once_and_copies_none(meter: Meter) -> None:
+    meter.store.save(state(), step=0)
+    meter.store.get("default@0")  # the record of the commit is read once by a process
+    target = {name: torch.zeros_like(data) for name, data in state().items()}
+    cost = meter.of(lambda: meter.store.load(target, "default@0"))
+    assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B)
+    assert part(cost, "reads", "requests") == (1, 3)  # the listing, the open, the read
+    cost = meter.of(lambda: meter.store.load(target, "default@0", verify=False))
+    assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B)
+
+
+def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
+    meter.store.save(state(), step=0)
+    meter.store.get("default@0")
+    target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()
+    cost = meter.of(lambda: meter.store.load({"w": target}, "default@0"))
+    assert part(cost, "hashed", "copied", "bytes_read") == (W, W, W)
+    assert torch.equal(target, state()["w"])
+
+
+def test_looking_again_costs_one_listing(meter: Meter) -> None:
+    meter.store.save(state(), step=0)
+    meter.store.checkpoints()
+    cost = meter.of(meter.store.checkpoints)
+    assert part(cost, "requests", "reads", "bytes_read") == (1, 0, 0)

@@ -1,0 +1,382 @@
+"""Loading what is damaged, gone or hostile: a clear error that names what is hit, and nothing else is affected."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import CasckptError, Conflict, Damaged, Refused
+from casckpt.format import manifest as format_manifest
+from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.columns import pack, unpack
+from casckpt.format.digest import cell_digest
+from casckpt.format.extents import Packed, PackedWhole
+from casckpt.format.keys import commit_key, manifest_key
+from casckpt.format.manifest import BlobUploaders, ManifestBody
+from casckpt.format.records import encode
+from casckpt.repository import commits, manifests
+from casckpt.repository.transactions import begin
+from casckpt.store.store import Store
+from tests.support.faulty import FaultyStore, call_first, corrupt, truncate
+from tests.support.manifests import as_columns
+from tests.support.repositories import memory
+from tests.support.saves import (
+    blob_keys,
+    cells,
+    content,
+    flip,
+    manifest_keys,
+    overwrite,
+    reopened,
+    same_state,
+    small,
+    small_folder,
+)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """a@1 and a@2 share the tensor "shared"; b@1 shares nothing."""
+    made = small() if request.param == "memory" else small_folder(tmp_path / "store")
+    made.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
+    made.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
+    made.save({"own": cells(3, seed=3)}, run="b", step=1)
+    return made
+
+
+def key_of(store: Store, ref: str, tensor: str) -> str:
+    """Key of the first blob that a tensor lies in."""
+    manifest = manifests.get(store.repository, store.get(ref).commit)
+    blob = manifest.blob(int(manifest.extents(manifest.tensors[tensor]).columns.blob[0]))
+    return f"objects/{blob.uploader}/{blob.hash}.safetensors"
+
+
+def _flip(store: Store, key: str) -> None:
+    flip(store, key, DATA_OFFSET + 5000)
+
+
+def _cut(store: Store, key: str) -> None:
+    overwrite(store, key, content(store, key)[: DATA_OFFSET + 6000])
+
+
+def _delete(store: Store, key: str) -> None:
+    store.repository.storage.delete(key)
+
+
+def _empty(store: Store, key: str) -> None:
+    overwrite(store, key, b"")
+
+
+DAMAGE: dict[str, Callable[[Store, str], None]] = {"flipped": _flip, "cut": _cut, "deleted": _delete, "empty": _empty}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_blob_is_an_error_that_names_what_is_hit(store: Store, damage: str) -> None:
+    key, users = key_of(store, "a@1", "m.shared"), tuple(store.get(ref).id for ref in ("a@1", "a@2"))
+    DAMAGE[damage](store, key)
+    template = {"m": {"shared": torch.zeros(3 * 1024)}}
+    for call in (lambda: store.read("a@2"), lambda: store.load(template, "a@2"), lambda: reopened(store).read("a@1")):
+        with pytest.raises(Damaged) as caught:
+            call()
+        assert caught.value.key == "m.shared"
+        assert caught.value.blob == key.split("/")[2].split(".")[0]
+        assert caught.value.checkpoints == users
+        text = str(caught.value)
+        for part in (
+            "'m.shared'",
+            caught.value.blob,
+            f"a@1 ({users[0][:12]}), a@2 ({users[1][:12]})",
+            "undefined",
+            "casckpt repair",
+        ):
+            assert part in text
+    assert same_state(store.read("a@2", keys=["m.own"]), {"m": {"own": cells(3, seed=2)}})
+    assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
+
+
+def test_a_revoked_transaction_does_not_hide_the_damage(store: Store) -> None:
+    begin(store.repository, "a", 9).abort("a test")
+    _flip(store, key_of(store, "a@1", "m.shared"))
+    with pytest.raises(Damaged):
+        store.read("a@1")
+
+
+def test_unverified_reads_do_not_notice_a_flip_but_what_is_missing(store: Store) -> None:
+    key = key_of(store, "b@1", "own")
+    _flip(store, key)
+    back = store.read("b@1", verify=False)["own"]
+    want = cells(3, seed=3)
+    assert (back.view(torch.int32) != want.view(torch.int32)).sum() == 1
+    _cut(store, key)
+    with pytest.raises(Damaged, match=rf"it ends after {DATA_OFFSET + 6000} of \d+ bytes"):
+        store.read("b@1", verify=False)
+
+
+@pytest.mark.parametrize("cell", [0, 1, 2])
+def test_a_cell_that_is_not_read_is_not_checked(store: Store, cell: int) -> None:
+    from casckpt.tensors.values import Shard
+
+    flip(store, key_of(store, "b@1", "own"), DATA_OFFSET + 4096 * cell)
+    for part in range(3):
+        shard = Shard(torch.zeros(1024), (3072,), offset=(1024 * part,))
+        if part == cell:
+            with pytest.raises(
+                Damaged, match=rf"its bytes {DATA_OFFSET + 4096 * cell} to {DATA_OFFSET + 4096 * cell + 4096}"
+            ):
+                store.load({"own": shard}, "b@1")
+        else:
+            store.load({"own": shard}, "b@1")
+            assert torch.equal(shard.data, cells(3, seed=3)[1024 * part : 1024 * part + 1024])
+
+
+def test_damage_on_the_way_is_noticed_too() -> None:
+    faulty = FaultyStore(memory())
+    store = small(faulty)
+    store.save({"w": cells(40)}, step=1)
+    for fault in (corrupt("read_into", at=2), truncate("read_into", at=1)):
+        faulty.inject(fault)
+        with pytest.raises(Damaged, match="Tensor 'w'"):
+            store.read("default@1")
+        faulty.heal()
+    assert store.read("default@1")["w"].numel()
+
+
+def test_a_flip_in_the_header_of_a_blob_harms_no_load(store: Store) -> None:
+    flip(store, key_of(store, "b@1", "own"), 100)
+    assert same_state(store.read("b@1"), {"own": cells(3, seed=3)})
+
+
+def test_damaged_attachments_and_parts_of_objects(store: Store) -> None:
+    data = random.Random(1).randbytes(9000)
+    store.save({"blob": data}, run="c", step=1, attachments={"big": data[::-1]})
+    for key in blob_keys(store):
+        _delete(store, key)
+    with pytest.raises(Damaged, match="'blob'"):
+        store.read("c@1")
+    with pytest.raises(Damaged, match="'big'"):
+        store.read_attachment("c@1", "big")
+    template = {"blob": None}
+    with pytest.raises(Damaged):
+        store.load(template, "c@1")
+    assert template == {"blob": None}
+
+
+def test_a_checkpoint_that_was_purged_meanwhile_is_a_conflict() -> None:
+    faulty = FaultyStore(memory())
+    store = small(faulty)
+    ckpt = store.save({"w": cells(3)}, step=1)
+
+    def purge(_: object) -> None:
+        faulty.heal()
+        commits.purge(store.repository, commits.forget(store.repository, ckpt.commit))
+        for key in blob_keys(store):
+            faulty.inner.delete(key)
+
+    faulty.inject(call_first("open", purge))
+    with pytest.raises(Conflict, match=r"default@1 .* was purged while it was read"):
+        store.read("default@1")
+
+
+# manifests
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "flip", "deleted", "other"])
+def test_a_manifest_that_is_damaged(store: Store, damage: str) -> None:
+    ckpt = store.get("a@2")
+    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    other = next(one for one in manifest_keys(store) if one != key)
+    if damage == "flip":
+        flip(store, key, 200)
+    elif damage == "deleted":
+        _delete(store, key)
+    else:
+        overwrite(store, key, {"garbage": b"x" * 5000, "empty": b"", "other": content(store, other)}[damage])
+    again = reopened(store)
+    for call in (lambda: again.read("a@2"), lambda: again.load({}, "a@2"), lambda: again.diff("a@1", "a@2")):
+        with pytest.raises(Damaged) as caught:
+            call()
+        assert caught.value.checkpoints == (ckpt.id,)
+        assert "a@2" in str(caught.value)
+    assert [(one.run, one.step) for one in again.checkpoints()] == [("a", 1), ("a", 2), ("b", 1)]
+    assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
+
+
+def forge(store: Store, change: Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]) -> str:
+    """A checkpoint evil@1 with a changed manifest of a@2, all of its hashes right."""
+    manifest = manifests.get(store.repository, store.get("a@2").commit)
+    body, places = change(manifest.body, manifest.places())
+    found, data = format_manifest.encode(body, places)
+    txid = store.repository.new_txid("evil", 1)
+    store.repository.storage.put(manifest_key(txid, found), data)
+    record = msgspec.structs.replace(
+        store.get("a@2").commit.committed, txid=txid, run="evil", step=1, manifest=found, uploader=txid, metadata=None
+    )
+    store.repository.storage.put(commit_key(txid), encode(record))
+    return "evil@1"
+
+
+def with_entry(**fields: Any) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
+    """Change the first entry."""
+
+    def change(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
+        entries = [msgspec.structs.replace(body.entries[0], **fields), *body.entries[1:]]
+        return msgspec.structs.replace(body, entries=entries), places
+
+    return change
+
+
+def with_whole(**fields: int) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
+    """Change the first entry's extents in their short form."""
+
+    def apply(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
+        packed = msgspec.msgpack.decode(body.entries[0].extents, type=PackedWhole)
+        raw = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(packed, **fields)))
+        return with_entry(extents=raw)(body, places)
+
+    return apply
+
+
+def with_column(
+    name: str, change: Callable[[list[int]], list[int]]
+) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
+    """Change a column of the first entry's extents."""
+
+    def apply(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
+        packed = as_columns(msgspec.msgpack.decode(body.entries[0].extents, type=Packed), body.entries[0].numel)
+        column = pack(np.array(change(unpack(getattr(packed, name)).tolist()), dtype=np.int64))
+        raw = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(packed, **{name: column})))
+        return with_entry(extents=raw)(body, places)
+
+    return apply
+
+
+HOSTILE: dict[str, Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]] = {
+    "shape": with_entry(shape=(2**40, 2**20)),
+    "shape of another size": with_entry(shape=(3071,)),
+    "larger shape": with_entry(shape=(4096,)),
+    "dtype": with_entry(dtype="float7"),
+    "wider dtype": with_entry(dtype="float64", shape=(3072,)),
+    "no extents": with_entry(extents=msgspec.Raw(b"\xc0")),
+    "offset": with_column("offset", lambda column: [column[0] + 4096]),
+    "offset in the header": with_column("offset", lambda column: [0]),
+    "huge offset": with_column("offset", lambda column: [2**62]),
+    "blob": with_column("blob", lambda column: [99]),
+    "box": with_column("box", lambda column: [5]),
+    "lo": with_column("lo", lambda column: [1]),
+    "hi": with_column("hi", lambda column: [2**62]),
+    "whole: blob": with_whole(blob=2),
+    "whole: no blob": with_whole(blob=-1),
+    "whole: huge blob": with_whole(blob=2**64 - 1),
+    "whole: offset": with_whole(offset=8192),
+    "whole: in the header": with_whole(offset=0),
+    "whole: huge offset": with_whole(offset=2**63),
+    "rows": with_column("hi", lambda column: column * 2),
+    "uploader": lambda body, places: (body, BlobUploaders(uploaders=["../../x"] * 2, index=places.index)),
+    "uploader index": lambda body, places: (body, BlobUploaders(uploaders=places.uploaders, index=pack([9, 9]))),
+    "blob size": lambda body, places: (
+        msgspec.structs.replace(body, blobs=msgspec.structs.replace(body.blobs, sizes=pack([2**40] * 2))), places,
+    ),
+    "tree": lambda body, places: (msgspec.structs.replace(body, tree=b"\x93\x01"), places),
+    "tree without entries": lambda body, places: (msgspec.structs.replace(body, entries=[]), places),
+    "cell size": lambda body, places: (msgspec.structs.replace(body, cell_bytes=0), places),
+    "part": with_entry(kind="part", dtype="bfloat16"),
+    "another kind": with_entry(kind="attachment", dtype="uint8", shape=(12288,)),
+    "run": lambda body, places: (msgspec.structs.replace(body, run="../y"), places),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_refused(name: str) -> None:
+    store = small()
+    store.save({"m": {"shared": cells(3, seed=1)}}, run="a", step=1)
+    store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
+    again = reopened(store)
+    ref = forge(store, HOSTILE[name])
+    with pytest.raises((Refused, Damaged)):
+        again.read(ref)
+    template = {"m": {"shared": torch.zeros(3072)}}
+    try:
+        again.load(template, ref)
+    except CasckptError:
+        pass
+    else:  # as where the tree is damaged, which nobody needs who has a template
+        assert same_state(template, {"m": {"shared": cells(3, seed=1)}})
+    assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
+    for run, step in (("a", 3), ("new", 1), ("evil", 2)):  # it costs saves their reuse, nothing more
+        state = {"m": {"shared": cells(3, seed=1), "other": cells(3, seed=step)}}
+        again.save(state, run=run, step=step)
+        assert same_state(again.read(f"{run}@{step}"), state)
+
+
+def test_extents_that_overlap_across_boxes_do_not_show_foreign_memory() -> None:
+    """Holes that overlaps make up for in number: what would be left of a new tensor is whatever was in memory."""
+    from casckpt.tensors.values import Shard
+
+    store, w = small(), torch.ones(4, 4)
+    shards = [Shard(w[:, :2], (4, 4), (0, 0)), Shard(w[:, 2:], (4, 4), (0, 2))]
+    store.save({"m": {"shared": shards}}, run="a", step=2)
+    ref = forge(store, with_column("boxes", lambda numbers: [*numbers[:4], 0, 1, 4, 2]))
+    with pytest.raises((Refused, Damaged)):
+        reopened(store).read(ref)
+
+
+@pytest.mark.in_memory
+def test_random_damage_to_any_object(seed: int) -> None:
+    """Whatever is flipped or cut: a load gives the right bytes or one of our errors, and listing goes on."""
+    rng = random.Random(seed)
+    state = {"w": cells(20, seed=1), "x": {"y": torch.arange(300)}, "o": b"z" * 6000}
+    for _ in range(150):
+        store = small()
+        store.save(state, step=1)
+        store.save(state | {"more": 1}, step=2)
+        keys = [entry.key for entry in store.repository.storage.list("") if entry.size]
+        key = rng.choice(keys)
+        data = bytearray(content(store, key))
+        if rng.random() < 0.7:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        else:
+            del data[rng.randrange(len(data)) :]
+        overwrite(store, key, bytes(data))
+        again = reopened(store)
+        for step, want in ((1, state), (2, state | {"more": 1})):
+            with suppress(CasckptError):
+                assert same_state(again.read(f"default@{step}"), want)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_an_unchanged_forgery_is_read(long: bool) -> None:
+    """So that the tests above do not pass for another reason."""
+    store = small()
+    store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
+    same = with_column("lo", lambda column: column) if long else with_whole()
+    assert same_state(reopened(store).read(forge(store, same)), reopened(store).read("a@2"))
+
+
+def test_a_cell_is_compared_as_a_whole_though_a_load_wants_a_part_of_it(store: Store) -> None:
+    """And what is wrong may lie where nobody looks."""
+    key = key_of(store, "b@1", "own")
+    data = bytearray(store.repository.storage.get(key, limit=1 << 20))
+    data[DATA_OFFSET + 4000] ^= 1  # of the first cell, of which the first 100 numbers are wanted
+    overwrite(store, key, bytes(data))
+    part = casckpt.Shard(torch.zeros(100), (3072,), flat=(0, 100))
+    with pytest.raises(Damaged, match="own"):
+        reopened(store).load({"own": part}, "b@1")
+
+
+def test_all_of_a_digest_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_byte_wrong(data: memoryview) -> bytes:
+        found = cell_digest(data)
+        return found[:-1] + bytes([found[-1] ^ 1])
+
+    monkeypatch.setattr("casckpt.checkpoint.loading.download.cell_digest", last_byte_wrong)
+    with pytest.raises(Damaged):
+        store.read("b@1")

@@ -1,0 +1,272 @@
+"""Every storage call of a save fails once, before and after its effect: an error or success, and never half of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
+from casckpt.format.keys import parse_log, uploader_folder
+from casckpt.format.names import TxId
+from casckpt.repository import blobs, commits, transactions
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_after, fail_before
+from tests.support.repositories import memory
+from tests.support.saves import CELL, cells, same_state, small, steps
+
+KINDS = {"before": fail_before, "after": fail_after}
+
+
+def states() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Three states: the second reuses some of the first and has blobs of its own, the third some of both."""
+    first = {"kept": cells(20, seed=1), "changed": cells(20, seed=2), "o": b"x" * 5000}
+    second = first | {"changed": cells(20, seed=3), "new": cells(20, seed=4)}
+    return first, second, second | {"changed": cells(20, seed=5)}
+
+
+def prepared(inner: ObjectStore) -> tuple[FaultyStore, Store]:
+    """A store with default@1."""
+    faulty = FaultyStore(inner)
+    store = small(faulty)
+    store.save(states()[0], step=1)
+    return faulty, store
+
+
+def calls_of_a_save() -> list[tuple[str, int]]:
+    """Every call of the second save: method, and which call of that method it is."""
+    faulty, store = prepared(memory())
+    first = len(faulty.calls)
+    store.save(states()[1], step=2, threads=1)
+    seen: dict[str, int] = {}
+    found = []
+    for call in faulty.calls[first:]:
+        seen[call.method] = seen.get(call.method, 0) + 1
+        found.append((call.method, seen[call.method]))
+    return found
+
+
+def reopened(store: Store) -> Store:
+    return Store(Repository(store.repository.storage))
+
+
+def check_after(store: Store, failed: bool) -> None:
+    """Nothing of a failed save is visible, all of a successful one is, and the next save works."""
+    first, second, third = states()
+    for look in (store, reopened(store)):
+        assert steps(look) == [("default", 1)] + [("default", 2)] * (not failed)
+        assert ("default@2" in look) != failed
+        assert same_state(look.read("default@1"), first)
+    if failed:
+        store.save(second, step=2)
+    assert same_state(reopened(store).read("default@2"), second)
+    store.save(third, step=3)
+    assert same_state(reopened(store).read("default@3"), third)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_call_fails_once(kind: str) -> None:
+    calls = calls_of_a_save()
+    assert {method for method, _ in calls} >= {"put", "settle", "get", "size", "list", "delete"}
+    outcomes = set()
+    for method, at in calls:
+        faulty, store = prepared(memory())
+        faulty.inject(KINDS[kind](method, at=at))
+        failed = True
+        with suppress(StorageError):
+            store.save(states()[1], step=2, threads=1)
+            failed = False
+        faulty.heal()
+        check_after(store, failed)
+        outcomes.add(failed)
+    assert outcomes == {False, True}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", ["transactions/*", "objects/*.safetensors", "objects/*.manifest", "commits/*"])
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_a_put_that_fails_again_and_again(where: str, key: str, kind: str, tmp_path: Path) -> None:
+    faulty, store = prepared(memory() if where == "memory" else LocalStore(tmp_path / "store"))
+    faulty.inject(KINDS[kind]("put", key=key, times=1000))
+    failed = False
+    try:
+        store.save(states()[1], step=2)
+    except StorageError:
+        failed = True
+    faulty.heal()
+    assert failed or kind == "after"  # where the bytes turn out to be there, it may go on
+    check_after(store, failed)
+
+
+def test_the_answer_to_the_commit_is_lost_and_so_is_the_first_look_at_it() -> None:
+    faulty, store = prepared(memory())
+    faulty.inject(fail_after("put", key="commits/*-2"), fail_before("get", key="commits/*-2"))
+    store.save(states()[1], step=2)
+    faulty.heal()
+    check_after(store, failed=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_storage_that_is_gone_from_the_commit_on(kind: str) -> None:
+    """Nobody can say then whether it is visible: an error, and who looks later sees all of it or nothing."""
+    faulty, store = prepared(memory())
+    gone = [fail_before(method, times=1000) for method in ("put", "get", "list", "size", "delete")]
+    faulty.inject(
+        KINDS[kind]("put", key="commits/*-2"), call_first("put", lambda _: faulty.inject(*gone), key="commits/*-2")
+    )
+    with pytest.raises(StorageError):
+        store.save(states()[1], step=2)
+    faulty.heal()
+    check_after(store, failed=kind == "before")
+
+
+@pytest.mark.parametrize("error", [MemoryError("test"), RuntimeError("test")])
+@pytest.mark.parametrize(
+    ("method", "key"), [("put", "objects/*.safetensors"), ("put", "objects/*.manifest"), ("settle", "*")]
+)
+def test_errors_that_are_not_of_the_storage(method: str, key: str, error: Exception) -> None:
+    faulty, store = prepared(memory())
+    faulty.inject(fail_before(method, key=key, error=error))
+    with pytest.raises(type(error), match="test"):
+        store.save(states()[1], step=2)
+    faulty.heal()
+    assert not transactions.open_transactions(store.repository, commits.list_names(store.repository))
+    check_after(store, failed=True)
+
+
+def test_an_interrupt_ends_the_transaction() -> None:
+    faulty, store = prepared(memory())
+
+    def interrupt(_: Call) -> None:
+        raise KeyboardInterrupt
+
+    faulty.inject(call_first("put", interrupt, key="objects/*.manifest"))
+    with pytest.raises(KeyboardInterrupt):
+        store.save(states()[1], step=2)
+    faulty.heal()
+    assert not transactions.open_transactions(store.repository, commits.list_names(store.repository))
+    check_after(store, failed=True)
+
+
+# loads
+
+
+@pytest.mark.parametrize("fault", [fail_before("open", at=2), fail_before("read_into", at=2), fail_after("read_into")])
+def test_a_load_that_fails_can_be_made_again(fault: Fault) -> None:
+    faulty, store = prepared(memory())
+    template = {"kept": torch.zeros(20 * CELL // 4), "changed": torch.zeros(20 * CELL // 4), "o": None}
+    faulty.inject(fault)
+    with pytest.raises(StorageError):
+        store.load(template, "default@1")
+    assert template["o"] is None
+    faulty.heal()
+    store.load(template, "default@1")
+    assert same_state(template, states()[0])
+
+
+@pytest.mark.parametrize("method", ["list", "get"])
+def test_looking_for_a_checkpoint_fails_with_an_error_of_the_storage(method: str) -> None:
+    faulty, store = prepared(memory())
+    again = reopened(store)
+    faulty.inject(fail_before(method))
+    with pytest.raises(StorageError):
+        again.read("default@1")
+    assert same_state(again.read("default@1"), states()[0])
+
+
+# revoked by a gc meanwhile
+
+
+def revoker(store: Store, faulty: FaultyStore, *, purge: bool = False) -> Callable[[Call], None]:
+    """What a gc does that takes the save for dead: revoke it, and delete all that it uploaded."""
+
+    def revoke(_: Call) -> None:
+        names = [parse_log(key) for key in faulty.keys("put") if key.startswith("transactions/")]
+        txid = TxId(names[-1][0]) if names[-1] else TxId("")
+        assert transactions.revoke(store.repository, txid, "a test")
+        for entry in list(faulty.inner.list(uploader_folder(txid) + "/")):
+            faulty.inner.delete(entry.key)
+        if purge:
+            for one in commits.list_commits(store.repository).live():
+                commits.purge(store.repository, commits.forget(store.repository, one))
+                for entry in list(faulty.inner.list(uploader_folder(one.txid) + "/")):
+                    faulty.inner.delete(entry.key)
+
+    return revoke
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [("put", "objects/*.safetensors"), ("put", "objects/*.manifest"), ("settle", "objects/*"), ("put", "commits/*")],
+)
+def test_a_save_that_was_revoked_is_made_again_from_nothing(
+    method: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty, store = prepared(memory())
+    faulty.inject(call_first(method, revoker(store, faulty), key=key))
+    ckpt = store.save(states()[1], step=2)
+    faulty.heal()
+    assert "took the save of default@2 for dead; saving again" in caplog.text
+    assert ckpt.stats.blobs_reused == 0
+    assert ckpt.stats.bytes_written > 60 * CELL
+    assert {ref.uploader for ref in _refs(store, "default@2")} == {ckpt.commit.txid}
+    check_after(store, failed=False)
+
+
+def test_revoked_while_what_it_reuses_is_deleted() -> None:
+    """Then what is missing is no damage, and nothing is marked."""
+    faulty, store = prepared(memory())
+    faulty.inject(call_first("size", revoker(store, faulty, purge=True), key="objects/*"))
+    ckpt = store.save(states()[1], step=2)
+    faulty.heal()
+    assert ckpt.stats.blobs_reused == 0
+    assert not blobs.damaged_marks(store.repository)
+    assert steps(store) == [("default", 2)]
+    assert same_state(store.read("default@2"), states()[1])
+
+
+def test_revoked_twice_is_an_error() -> None:
+    faulty, store = prepared(memory())
+    faulty.inject(call_first("put", revoker(store, faulty), key="objects/*.manifest", times=2))
+    with pytest.raises(Revoked, match="save again") as caught:
+        store.save(states()[1], step=2)
+    assert isinstance(caught.value, Conflict)
+    faulty.heal()
+    check_after(store, failed=True)
+
+
+def _refs(store: Store, ref: str) -> list[Any]:
+    from casckpt.repository import manifests
+
+    return list(manifests.get(store.repository, store.get(ref).commit).blobs)
+
+
+def test_a_storage_that_keeps_losing_answers_is_not_believed() -> None:
+    """A put of a blob that is there with another size went wrong on the server."""
+    faulty, store = prepared(memory())
+
+    def spoil(call: Call) -> None:
+        faulty.inner.put(call.key, b"torn")
+
+    faulty.inject(call_first("put", spoil, key="objects/*.safetensors"))
+    with pytest.raises(StorageError, match="save again"):
+        store.save(states()[1], step=2)
+    faulty.heal()
+    check_after(store, failed=True)
+
+
+def test_every_error_of_a_save_is_ours() -> None:
+    faulty, store = prepared(memory())
+    for method in ("put", "list", "size"):
+        faulty.inject(fail_before(method, times=1000))
+        with pytest.raises(CasckptError, match="injected fault"):
+            store.save(states()[1], step=2)
+        faulty.heal()
+    check_after(store, failed=True)

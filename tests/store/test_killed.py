@@ -1,0 +1,86 @@
+"""A save that is killed at any instant leaves the whole checkpoint or none of it, and nothing that stays in the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository import manifests
+from casckpt.repository.commits import list_commits
+from casckpt.store.store import Store
+from tests.support.killed_saves import WAYS, check_all, open_folder, state
+from tests.support.saves import same_state, steps
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "tests.support.killed_saves"]
+POINTS = 10  # of each way
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with a store for each point at which a save was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    full = bool(request.config.getoption("--full"))
+    seed = int(request.config.getoption("--hypothesis-seed") or 0)
+    subprocess.run([*COMMAND, "sweep", folder, str(0 if full else POINTS), str(seed)], cwd=ROOT, check=True)
+    return folder
+
+
+def needed(store: Store) -> set[str]:
+    """Keys of all objects that live checkpoints name."""
+    found = set()
+    for commit in list_commits(store.repository).live():
+        manifest = manifests.get(store.repository, commit)
+        found.add(manifest_key(commit.committed.uploader, commit.id))
+        found |= {blob_key(ref.uploader, ref.hash) for ref in manifest.blobs}
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
+    points = sorted(killed.glob(f"{way}-*"))
+    assert len(points) >= POINTS
+    outcomes = set()
+    for point in points:
+        store = open_folder(point)
+        visible = ("default", 2) in steps(store)
+        outcomes.add(visible)
+        assert steps(store) == [("default", 1)] + [("default", 2)] * visible, point.name
+        check_all(store, {("default", step): state(step) for step in (1, 2)})
+        assert not store.verify().is_damaged
+        result = store.gc(wait=0, min_age=0)
+        assert not result.waiting, point.name  # its process is dead, and that can be proved here
+        _check_clean(store)
+        check_all(store, {("default", step): state(step) for step in (1, 2)})
+        store.save(state(3), step=3)
+        assert same_state(open_folder(point).read("default@3"), state(3))
+        assert not store.verify().is_damaged
+    assert outcomes == {False, True} or way == "timed"
+
+
+def _check_clean(store: Store) -> None:
+    """Nothing is left but what is needed."""
+    keys = {entry.key for entry in store.repository.storage.list("")}
+    assert {key for key in keys if key.startswith("objects/")} == needed(store)
+    assert not {key for key in keys if key.startswith("transactions/")}
+    folder = Path(store.url)
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("saves", [12, pytest.param(60, marks=pytest.mark.soak)])
+def test_two_processes_save_while_a_gc_goes_on(tmp_path: Path, saves: int) -> None:
+    subprocess.run([*COMMAND, "race", tmp_path, str(saves)], cwd=ROOT, check=True)
+    store = open_folder(tmp_path)
+    assert {ckpt.run for ckpt in store.checkpoints()} == {"a", "b"}
+    assert len(store.checkpoints()) >= 4
+    check_all(store, {(run, step): state(step) | {"run": run} for run in ("a", "b") for step in range(saves)})
+    assert not store.verify().is_damaged
+    assert int((tmp_path / "deleted").read_text()) > 0
+    store.gc(keep_last=1, min_age=0)
+    _check_clean(store)
+    assert len(store.checkpoints()) == 2
+    check_all(store, {(run, step): state(step) | {"run": run} for run in ("a", "b") for step in range(saves)})

@@ -1,0 +1,243 @@
+"""One store object in many lives: pickled, forked, used while its process ends."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import casckpt
+from tests.support.forks import forked
+
+if TYPE_CHECKING:
+    from tests.support.servers import Server
+
+SECONDS = 120  # a hung child fails the test
+
+
+def told(code: str, *args: object, status: int = 0) -> str:
+    """What a program that ends with ``status`` has written on stderr."""
+    command = [sys.executable, "-c", code, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == status, done.stderr
+    return done.stderr
+
+
+def test_a_store_pickles_whatever_it_did(store: casckpt.Store) -> None:
+    store.save({"w": torch.ones(3)}, step=1)
+    store.save_async({"w": torch.ones(3)}, step=2).result()
+    copy = pickle.loads(pickle.dumps(store))
+    assert [one.step for one in copy.checkpoints()] == [1, 2]
+    assert copy.save_async({"w": torch.ones(3)}, step=3).result() in store.checkpoints()
+
+
+def test_a_forked_child_saves_in_the_background_of_its_own(store: casckpt.Store) -> None:
+    """The thread of the parent is not there in the child; waiting for it would take for ever."""
+    store.save_async({"w": torch.ones(3)}, step=1).result()
+    with forked(lambda: store.save_async({"w": torch.zeros(3)}, step=2).result(SECONDS)):
+        pass
+    assert [one.step for one in store.checkpoints()] == [1, 2]
+
+
+def test_saves_in_the_background_are_finished_when_the_interpreter_ends(store_path: Path) -> None:
+    code = (
+        "import sys, casckpt, torch\n"
+        "store = casckpt.open(sys.argv[1])\n"
+        "for step in range(4):\n"
+        "    store.save_async({'w': torch.full((2_000_000,), float(step))}, step=step)\n"
+    )
+    assert told(code, store_path) == ""
+    store = casckpt.open(store_path)
+    assert [one.step for one in store.checkpoints()] == [0, 1, 2, 3]
+    assert not store.verify().is_damaged
+
+
+def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: Server, tmp_path: Path) -> None:
+    """Also one that has hardly begun, of a store that nobody holds: S3's client works with pools of threads, which
+    Python forbids to work on before it waits for ours.
+    """
+    url = f"s3://{moto_server.new_place()}/store"
+    code = (
+        "import sys, json, threading, casckpt, torch\n"
+        "from casckpt.checkpoint.saving import background, leader\n"
+        "ending, real = threading.Event(), leader.list_commits\n"
+        "threading._register_atexit(ending.set)\n"
+        "def late(repo):\n"
+        "    ending.wait()\n"
+        "    return real(repo)\n"
+        "leader.list_commits = late\n"
+        "options = {'storage_options': json.loads(sys.argv[2]), 'cache_dir': sys.argv[3]}\n"
+        "casckpt.open(sys.argv[1], **options).save_async({'w': torch.arange(3_000_000)}, step=1)\n"
+    )
+    assert told(code, url, json.dumps(moto_server.options), tmp_path) == ""
+    store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "here")
+    assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> None:
+    """It does not wait for that save, which never ends in it."""
+    code = (
+        "import os, sys, threading, warnings, casckpt, torch\n"
+        "from casckpt.checkpoint.saving import leader\n"
+        "begun, go, real = threading.Event(), threading.Event(), leader.list_commits\n"
+        "def late(repo):\n"
+        "    begun.set()\n"
+        "    go.wait()\n"
+        "    return real(repo)\n"
+        "leader.list_commits = late\n"
+        "store = casckpt.open(sys.argv[1])\n"
+        "store.save_async({'w': torch.ones(3)}, step=1)\n"
+        "begun.wait()\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "    go.set()\n"
+        "    sys.exit(status)\n"
+    )
+    assert told(code, store_path) == ""
+    assert [one.step for one in casckpt.open(store_path).checkpoints()] == [1]
+
+
+ENDINGS = """
+import atexit, gc, json, os, sys, threading
+atexit.register(os.write, 1, b"first ")  # runs last
+import casckpt, torch
+import torch.distributed.checkpoint as dcp
+from casckpt.checkpoint import exit_status as end
+from casckpt.checkpoint.saving import leader
+from casckpt.frontends.dcp import StorageWriter
+
+gc.freeze()  # what is imported costs each end a second else
+for ending in json.loads(sys.argv[2]):
+    read, write = os.pipe()
+    sys.stdout.flush()
+    if not os.fork():
+        os.dup2(write, 1), os.dup2(write, 2), os.close(read), os.close(write)
+        break
+    os.close(write)
+    with open(read) as pipe:
+        print(json.dumps([pipe.read(), os.waitstatus_to_exitcode(os.wait()[1])]))
+else:
+    os._exit(0)
+
+atexit.register(print, "second", flush=True)
+ended, real = threading.Event(), leader.list_commits
+def failing(repo):
+    ended.wait()
+    raise casckpt.errors.StorageError("no space left")
+def late(repo):
+    assert end._ending.wait(100)
+    raise casckpt.errors.StorageError("no space left")
+def gone(repo):
+    raise casckpt.errors.StorageError("long ago")
+store = casckpt.open(sys.argv[1])
+exec(ending)
+"""
+
+
+def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
+    """(what was written, status) of programs that end in these ways; forks of one, for imports take a while."""
+    command = [sys.executable, "-W", "ignore", "-c", ENDINGS, str(path), json.dumps(codes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1, overwrite=True); "
+LAST = f"leader.list_commits = failing; {SAVE}threading._register_atexit(ended.set); "
+EARLY = f"leader.list_commits = gone; {SAVE}store._saver.get().background.wait(); "
+
+LATE = "leader.list_commits = late; "
+LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store, step=1)); "
+
+
+HEARD = EARLY + "one.exception(); "
+OWN = "one.result(); assert type(sys.exit) is type(len)"
+FAILED = {
+    LAST: 120, LAST + "sys.exit(0)": 120, LAST + "sys.exit(3)": 120, LAST + "raise ValueError": 1,
+    LAST + "import logging; logging.basicConfig(stream=open(os.devnull, 'w'))": 120,
+    LAST + "sys.stderr = None": 120, LATE: 120, LATE + "sys.exit(3)": 120,
+}  # fmt: skip
+
+
+def test_a_program_whose_last_save_failed_unheard_ends_with_a_status_that_says_so(store_path: Path) -> None:
+    """Whatever else runs at its end runs. One whose saves did well is as ever, and `sys.exit` is Python's own."""
+    wanted = FAILED | {HEARD: 0, SAVE + "sys.exit(0)": 0, SAVE + "sys.exit(3)": 3, SAVE + OWN: 0}
+    found = dict(zip(wanted, endings(store_path, *wanted), strict=True))
+    assert {ending: status for ending, (_, status) in found.items()} == wanted
+    for ending, (said, _) in found.items():
+        assert "second\n" in said, said
+        assert said.endswith("first "), said
+        told = "the last save in the background failed, and nobody asked its future"
+        assert said.count(told) == (ending in FAILED and "stderr = None" not in ending), said
+
+
+def test_a_last_save_that_failed_unheard_is_told_of_when_the_interpreter_ends(store_path: Path) -> None:
+    code = (
+        "import gc, sys, casckpt\n"
+        "def main():\n"
+        "    store = casckpt.open(sys.argv[1])\n"
+        "    heard = store.save_async({'w': object()}, step=1).exception()\n"
+        "    other = casckpt.open(sys.argv[1])\n"
+        "    other.save_async({'unheard': object()}, step=1)\n"
+        "main()\n"
+        "gc.collect()\n"
+    )
+    said = told(code, store_path, status=120)
+    assert said.count("failed, and nobody asked its future") == 1
+    assert "unheard: a value of type builtins.object" in said
+
+
+def test_a_store_that_was_deleted_is_made_again_by_the_next_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a notebook, where the folder is removed and the object stays; else nobody could open the new save."""
+    store = casckpt.open(tmp_path / "store")
+    store.create(cell_bytes=8192, blob_bytes=1 << 16)
+    store.save({"w": torch.ones(5000)}, step=1)
+    assert not caplog.messages
+    shutil.rmtree(tmp_path / "store")
+    store.save({"w": torch.ones(5000)}, step=2)
+    (said,) = caplog.messages
+    assert f"the store at {tmp_path / 'store'} is gone" in said
+    store.save({"w": torch.zeros(5000)}, step=3)
+    assert len(caplog.messages) == 1
+    fresh = casckpt.open(tmp_path / "store")
+    assert [ckpt.step for ckpt in fresh.checkpoints()] == [2, 3]
+    assert fresh.read("default@2")["w"].sum() == 5000
+    assert fresh.repository.marker.cell_bytes == 8192
+    assert not fresh.verify().is_damaged
+
+
+def test_a_folder_for_the_cache_is_in_the_home_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    store, other = (casckpt.open(tmp_path / "store", cache_dir=folder) for folder in ("~/cache", "cache"))
+    store.save({"w": torch.ones(3)}, step=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for one in (store, other):
+        assert len(one.checkpoints()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "elsewhere", "home", "store"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_cache_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a program as for the command line; what it says itself counts more, and an empty one says nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CASCKPT_CACHE_DIR", "there")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"a": 1}, step=0)
+    store.checkpoints()
+    assert list((tmp_path / "there").rglob("catalogue.sqlite"))
+    assert store.repository.cache_dir == tmp_path / "there"
+    assert casckpt.open(tmp_path / "store", cache_dir=tmp_path / "mine").repository.cache_dir == tmp_path / "mine"
+    monkeypatch.setenv("CASCKPT_CACHE_DIR", "")
+    assert casckpt.open(tmp_path / "store").repository.cache_dir is None

@@ -1,0 +1,382 @@
+"""A mirror: saves never wait for it, nothing is lost whatever ends when, and no gc is faster than it."""
+
+from __future__ import annotations
+
+import gc as collector
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import casckpt
+from casckpt.errors import Damaged, InvalidInput, StorageError
+from casckpt.format.keys import mirrored_key
+from casckpt.format.records import Mirrored
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from casckpt.upkeep.copies.mirror import Mirror
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.ranks import Pool, tell, wait_for
+from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.together import emptied, line
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Path:
+    return tmp_path / "away"
+
+
+@pytest.fixture
+def link(away: Path) -> FaultyStore:
+    """The way to the mirror, which may fail."""
+    return FaultyStore(LocalStore(away))
+
+
+@pytest.fixture
+def store(store_path: Path, link: FaultyStore) -> Store:
+    small_folder(store_path)
+    return casckpt.open(store_path, mirror=Store(Repository(link)))
+
+
+def break_link(link: FaultyStore) -> None:
+    link.inject(*(fail_before(method, times=1 << 30) for method in ("put", "get", "list", "size", "open")))
+
+
+def save(store: Store, *numbers: int) -> None:
+    for step in numbers:
+        store.save({"w": cells(3, seed=step), "shared": cells(5, seed=0)}, run="sft", step=step)
+
+
+def reasons(store: Store, keep_last: int | None = None) -> list[tuple[int | None, str]]:
+    return [(one.step, one.reason) for one in store.gc(keep_last=keep_last, wait=0, min_age=0).waiting]
+
+
+def test_what_is_committed_is_copied_behind(store: Store, away: Path) -> None:
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert steps(mirror) == [("sft", 1), ("sft", 2)]
+    assert mirror.repository.marker.cell_bytes == store.repository.marker.cell_bytes
+    assert same_state(mirror.read("sft@2"), store.read("sft@2"))
+    assert not mirror.verify().is_damaged
+    assert (store.mirror_lag().checkpoints, store.mirror_lag().bytes, store.mirror_lag().seconds) == (0, 0, 0.0)
+    for ckpt in store.checkpoints():
+        record = store.repository.get_record(mirrored_key(ckpt.commit.txid), Mirrored)
+        assert record.mirror == str(away)
+    assert (store.stats().mirror, store.stats().unmirrored) == (str(away), 0)
+
+
+def test_a_mirror_that_is_away_keeps_no_save_and_no_gc_forgets(
+    store: Store, link: FaultyStore, away: Path, store_path: Path
+) -> None:
+    break_link(link)
+    save(store, 1, 2, 3)
+    lag = store.mirror_lag()
+    assert (lag.checkpoints, lag.seconds > 0, lag.bytes > 0) == (3, True, True)
+    with pytest.raises(StorageError, match="fail"):
+        store.wait_for_mirror()
+    assert store.mirror_lag().error
+    store.forget("sft@1")
+    for other in (store, casckpt.open(store_path)):  # a gc from cron knows of no mirror but by the settings
+        assert reasons(other, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+        assert steps(other) == [("sft", 2), ("sft", 3)]
+    assert "behind" in _cli("stats", store_path)
+    assert "not safe in the mirror yet" in _cli("gc", store_path, "--keep-last", "1")
+    link.heal()
+    store.wait_for_mirror()
+    assert reasons(casckpt.open(store_path), keep_last=1) == []
+    assert steps(store) == [("sft", 3)]
+    assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3)]  # what was forgotten here is so there
+
+
+def _cli(*args: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "casckpt", *map(str, args)], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_what_is_pending_goes_on_when_the_store_is_opened_again(
+    store: Store, link: FaultyStore, store_path: Path, away: Path
+) -> None:
+    break_link(link)
+    save(store, 1)
+    del store
+    collector.collect()
+    again = casckpt.open(store_path, mirror=away)
+    mirror = again._mirror
+    assert mirror is not None
+    state = mirror._state.get()
+    with state.changed:
+        assert state.changed.wait_for(lambda: state.done > 0, 60)
+    assert steps(casckpt.open(away)) == [("sft", 1)]
+
+
+def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
+    store: Store, link: FaultyStore, away: Path
+) -> None:
+    save(store, 1)
+    store.wait_for_mirror()
+    break_link(link)
+    store.save({"w": torch.zeros(3)}, run="sft", step=1, overwrite=True)
+    store.save({"w": torch.ones(3)}, run="sft", step=1, overwrite=True)
+    link.heal()
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert mirror.get("sft@1").id == store.get("sft@1").id
+    assert len(mirror.checkpoints(forgotten=True)) == 3
+    assert same_state(mirror.read("sft@latest"), {"w": torch.ones(3)})
+
+
+def test_a_damaged_one_keeps_no_other_back_and_is_named(store: Store, link: FaultyStore, away: Path) -> None:
+    break_link(link)
+    save(store, 1, 2)
+    (blob,) = (key for key in blob_keys(store) if store.get("sft@2").commit.txid in key)
+    flip(store, blob, 5000)
+    save(store, 3)
+    link.heal()
+    with pytest.raises(Damaged, match="sft@2") as raised:
+        store.wait_for_mirror()
+    assert raised.value.keys == ("w",)
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 3)]
+    assert store.mirror_lag().checkpoints == 1
+
+
+def test_another_mirror_gets_all_before_a_gc_goes_on(store: Store, store_path: Path, away: Path) -> None:
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    other = away.with_name("other")
+    again = casckpt.open(store_path, mirror=other)
+    save(again, 3)
+    again.wait_for_mirror()
+    assert steps(casckpt.open(other)) == [("sft", 1), ("sft", 2), ("sft", 3)]
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2)]
+    assert reasons(again, keep_last=1) == []
+    again.repository.change_settings(mirror=str(away))
+    assert reasons(again) == []
+    assert casckpt.open(store_path).stats().unmirrored == 1
+
+
+def test_a_store_may_give_its_mirror_up(store: Store, link: FaultyStore, store_path: Path) -> None:
+    break_link(link)
+    save(store, 1, 2)
+    plain = casckpt.open(store_path)
+    plain.repository.change_settings(mirror=None)
+    assert reasons(plain, keep_last=1) == []
+    assert steps(plain) == [("sft", 2)]
+
+
+def test_a_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_path: Path, away: Path) -> None:
+    break_link(link)
+    save(store, 1, 2)
+    plain = casckpt.open(store_path)
+    plain.copy_to(away, "sft@1")
+    assert plain.stats().unmirrored == 1
+    plain.copy_to(away)
+    plain.copy_to(away.with_name("elsewhere"))
+    assert plain.stats().unmirrored == 0
+
+
+def test_what_the_mirror_has_deleted_is_not_brought_back(store: Store, away: Path) -> None:
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    mirror.gc(keep_last=1, min_age=0)
+    store.repository.storage.delete(mirrored_key(store.get("sft@1").commit.txid))
+    store.wait_for_mirror()
+    assert steps(mirror) == [("sft", 2)]
+    assert store.mirror_lag().checkpoints == 0
+
+
+@pytest.mark.parametrize("gone", ["store", "mirror"])
+def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path: Path, away: Path) -> None:
+    """Else nobody could open the new mirror, and a gc from cron would not know that the new store has one."""
+    save(store, 1)
+    store.wait_for_mirror()
+    shutil.rmtree(store_path if gone == "store" else away)
+    save(store, 2)
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert steps(mirror) == [("sft", 1), ("sft", 2)]
+    assert not mirror.verify().is_damaged
+    assert casckpt.open(store_path).stats().mirror == str(away)
+
+
+def test_what_was_in_a_deleted_mirror_is_not_safe_until_it_is_copied_again(
+    store: Store, link: FaultyStore, away: Path
+) -> None:
+    """Else a gc would delete the only copy of what the records say is in the mirror."""
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    link.inject(fail_before("put", key="transactions/*", times=1 << 30))
+    save(store, 3)
+    with pytest.raises(StorageError):
+        store.wait_for_mirror()
+    assert (away / "casckpt.json").exists()
+    assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+    link.heal()
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2), ("sft", 3)]
+    assert reasons(store, keep_last=1) == []
+
+
+def test_a_deleted_mirror_is_filled_again_where_writers_may_not_delete(
+    store: Store, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(storage: LocalStore, key: str) -> None:
+        raise StorageError(f"{key} may not be deleted")
+
+    save(store, 1)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    monkeypatch.setattr(LocalStore, "delete", refused)
+    save(store, 2)
+    store.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 1), ("sft", 2)]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_store_that_somebody_else_made_again_names_its_mirror(
+    saved: bool, store: Store, store_path: Path, away: Path
+) -> None:
+    save(store, 1)
+    shutil.rmtree(store_path)
+    small_folder(store_path)
+    if saved:
+        save(casckpt.open(store_path), 5)
+    save(store, 2)
+    other = casckpt.open(store_path)
+    assert other.stats().mirror == str(away)
+    assert other.repository.marker == store.repository.marker
+    assert other.repository.catalogue.path == store.repository.catalogue.path
+
+
+def test_a_store_without_a_mirror_says_so(store_path: Path, store: Store) -> None:
+    plain = casckpt.open(store_path)
+    for call in (plain.mirror_lag, plain.wait_for_mirror):
+        with pytest.raises(InvalidInput, match="without a mirror"):
+            call()
+    with pytest.raises(InvalidInput, match="its own mirror"):
+        casckpt.open(store_path, mirror=store_path)
+    assert casckpt.open(store_path.with_name("new"), mirror=store_path).mirror_lag().checkpoints == 0
+
+
+def test_waiting_has_an_end(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    attempt = Mirror._attempt
+
+    def slow(self: Mirror, state: Any) -> Any:
+        may_end.wait(60)
+        return attempt(self, state)
+
+    monkeypatch.setattr(Mirror, "_attempt", slow)
+    save(store, 1)
+    with pytest.raises(StorageError, match="not up to date after"):
+        store.wait_for_mirror(timeout=0.01)
+    may_end.set()
+    store.wait_for_mirror()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_fails_keeps_nobody_waiting(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = []
+
+    def fail(*_: object) -> None:
+        failed.append(threading.current_thread())
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_attempt", fail)
+        with pytest.raises(StorageError, match="has failed"):
+            store.wait_for_mirror()
+    for thread in failed:
+        thread.join()
+    store.wait_for_mirror()
+
+
+def test_a_pickled_store_has_the_same_mirror(store_path: Path, away: Path) -> None:
+    store = casckpt.open(store_path, mirror=away)
+    again: Store = pickle.loads(pickle.dumps(store))
+    save(again, 1)
+    again.wait_for_mirror()
+    assert steps(casckpt.open(away)) == [("sft", 1)]
+
+
+PROGRAM = """
+import os, sys, torch, casckpt
+folder, away, run, end = sys.argv[1:]
+store = casckpt.open(folder, mirror=away)
+for step in range(3):
+    store.save({"w": torch.full((4000,), float(step))}, run=run, step=step)
+if end == "wait":
+    store.wait_for_mirror()
+elif end == "kill":
+    os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "exit", "wait"])
+def test_programs_that_end_at_once(store_path: Path, away: Path, end: str) -> None:
+    """Two of them; killed, or at their end without waiting, or in good order."""
+    started = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, store_path, away, run, end], stderr=subprocess.PIPE)
+        for run in ("a", "b")
+    ]
+    said = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [9 if end == "kill" else 0] * 2, said
+    assert said == [b"", b""]
+    plain = casckpt.open(store_path)
+    assert len(plain.checkpoints()) == 6
+    if end == "wait":
+        assert plain.stats().unmirrored == 0
+    casckpt.open(store_path, mirror=away).wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert steps(mirror) == steps(plain)
+    assert not mirror.verify().is_damaged
+    assert plain.stats().unmirrored == 0
+
+
+def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) -> tuple[bool, int, int]:
+    """One rank of a job whose store has a mirror, and then of one on another host, which has the mirror alone."""
+    full = cells(20, seed=5).reshape(4, -1)
+    part = {"w": distribute_tensor(full, line(size), [Shard(0)], src_data_rank=None)}
+    store = casckpt.open(folder, mirror=away)
+    store.save(part, run="job", step=1)
+    if rank == 0:
+        store.wait_for_mirror()
+        tell("mirrored")
+    wait_for("mirrored")
+    far = casckpt.open(away, cache_dir=host)
+    into = emptied(part)
+    fetched = far.pre_download("job@1", into)
+    far.load(into, "job@1")
+    return torch.equal(into["w"].to_local(), part["w"].to_local()), fetched, far.get("job@1").stats.bytes_written
+
+
+def test_ranks_with_a_mirror_and_a_cache_of_their_host(ranks: Pool, store_path: Path, away: Path) -> None:
+    found = ranks.run(2, save_and_load, store_path, away, away.with_name("host"))
+    assert [same for same, _, _ in found] == [True, True]
+    assert sum(fetched for _, fetched, _ in found) == found[0][2]  # each blob came to this host once
+
+
+def test_what_this_host_knows_of_the_mirror_is_not_read_again(store: Store, store_path: Path, away: Path) -> None:
+    save(store, 1, 2, 3)
+    store.wait_for_mirror()
+    assert casckpt.open(store_path).stats().unmirrored == 0
+    storage = FaultyStore(LocalStore(store_path))
+    assert Store(Repository(storage)).stats().unmirrored == 0
+    assert not [key for key in storage.keys("get") if key.startswith("mirrored/")]
+    other = away.with_name("yawa")  # records of the same length, which a listing does not tell apart
+    again = casckpt.open(store_path, mirror=other)
+    again.wait_for_mirror()
+    assert casckpt.open(store_path).stats().unmirrored == 0
+    assert steps(casckpt.open(other)) == steps(store)

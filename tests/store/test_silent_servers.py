@@ -1,0 +1,80 @@
+"""Saves and loads while a server falls silent: they end, on all ranks, and what was there before is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+import casckpt
+from casckpt.errors import StorageError
+from casckpt.repository.repository import Repository
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
+from casckpt.store.store import Store
+from tests.support.buckets import state
+from tests.support.proxy import Proxy
+from tests.support.ranks import outcome_of
+from tests.support.saves import CELL, cells, same_state, steps
+from tests.support.servers import Server
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+IMPATIENT = {"request_timeout": 1, "call_timeout": 1.2}
+BEGIN, UPLOAD, COMMIT = 2, 5, 9
+"""Numbers of requests of a save: the first of each step."""
+
+
+def opened(options: Mapping[str, Any], bucket: str, cache: Path) -> Store:
+    """The store there, with small cells and blobs."""
+    store = Store(Repository(RemoteStore(RemoteLocation("s3", f"{bucket}/store", {**options, **IMPATIENT})), cache))
+    store.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    return store
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("after", [BEGIN, UPLOAD, COMMIT])
+def test_a_save_ends_when_the_server_falls_silent(after: int, moto_server: Server, tmp_path: Path) -> None:
+    bucket = moto_server.new_bucket()
+    with Proxy(moto_server.endpoint) as proxy:
+        store = opened({**moto_server.options, "endpoint_url": proxy.endpoint}, bucket, tmp_path)
+        store.save(state(0), step=0)
+        proxy.mute(after=after)
+        with pytest.raises(StorageError, match="_timeout in storage_options"):
+            store.save(state(1), step=1)
+        with pytest.raises(StorageError, match=r"silent before, so it was waited for 0\.25 s only"):
+            store.read("default@0")
+        proxy.calm()
+        there = steps(opened(moto_server.options, bucket, tmp_path / "other"))
+        assert there in ([("default", 0)], [("default", 0), ("default", 1)])  # a commit may arrive late
+        store.save(state(2), step=2)
+        assert same_state(store.read("default@2"), state(2))
+
+
+def save_on_ranks(rank: int, size: int, options: list[Mapping[str, Any]], bucket: str, cache: Path) -> Any:
+    """What the save of all ranks ends with here; each has its own way to the server."""
+    store = opened(options[rank], bucket, cache / str(rank))
+    found = outcome_of(lambda: store.save({"own": casckpt.PerRank(cells(40, seed=rank))}, step=1))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("silent", "path"), [(0, "/commits/*"), (1, ".safetensors")])
+def test_a_server_that_is_silent_to_one_rank_fails_the_save_on_all(
+    silent: int, path: str, ranks: Pool, moto_server: Server, tmp_path: Path
+) -> None:
+    bucket = moto_server.new_bucket()
+    opened(moto_server.options, bucket, tmp_path / "mine")
+    with Proxy(moto_server.endpoint) as proxy:
+        proxy.mute(path)
+        ways: list[Mapping[str, Any]] = [moto_server.options, moto_server.options]
+        ways[silent] = {**moto_server.options, "endpoint_url": proxy.endpoint}
+        found = ranks.run(2, save_on_ranks, ways, bucket, tmp_path)
+    assert [type(error) for error in found] == [StorageError, StorageError]
+    assert all("_timeout in storage_options" in str(error) for error in found)
+    assert f"rank {silent}" in str(found[1 - silent])

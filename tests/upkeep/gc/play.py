@@ -1,0 +1,168 @@
+"""A store, writers, gcs and a user on a stage, in a drawn order of their calls: what they do, and what must hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from casckpt.errors import Conflict, Revoked
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.manifest import BlobRef
+from casckpt.plan.retention import Policy
+from casckpt.repository import commits, manifests, tags, transactions
+from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import Transaction
+from casckpt.upkeep.gc import gc
+from tests.support import repositories as support
+from tests.support.gcs import collect
+from tests.support.repositories import Ticks, memory, put_blob, repository, save
+from tests.support.stage import Stage
+
+ROUNDS = 40
+GC_WAIT = 0.5  # seconds of the clock of the stage: two or three looks
+CHANGES = {"put", "replace", "delete"}
+
+
+class Play:
+    """One run: a store with some history, and actors that go on from there."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.inner = memory()
+        self.stage = Stage(self.inner)
+        self.clock = Ticks()
+        self.folder = folder
+        self.watcher = repository(folder / "watcher", self.inner, clock=self.clock, seed=seed)
+        for step in range(2):
+            save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
+        commits.forget(self.watcher, list_commits(self.watcher).live()[0])
+        self.deleted = 0
+
+    def repo(self, name: str, cache: str = "") -> Repository:
+        """An actor's own view. Gcs of one host share a ``cache``."""
+        seed = self.draw.randrange(1 << 30)
+        return repository(self.folder / (cache or name), self.stage.store(name), clock=self.clock, seed=seed)
+
+    def writer(self, name: str, program: Callable[[Play, Repository, str], None] | None = None) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: (program or write)(self, repo, name))
+
+    def gc(self, name: str, *, revoke_after: float = 0.0, runs: int = 2) -> None:
+        repo = self.repo(name, "host of the gcs")
+
+        def nap(seconds: float) -> None:
+            self.clock.advance(seconds)
+            self.stage.stop(name, "sleep")
+
+        def run() -> None:
+            for _ in range(runs):
+                policy = Policy(keep_last=1) if self.draw.random() < 0.5 else None
+                try:
+                    result = gc.execute(
+                        repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
+                    )
+                except Conflict:
+                    continue  # disturbed again and again
+                self.deleted += result.deleted_blobs
+
+        self.stage.add(name, run)
+
+    def user(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: toggle(self, repo))
+
+    def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
+        """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
+        current = ""
+
+        def choose(waiting: list[str]) -> str:
+            nonlocal current
+            if current not in waiting or self.draw.random() < switches:
+                current = self.draw.choice(waiting)
+            return current
+
+        return choose
+
+    def look(self) -> None:
+        """What must hold at any time: so whenever something has changed."""
+        if self.stage.log and self.stage.log[-1][1].split()[0] not in CHANGES:
+            return
+        there = {entry.key for entry in self.inner.list("objects/")}
+        for key in named(self.watcher, list_commits(self.watcher)):
+            if key not in there:
+                raise Lost(f"{key} is gone, and a live commit names it:\n" + "\n".join(map(str, self.stage.log)))
+
+    def run(self, switches: float = 0.2) -> None:
+        self.stage.run(self.choices(switches), self.look)
+
+    def clean_up(self) -> None:
+        """In the end a gc that is left alone deletes all that nothing needs."""
+        result = collect(self.watcher, wait=0.0, revoke_after=0.0)
+        assert result.waiting == ()
+        there = {entry.key for entry in self.inner.list("objects/")}
+        assert there == set(named(self.watcher, list_commits(self.watcher)))
+        assert list(self.inner.list("transactions/")) == []
+
+
+class Lost(AssertionError):
+    """A live commit lacks something."""
+
+
+def named(repo: Repository, found: CommitList) -> Iterator[str]:
+    for commit in found.live():
+        yield manifest_key(commit.committed.uploader, commit.id)
+        for uploader, blob, _ in manifests.blobs_of(repo, commit):
+            yield blob_key(uploader, blob)
+
+
+def write(play: Play, repo: Repository, name: str) -> None:
+    """A save, by the protocol: what is known comes from commits that were listed after it began; one retry."""
+    for attempt in range(2):
+        transaction = transactions.begin(repo, "run", play.draw.randrange(2, 5))
+        known = draw_known(play, repo) if attempt == 0 else []
+        try:
+            finish(repo, transaction, [f"{name} {attempt}"], known)
+        except Revoked:
+            transaction.close()
+            continue
+        return
+
+
+def draw_known(play: Play, repo: Repository) -> list[BlobRef]:
+    """Some blobs of some live checkpoint."""
+    live = list_commits(repo).live()
+    if not live:
+        return []
+    try:
+        refs = list(manifests.get(repo, play.draw.choice(live)).blobs)
+    except Conflict:
+        return []
+    return play.draw.sample(refs, play.draw.randint(0, len(refs)))
+
+
+def finish(repo: Repository, transaction: Transaction, texts: list[str], known: list[BlobRef]) -> None:
+    refs = [put_blob(repo, transaction.txid, text) for text in texts]
+    began = transaction.began
+    found = manifests.put(repo, began.txid, *support.body([*refs, *known], began.run, began.step))
+    commits.commit(repo, support.committed(repo, began.run, began.step, manifest=found, txid=began.txid))
+    transaction.close()
+
+
+def toggle(play: Play, repo: Repository) -> None:
+    """Forget, restore and tag whatever is there."""
+    for _ in range(4):
+        live = list_commits(repo).live()
+        if not live:
+            return
+        commit = play.draw.choice(live)
+        try:
+            if commit.visible and play.draw.random() < 0.7:
+                commits.forget(repo, commit)
+            elif play.draw.random() < 0.5:
+                commits.restore(repo, commit)
+            else:
+                tags.set_tag(repo, "best", commit)
+        except Conflict:
+            continue

@@ -1,0 +1,348 @@
+"""gc as a person sees it: what goes, what stays, what waits, and what is reported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from casckpt.cli.commands.gc import described
+from casckpt.errors import Damaged, InvalidInput, NotFound
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.plan.progress import Progress
+from casckpt.plan.retention import Policy
+from casckpt.repository import commits, manifests, tags, transactions
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.storage.local import syscalls
+from casckpt.storage.local.newfile import Naming, temporary_name
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
+from casckpt.upkeep.gc.retiring import min_age_of
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import (
+    LAST,
+    begin_elsewhere,
+    keys,
+    run_gc,
+    snapshot,
+    steps,
+    ticking,
+)
+from tests.support.local import only
+from tests.support.repositories import Ticks, memory, put_blob, repository, save
+from tests.support.told import Told
+
+# what goes and what stays
+
+
+def test_a_folder_gets_its_bytes_back(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    saved = [save(repo, step=step, texts=[f"{step}" * 10]) for step in range(4)]
+    result = run_gc(repo, Policy(keep_last=2))
+    assert steps(result.forgotten) == steps(result.purged) == [0, 1]
+    assert (result.deleted_blobs, result.deleted_bytes, result.deleted_manifests) == (2, 20, 2)
+    assert (result.kept_blobs, result.kept_bytes) == (2, 20)
+    assert keys(repo) == {
+        key
+        for commit in saved[2:]
+        for key in (
+            manifest_key(commit.txid, commit.id),
+            *(blob_key(uploader, blob) for uploader, blob, _ in manifests.blobs_of(repo, commit)),
+        )
+    }
+    folders = {path.name for path in (tmp_path / "store/objects").iterdir()}
+    assert folders == {commit.txid for commit in saved[2:]}, "empty folders are left"
+
+
+def test_what_another_checkpoint_needs_stays(repo: Repository) -> None:
+    old = save(repo, step=0, texts=["shared", "alone"])
+    shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
+    save(repo, step=1, texts=["new"], reused=[shared])
+    result = run_gc(repo, LAST)
+    assert blob_key(old.txid, shared.hash) in keys(repo)
+    assert (result.deleted_blobs, result.deleted_bytes, result.kept_bytes) == (1, len("alone"), len("sharednew"))
+
+
+def test_no_policy_forgets_nothing_and_purges_what_was_forgotten(repo: Repository) -> None:
+    old, new = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    assert run_gc(repo).deleted_blobs == 0
+    commits.forget(repo, old)
+    result = run_gc(repo)
+    assert (steps(result.forgotten), steps(result.purged), result.deleted_blobs) == ([], [0], 1)
+    assert list_commits(repo).live() == [new]
+
+
+def test_a_second_gc_finds_nothing(repo: Repository) -> None:
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    run_gc(repo, LAST)
+    before = snapshot(repo)
+    again = run_gc(repo, LAST)
+    assert (again.forgotten, again.purged, again.deleted_blobs, again.deleted_manifests) == ((), (), 0, 0)
+    assert snapshot(repo) == before
+
+
+def test_uploads_of_revoked_transactions_go(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half a save")
+    transactions.revoke(repo, txid, "aborted")
+    result = run_gc(repo)
+    assert (result.deleted_blobs, result.revoked, result.waiting) == (1, (), ())
+    assert keys(repo, "transactions/") == set()
+    assert keys(repo, "commits/") == {f"commits/{txid}"}, "its record must stay"
+
+
+def test_a_run_can_be_named(repo: Repository) -> None:
+    for run in ("a", "b"):
+        for step in range(2):
+            save(repo, run, step, texts=[f"{run}{step}"])
+    commits.forget(repo, list_commits(repo).live()[0])
+    assert run_gc(repo, LAST, run="b").deleted_blobs == 1
+    assert sorted((c.run, c.step) for c in list_commits(repo).live()) == [("a", 0), ("a", 1), ("b", 1)]
+
+
+def test_foreign_files_are_left_alone_and_reported(repo: Repository) -> None:
+    save(repo, texts=["a"])
+    repo.storage.put("objects/readme.txt", b"hello")
+    result = run_gc(repo)
+    assert result.foreign == ("objects/readme.txt",)
+    assert "objects/readme.txt" in keys(repo)
+
+
+def test_no_store_is_not_found(tmp_path: Path) -> None:
+    repo = Repository(memory(), tmp_path)
+    with pytest.raises(NotFound):
+        plan_gc(repo)
+
+
+@pytest.mark.parametrize("options", [{"wait": -1.0}, {"wait": float("nan")}, {"min_age": -1.0}])
+def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="makes no sense"):
+        run_gc(repo, **options)
+
+
+def test_progress_counts_every_deleted_object(repo: Repository) -> None:
+    for step in range(3):
+        save(repo, step=step, texts=[f"{step}a", f"{step}b"])
+    seen = Told()
+    result = run_gc(repo, LAST, progress=Progress(seen))
+    assert seen.done == seen.total == result.deleted_blobs + result.deleted_manifests == 6
+
+
+# age
+
+
+@pytest.mark.parametrize("where", ["repo", "remote"])
+def test_what_was_forgotten_is_kept_for_a_day(where: str, request: pytest.FixtureRequest) -> None:
+    """In a folder as in a bucket; until then it is said what is freed then, and when that is."""
+    repo: Repository = request.getfixturevalue(where)
+    old = save(repo, step=0, texts=["shared", "alone"])
+    shared = next(ref for ref in manifests.get(repo, old).blobs if ref.size == len("shared"))
+    save(repo, step=1, texts=["new"], reused=[shared])
+    planned = run_gc(repo, LAST, min_age=None, dry_run=True)
+    first = run_gc(repo, LAST, min_age=None)
+    assert (steps(first.forgotten), first.purged, first.deleted_blobs) == ([0], (), 0)
+    assert (first.later_blobs, first.later_bytes) == (planned.later_blobs, planned.later_bytes) == (1, len("alone"))
+    assert [(one.reason, one.step) for one in first.waiting] == [("young", 0)]
+    ticking(repo)(23 * 3600)
+    assert run_gc(repo, LAST, min_age=None).deleted_blobs == 0
+    ticking(repo)(3600)
+    last = run_gc(repo, LAST, min_age=None)
+    assert (steps(last.purged), last.deleted_blobs, last.later_blobs, last.waiting) == ([0], 1, 0, ())
+
+
+def test_the_settings_and_the_caller_change_the_age(repo: Repository) -> None:
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    repo.change_settings(min_age_seconds=100.0)
+    assert run_gc(repo, Policy(keep_last=2), min_age=None).purged == ()
+    ticking(repo)(100)
+    assert steps(run_gc(repo, min_age=None).purged) == [0]
+    assert steps(run_gc(repo, LAST, min_age=0.0).purged) == [1]
+
+
+def test_ephemeral_checkpoints_wait_less(remote: Repository) -> None:
+    plain = save(remote, step=0, texts=["a"])
+    short = replace(plain, first=msgspec.structs.replace(plain.committed, ephemeral=True))
+    ages = min_age_of(remote, None)
+    assert (ages.of(plain), ages.of(short)) == (24 * 3600 * 10**6, 15 * 60 * 10**6)
+    remote.change_settings(min_age_ephemeral_seconds=1.0)
+    assert min_age_of(remote, None).of(short) == 10**6
+
+
+def test_age_counts_from_the_forgetting(remote: Repository) -> None:
+    old = save(remote, step=0, texts=["a"])
+    ticking(remote)(10 * 86400)
+    save(remote, step=1, texts=["b"])
+    commits.forget(remote, old)
+    assert run_gc(remote, min_age=None).purged == ()
+    plan = plan_gc(remote)
+    assert plan.waiting[0].until is not None
+    assert plan.waiting[0].until.timestamp() == pytest.approx(remote.clock() / 1e6 + 86400, abs=1)
+
+
+# tags
+
+
+def test_tagged_ones_are_neither_forgotten_nor_purged(repo: Repository) -> None:
+    old = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
+    tags.set_tag(repo, "best", old[0])
+    tags.set_tag(repo, "gone", old[1])
+    commits.forget(repo, old[1])
+    result = run_gc(repo, LAST)
+    assert (result.forgotten, result.purged) == ((), ())
+    assert [(one.reason, one.step, one.tags) for one in result.waiting] == [("tagged", 1, ("gone",))]
+    tags.delete_tag(repo, "gone")
+    assert steps(run_gc(repo, LAST).purged) == [1]
+
+
+def test_a_tag_set_after_the_plan_counts(repo: Repository) -> None:
+    old = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
+    commits.forget(repo, old[1])
+    plan = plan_gc(repo, LAST, min_age=0.0)
+    assert (steps(plan.forget), steps(plan.purge)) == ([0], [0, 1])
+    tags.set_tag(repo, "best", old[0])
+    tags.set_tag(repo, "back", list_commits(repo).commits[old[1].txid])
+    result = execute(repo, plan)
+    assert (result.forgotten, result.purged, result.deleted_blobs) == ((), (), 0)
+    assert len(list_commits(repo).visible()) == 3
+    assert f"commits/{old[0].txid}.1" not in keys(repo, "commits/"), "it was forgotten for a moment"
+
+
+def test_a_tag_set_while_gc_forgets_brings_the_checkpoint_back(tmp_path: Path) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    plan = plan_gc(repo, LAST)
+
+    def tag_meanwhile(call: object) -> None:
+        store.heal()
+        tags.set_tag(repo, "late", old)
+
+    store.inject(call_first("put", tag_meanwhile, key=f"commits/{old.txid}.1"))
+    result = execute(repo, plan)
+    assert (result.forgotten, result.purged) == ((), ())
+    assert len(list_commits(repo).visible()) == 2
+
+
+def test_what_was_restored_after_the_plan_stays(repo: Repository) -> None:
+    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    commits.forget(repo, old)
+    plan = plan_gc(repo)
+    commits.restore(repo, old)
+    assert execute(repo, plan).purged == ()
+    assert len(list_commits(repo).visible()) == 2
+
+
+def test_a_tag_that_cannot_be_read_stops_everything(repo: Repository) -> None:
+    for step in range(2):
+        save(repo, step=step, texts=[str(step)])
+    repo.storage.put("tags/best/0", b"nonsense")
+    before = snapshot(repo)
+    with pytest.raises(Damaged):
+        run_gc(repo, LAST)
+    assert snapshot(repo) == before
+
+
+# dry run
+
+
+def test_a_dry_run_says_what_a_run_does_and_writes_nothing(tmp_path: Path) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    for step in range(4):
+        save(repo, step=step, texts=[f"{step}" * 5])
+    before, calls = snapshot(repo), len(store.calls)
+    dry = run_gc(repo, LAST, dry_run=True)
+    assert {call.method for call in store.calls[calls:]} <= {"list", "get", "size", "open", "read_into"}
+    assert snapshot(repo) == before
+    assert dry.dry_run
+    real = run_gc(repo, LAST)
+    assert not real.dry_run
+
+    def told(result: GcResult) -> dict[str, Any]:
+        return {name: value for name, value in described(result).items() if name != "dry_run"}
+
+    assert told(dry) == told(real)
+
+
+def test_a_dry_run_names_who_is_in_the_way(repo: Repository) -> None:
+    txid = begin_elsewhere(repo)
+    put_blob(repo, txid, "half")
+    dry = run_gc(repo, dry_run=True)
+    assert dry.deleted_blobs == 1
+    assert [(one.reason, one.run, one.step, one.host, one.pid) for one in dry.waiting] == [
+        ("transaction", "other", 7, "gpu7", 4711)
+    ]
+
+
+def test_the_json_is_plain(remote: Repository) -> None:
+    old, _ = save(remote, step=0, texts=["a"]), save(remote, step=1, texts=["b"])
+    txid = begin_elsewhere(remote)
+    put_blob(remote, txid, "half")
+    found = json.loads(json.dumps(described(run_gc(remote, LAST, min_age=None, dry_run=True))))
+    assert found["forgotten"] == [{"id": old.id, "run": "run", "step": 0}]
+    assert {"purged", "deleted_blobs", "deleted_bytes", "kept_blobs", "kept_bytes", "dry_run"} <= found.keys()
+    assert [one["reason"] for one in found["waiting"]] == ["young", "transaction"]
+    assert "T" in found["waiting"][0]["until"]
+    assert found["waiting"][1]["since"].endswith("+00:00")
+
+
+# what killed processes left
+
+
+@pytest.mark.parametrize("folder", ["commits", "settings", "tags/best", "damaged/x/y", "mirrored", "probes", ""])
+def test_what_killed_puts_left_beside_records_goes(tmp_path: Path, folder: str) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    save(repo, texts=["a"])
+    where = tmp_path / "store" / folder
+    where.mkdir(parents=True, exist_ok=True)
+    (where / temporary_name("x")).touch()
+    run_gc(repo)
+    assert list((tmp_path / "store").rglob(".*")) == []
+
+
+def test_empty_folders_and_leftovers_of_uploads_go(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    kept = save(repo, texts=["a"])
+    saving = begin_elsewhere(repo)
+    objects = tmp_path / "store/objects"
+    empty, left = repo.new_txid("run", 5), repo.new_txid("run", 6)
+    for txid in (empty, left, saving):
+        (objects / txid).mkdir()
+    for txid in (left, saving):
+        (objects / txid / temporary_name("x")).write_bytes(bytes(100))
+    run_gc(repo, wait=0.0)
+    assert {path.name for path in objects.iterdir()} == {kept.txid, saving}
+    assert len(list((objects / saving).iterdir())) == 1, "somebody may be putting there"
+
+
+def test_a_put_that_gc_sweeps_away_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(Naming.LINK, monkeypatch)
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    link = syscalls.link_named
+    swept: list[GcResult] = []
+
+    def link_late(folder: int, old: str, new: str) -> None:
+        if not swept:
+            swept.append(run_gc(Repository(LocalStore(tmp_path / "store"), tmp_path / "other", clock=Ticks())))
+        link(folder, old, new)
+
+    monkeypatch.setattr(syscalls, "link_named", link_late)
+    commit = save(repo, texts=["a"])
+    assert swept
+    assert list_commits(repo).live() == [commit]
+
+
+def test_a_mirror_that_was_set_after_the_plan_counts(repo: Repository) -> None:
+    save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+    plan = plan_gc(repo, LAST, min_age=0.0)
+    assert steps(plan.purge) == [0]
+    repo.change_settings(mirror="memory://behind")
+    assert execute(repo, plan).purged == ()
+    assert execute(repo, plan_gc(repo, LAST, min_age=0.0)).deleted_blobs == 0

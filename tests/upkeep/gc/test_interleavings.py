@@ -1,0 +1,158 @@
+"""Writers, gcs and a user at once, over one storage, in any order of their calls: nothing that lives is ever lost.
+
+The code is the real one; only the order of the storage calls is drawn. What lives is looked at after every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Revoked
+from casckpt.format.keys import parse_object
+from casckpt.format.manifest import BlobRef
+from casckpt.repository import tags, transactions
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc.waiting import Waited
+from tests.support.repositories import put_blob
+from tests.upkeep.gc.play import ROUNDS, Lost, Play, draw_known, finish
+
+# what actors do
+
+
+# plays
+
+
+def two_writers_and_a_gc(play: Play) -> None:
+    play.writer("w0")
+    play.writer("w1")
+    play.gc("g0")
+    play.user("user")
+
+
+def two_gcs(play: Play) -> None:
+    play.writer("w0")
+    play.gc("g0")
+    play.gc("g1")
+    play.user("user")
+
+
+def patient_gcs(play: Play) -> None:
+    """They run out of time, and go on from what they, or each other, left."""
+    play.writer("w0")
+    play.writer("w1")
+    play.gc("g0", revoke_after=1e9, runs=3)
+    play.gc("g1", revoke_after=1e9, runs=2)
+
+
+PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cast", PLAYS)
+def test_nothing_that_lives_is_lost_and_the_rest_goes(
+    tmp_path: Path, seed: int, full: bool, cast: Callable[[Play], None]
+) -> None:
+    deleted = 0
+    for round_ in range(ROUNDS * (20 if full else 1)):
+        play = Play(tmp_path / str(round_), seed + round_)
+        cast(play)
+        play.run()
+        tags_left = tags.tags(play.watcher)
+        for name in tags_left:
+            tags.delete_tag(play.watcher, name)
+        play.clean_up()
+        deleted += play.deleted
+    assert deleted, "no gc that ran beside others ever deleted anything"
+
+
+def test_writers_that_are_killed_leave_nothing_behind(tmp_path: Path, seed: int) -> None:
+    for round_ in range(ROUNDS // 2):
+        play = Play(tmp_path / str(round_), seed + round_)
+        play.writer("w0")
+        play.gc("g0")
+        calls = play.draw.randrange(1, 12)
+        choose = play.choices()
+
+        def choose_until_killed(
+            waiting: list[str], play: Play = play, calls: int = calls, choose: Callable[[list[str]], str] = choose
+        ) -> str:
+            dead = sum(name == "w0" for name, _ in play.stage.log) >= calls
+            return choose([name for name in waiting if name != "w0" or not dead] or waiting)
+
+        play.stage.run(choose_until_killed, play.look, killed=frozenset({"w0"}))
+        play.clean_up()
+
+
+# the plays see what they are there to see
+
+
+def lists_first(play: Play, repo: Repository, name: str) -> None:
+    known = draw_known(play, repo)
+    transaction = transactions.begin(repo, "run", 9)
+    try:
+        finish(repo, transaction, [name], known)
+    except Revoked:
+        transaction.close()
+
+
+def uploads_first(play: Play, repo: Repository, name: str) -> None:
+    early = put_blob(repo, repo.new_txid("run", 9), name)
+    transaction = transactions.begin(repo, "run", 9)
+    try:
+        finish(repo, transaction, [], [early])
+    except Revoked:
+        transaction.close()
+
+
+def reuses_orphans(play: Play, repo: Repository, name: str) -> None:
+    transaction = transactions.begin(repo, "run", 9)
+    entries = [(entry, parse_object(entry.key)) for entry in repo.storage.list("objects/")]
+    found = [BlobRef(n.hash, e.size, n.uploader) for e, n in entries if n and n.kind == "safetensors"]  # type: ignore[arg-type]  # blobs have one
+    try:
+        finish(repo, transaction, [], found)
+    except Revoked:
+        transaction.close()
+
+
+def is_lost(tmp_path: Path, seed: int, cast: Callable[[Play], None], switches: float = 0.2) -> bool:
+    for round_ in range(1000):
+        play = Play(tmp_path / str(round_), seed + round_)
+        cast(play)
+        try:
+            play.run(switches)
+        except Lost:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("program", [lists_first, uploads_first, reuses_orphans])
+def test_a_writer_that_breaks_the_protocol_loses_data(
+    tmp_path: Path, seed: int, program: Callable[[Play, Repository, str], None]
+) -> None:
+    def cast(play: Play) -> None:
+        play.writer("w0", program)
+        play.writer("w1", program)
+        play.gc("g0")
+        play.user("user")
+
+    assert is_lost(tmp_path, seed, cast, switches=0.05)  # two or three will do, with many calls between them
+
+
+def no_waiting(repo: object, waits: object, patience: object, tell: object) -> Waited:
+    return Waited()
+
+
+def no_roots(repo: object, found: object, listed: object) -> None:
+    """What was committed since the candidates were made is no root."""
+
+
+@pytest.mark.parametrize(("name", "broken"), [("wait_until_closed", no_waiting), ("spare_roots", no_roots)])
+def test_a_gc_that_breaks_the_protocol_loses_data(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, name: str, broken: Callable[..., object]
+) -> None:
+    monkeypatch.setattr(gc, name, broken)
+    assert is_lost(tmp_path, seed, two_writers_and_a_gc)

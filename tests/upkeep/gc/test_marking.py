@@ -1,0 +1,163 @@
+"""What keeps a gc from deleting: what cannot be read, storages that fail, other gcs; and what it leaves to the next."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Conflict, Damaged, StorageError, Unsupported
+from casckpt.format.keys import manifest_key, uploader_folder
+from casckpt.repository import commits, manifests, transactions
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc.gc import plan_gc, preview
+from casckpt.upkeep.gc.marking import Unreadable
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.gcs import (
+    LAST,
+    RemoteStore,
+    begin_elsewhere,
+    keys,
+    run_gc,
+    snapshot,
+    steps,
+)
+from tests.support.repositories import memory, put_blob, repository, save
+
+# damage
+
+
+@pytest.mark.parametrize("damage", ["gone", "torn"])
+def test_a_live_manifest_that_cannot_be_read_stops_deletion(repo: Repository, damage: str) -> None:
+    saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
+    key = manifest_key(saved[1].txid, saved[1].id)
+    repo.storage.delete(key)
+    if damage == "torn":
+        repo.storage.put(key, b"CASCKPT\x01 and no more")
+    commits.forget(repo, saved[0])
+    before = keys(repo)
+    with pytest.raises(Damaged, match="run@1") as caught:
+        run_gc(repo)
+    assert caught.value.exit_status == 4
+    assert caught.value.checkpoints == (saved[1].id,)
+    assert keys(repo) == before
+    with pytest.raises(Damaged, match="run@1"):
+        run_gc(repo, dry_run=True)
+
+
+def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
+    saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
+    repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
+    commits.forget(repo, saved[1])
+    assert run_gc(repo, dry_run=True).deleted_blobs == 1
+    result = run_gc(repo)
+    assert (steps(result.purged), result.deleted_blobs) == ([1], 1)
+
+
+def test_a_manifest_missing_in_a_bucket_is_noticed(remote: Repository) -> None:
+    old = save(remote, step=0, texts=["a"])
+    manifests.blobs_of(remote, old)  # the catalogue knows it
+    remote.storage.delete(manifest_key(old.txid, old.id))
+    with pytest.raises(Damaged, match="gc deletes nothing"):
+        run_gc(remote)
+
+
+def test_a_commit_record_that_cannot_be_read_stops_deletion(repo: Repository) -> None:
+    old = save(repo, step=0, texts=["a"])
+    save(repo, step=1, texts=["b"])
+    repo.storage.replace(f"commits/{old.txid}", b"torn")
+    put_blob(repo, begin_elsewhere(repo), "half")
+    before = snapshot(repo)
+    with pytest.raises(Damaged, match=old.txid):
+        run_gc(repo, LAST)
+    assert snapshot(repo) == before
+
+
+def test_a_failed_deletion_shows_and_the_next_gc_does_the_rest(tmp_path: Path) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    for step in range(6):
+        save(repo, step=step, texts=[str(step)])
+    store.inject(fail_before("delete", at=2, key="objects/*.safetensors"))
+    with pytest.raises(StorageError):
+        run_gc(repo, LAST)
+    kept = list_commits(repo).live()
+    assert steps(kept) == [5]
+    store.heal()
+    assert run_gc(repo, LAST).deleted_manifests == 5
+    assert len(keys(repo)) == 2
+
+
+def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
+    store = RemoteStore(str(tmp_path))
+    store.exclusive = None
+    repo = repository(tmp_path, store)
+    assert plan_gc(repo).forget == ()
+    repo.change_settings(exclusive_create=False)
+    with pytest.raises(Unsupported, match="single_writer"):
+        plan_gc(repo)
+    assert plan_gc(replace(repo, single_writer=True)).forget == ()
+
+
+# other gcs
+
+
+def test_another_gc_that_purges_meanwhile_makes_this_one_start_again(tmp_path: Path) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    other = repository(tmp_path / "other", store.inner, seed=2)
+    old, _ = save(repo, step=0, texts=["a"]), save(repo, step=1, texts=["b"])
+
+    def other_gc(call: object) -> None:
+        store.heal()
+        assert steps(run_gc(other, LAST).purged) == [0]
+
+    store.inject(call_first("get", other_gc, key=manifest_key(old.txid, old.id)))
+    manifests.get(repo, old)  # in memory, which must not count
+    result = run_gc(repo)
+    assert (result.deleted_blobs, result.kept_blobs) == (0, 1)
+
+
+def test_a_gc_that_is_disturbed_again_and_again_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = repository(tmp_path)
+    save(repo, step=0, texts=["a"])
+
+    def never(*_: object, **__: object) -> None:
+        raise Unreadable("purged")
+
+    monkeypatch.setattr(gc, "candidates", never)
+    with pytest.raises(Conflict, match="again and again"):
+        run_gc(repo)
+    with pytest.raises(Conflict, match="another gc"):
+        preview(repo, plan_gc(repo))
+
+
+def test_nothing_of_gc_needs_the_catalogue(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    with caplog.at_level(logging.CRITICAL):
+        repo = repository(tmp_path)
+        for step in range(3):
+            save(repo, step=step, texts=[str(step)])
+        txid = begin_elsewhere(repo)
+        put_blob(repo, txid, "half")
+        assert run_gc(repo, LAST).waiting
+        transactions.revoke(repo, txid, "enough")
+        assert run_gc(repo, LAST).deleted_blobs == 3
+
+
+def test_leftovers_of_killed_puts_go_with_their_transaction(tmp_path: Path) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    txid = begin_elsewhere(repo)
+    folder = tmp_path / "store" / uploader_folder(txid)
+    folder.mkdir(parents=True)
+    (folder / ".x.safetensors.0123456789abcdef.tmp").write_bytes(b"half")
+    run_gc(repo)
+    assert folder.exists(), "its transaction is open yet"
+    transactions.revoke(repo, txid, "enough")
+    run_gc(repo)
+    assert not folder.exists()

@@ -1,0 +1,403 @@
+"""repair: right bytes come back from wherever they are, and nothing wrong is ever put in their place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from casckpt.checkpoint.saving.known import ReusableManifests
+from casckpt.cli.describe import plain
+from casckpt.errors import Damaged, StorageError
+from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.keys import manifest_key
+from casckpt.repository import blobs, commits, manifests, tags
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.refs import resolve
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.newfile import temporary_name
+from casckpt.storage.local.store import LocalStore
+from casckpt.upkeep.repair.repair import repair
+from casckpt.upkeep.repair.verify import verify
+from tests.support.checkpoints import (
+    CELL,
+    Arrays,
+    array,
+    content,
+    flip,
+    only_blob,
+    read_arrays,
+    save_arrays,
+)
+from tests.support.far import FarStore
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.gcs import collect, run_gc
+from tests.support.repositories import meanwhile, memory, repository
+
+STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Repository:
+    """Another store."""
+    return repository(tmp_path / "other", seed=2)
+
+
+def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
+    """The same checkpoint in another store, under uploaders of its own."""
+    from casckpt.format import manifest as format_manifest
+    from casckpt.format.keys import blob_key
+    from casckpt.format.manifest import BlobRef
+    from tests.support.repositories import commit_bare
+
+    manifest = manifests.get(repo, commit)
+    txid = other.new_txid(commit.run, commit.step)
+    refs = []
+    for ref in manifest.blobs:
+        data = repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size)
+        blobs.put(other, txid, ref.hash, data)
+        refs.append(BlobRef(ref.hash, ref.size, txid))
+    _, places = format_manifest.packed_blobs(refs)
+    assert manifests.put(other, txid, manifest.body, places) == commit.id
+    commit_bare(other, commit.run, commit.step, manifest=commit.id, txid=txid)
+
+
+def damage(repo: Repository, key: str, how: str) -> None:
+    if how == "flipped":
+        flip(repo, key, DATA_OFFSET + 17)
+    elif how == "header":
+        flip(repo, key, 20)
+    elif how == "short":
+        repo.storage.replace(key, repo.storage.get(key, limit=1 << 30)[: DATA_OFFSET + 100])
+    else:
+        repo.storage.delete(key)
+    verify(repo)
+
+
+KINDS = ["flipped", "header", "short", "gone"]
+
+
+def test_nothing_damaged_nothing_done(repo: Repository, faults: FaultyStore) -> None:
+    save_arrays(repo, STATE)
+    calls = len(faults.calls)
+    found = repair(repo)
+    assert (found.blobs, found.manifests, found.superseded, found.lost, found.is_damaged) == ((), (), (), (), False)
+    assert {call.method for call in faults.calls[calls:]} <= {"list", "get", "size"}
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_from_the_same_blob_of_another_uploader(repo: Repository, how: str) -> None:
+    one, _ = (save_arrays(repo, STATE, step=step) for step in range(2))
+    damage(repo, only_blob(repo, one), how)
+    found = repair(repo)
+    assert len(found.blobs) == 1
+    assert not found.is_damaged
+    assert read_arrays(repo, one) == content(STATE)
+    assert not verify(repo).is_damaged
+    assert blobs.damaged_marks(repo) == set()
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_from_another_store(repo: Repository, other: Repository, how: str) -> None:
+    one = save_arrays(repo, STATE)
+    save_arrays(other, STATE, "somewhere", 9)
+    damage(repo, only_blob(repo, one), how)
+    before = {entry.key for entry in other.storage.list("")}
+    found = repair(repo, sources=[other])
+    assert len(found.blobs) == 1
+    assert read_arrays(repo, one) == content(STATE)
+    assert {entry.key for entry in other.storage.list("")} == before, "a source is only read"
+
+
+def test_in_a_folder(tmp_path: Path, other: Repository) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    one = save_arrays(repo, STATE)
+    save_arrays(other, STATE)
+    damage(repo, only_blob(repo, one), "flipped")
+    assert len(repair(repo, sources=[other]).blobs) == 1
+    assert read_arrays(repo, one) == content(STATE)
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str) -> None:
+    """No blob anywhere has the same hash, but every cell lies in some blob."""
+    one = save_arrays(repo, STATE)
+    save_arrays(other, {"a": STATE["a"], "more": array(8)}, step=1)
+    save_arrays(other, {"b": STATE["b"], "c": STATE["c"], "more": array(9)}, step=2)
+    damage(repo, only_blob(repo, one), how)
+    found = repair(repo, sources=[other])
+    assert (len(found.blobs), found.superseded) == (1, ())
+    assert read_arrays(repo, one) == content(STATE)
+    assert not verify(repo).is_damaged
+
+
+def test_one_bad_cell_comes_from_another_checkpoint_of_this_store(repo: Repository) -> None:
+    one = save_arrays(repo, STATE)
+    save_arrays(repo, {"z": STATE["a"]}, step=1)
+    damage(repo, only_blob(repo, one), "flipped")
+    repaired = repair(repo)
+    # the byte is in a cell of b (int64 lies first), of which there is no other copy
+    assert [one.keys for one in repaired.lost] == [("a", "b", "c")]
+    flip(repo, only_blob(repo, one), DATA_OFFSET + 17)
+    flip(repo, only_blob(repo, one), DATA_OFFSET + 2 * CELL + 17)
+    assert len(repair(repo).blobs) == 1
+    assert read_arrays(repo, one) == content(STATE)
+
+
+def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
+    """(older, newer): the newer one uses a part of the older one's blob, of which the rest is dead."""
+    older = save_arrays(repo, STATE, step=0)
+    newer = save_arrays(repo, {"a": STATE["a"], "c": STATE["c"], "new": array(7)}, step=1, reuse=older, ephemeral=True)
+    commits.forget(repo, older)
+    collect(repo)
+    return older, newer
+
+
+@pytest.mark.parametrize("how", ["short", "gone"])
+def test_dead_cells_make_it_a_new_checkpoint(repo: Repository, other: Repository, how: str) -> None:
+    older, newer = with_dead_cells(repo)
+    later = save_arrays(repo, {"x": array(20)}, step=2)
+    tags.set_tag(repo, "best", newer)
+    save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
+    expected = content({"a": STATE["a"], "c": STATE["c"], "new": array(7)})
+    (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
+    damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", how)
+    assert len(repair(repo).lost) == 1, "without the other store it cannot be had"
+    assert [commit.last for commit in list_commits(repo).live()] == ["committed"] * 2
+    found = repair(repo, sources=[other])
+    (superseded,) = found.superseded
+    assert (superseded.run, superseded.step, superseded.old) == ("run", 1, newer.id)
+    made = resolve(repo, "run@1")
+    assert made.id == superseded.new
+    assert read_arrays(repo, made) == expected
+    assert (made.committed.ephemeral, made.committed.created_at) == (True, newer.committed.created_at)
+    assert resolve(repo, "run@latest").id == later.id, "it must not become the newest"
+    assert resolve(repo, "tag:best").id == made.id
+    assert found.lost[0].checkpoints == (newer.id,) if found.lost else True
+    collect(repo)
+    assert not verify(repo).is_damaged
+    assert read_arrays(repo, made) == expected
+    assert list(repo.storage.list("transactions/")) == []
+
+
+def test_what_cannot_be_had_is_lost_and_said(repo: Repository) -> None:
+    one = save_arrays(repo, STATE)
+    damage(repo, only_blob(repo, one), "gone")
+    before = {entry.key for entry in repo.storage.list("objects/")}
+    found = repair(repo)
+    assert found.is_damaged
+    assert [(lost.keys, lost.checkpoints, lost.why) for lost in found.lost] == [
+        (("a", "b", "c"), (one.id,), "it is gone")
+    ]
+    assert json.loads(json.dumps(plain(found)))["lost"][0]["checkpoints"] == [one.id]
+    assert {entry.key for entry in repo.storage.list("objects/")} == before
+    assert len(blobs.damaged_marks(repo)) == 1
+    assert [commit.last for commit in list_commits(repo).commits.values() if commit.last != "revoked"] == ["committed"]
+
+
+def test_a_copy_that_is_damaged_itself_is_not_used(repo: Repository, other: Repository) -> None:
+    one, two = (save_arrays(repo, STATE, step=step) for step in range(2))
+    copy = save_arrays(other, STATE)
+    for store, commit in ((repo, one), (repo, two), (other, copy)):
+        flip(store, only_blob(store, commit), DATA_OFFSET + 5)
+    verify(repo)
+    found = repair(repo, sources=[other])
+    assert (found.blobs, len(found.lost)) == ((), 2)
+
+
+def test_a_marked_blob_that_is_right_loses_its_mark(repo: Repository) -> None:
+    one = save_arrays(repo, STATE)
+    (ref,) = manifests.get(repo, one).blobs
+    blobs.mark_damaged(repo, ref.uploader, ref.hash, "a load saw something")
+    found = repair(repo)
+    assert (found.blobs, found.is_damaged) == ((), False)
+    assert blobs.damaged_marks(repo) == set()
+
+
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+@pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
+def test_a_manifest_comes_back_from_another_store(
+    tmp_path: Path, repo: Repository, other: Repository, how: str, known: bool
+) -> None:
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    copy_into(other, repo, one)
+    if known:
+        manifests.blobs_of(repo, one)
+    key = manifest_key(one.txid, one.id)
+    if how == "gone":
+        repo.storage.delete(key)
+    else:
+        flip(repo, key, 50)
+    fresh = repository(tmp_path / ("." if known else "elsewhere"), repo.storage, seed=5)
+    assert len(repair(fresh).lost_manifests) == 1
+    found = repair(fresh, sources=[other])
+    assert found.manifests == (one.id,)
+    assert not found.is_damaged
+    assert not verify(repository(tmp_path / "third", repo.storage)).is_damaged
+    assert read_arrays(fresh, one) == content(STATE)
+    assert collect(fresh).deleted_blobs == 0
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["catalogue", "no catalogue"])
+def test_blobs_that_only_the_lost_manifest_named(
+    tmp_path: Path, repo: Repository, other: Repository, known: bool
+) -> None:
+    """The catalogue knows where they lie; without it they are taken for orphans, and copied."""
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    commits.forget(repo, base)
+    collect(repo)
+    copy_into(other, repo, one)
+    manifests.blobs_of(repo, one)
+    repo.storage.delete(manifest_key(one.txid, one.id))
+    fresh = repository(tmp_path / ("." if known else "elsewhere"), repo.storage, seed=5)
+    assert repair(fresh, sources=[other]).manifests == (one.id,)
+    uploaders = {ref.uploader for ref in manifests.get(fresh, one).blobs}
+    assert uploaders == ({base.txid, one.txid} if known else {one.txid})
+    assert collect(fresh).deleted_blobs == (0 if known else 1)
+    assert read_arrays(fresh, one) == content(STATE)
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_other_hosts_learn_where_a_manifest_that_was_put_back_has_its_blobs(
+    tmp_path: Path, other: Repository, kind: str
+) -> None:
+    """They knew its old places, and would delete what lies in the new ones, or reuse what lies in the old ones."""
+    storage = LocalStore(tmp_path / "store") if kind == "folder" else FarStore(memory())
+    repo = repository(tmp_path / "host", storage)
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    commits.forget(repo, base)
+    collect(repo)
+    copy_into(other, repo, one)
+    saving = repository(tmp_path / "host", storage, seed=3)
+    manifests.get(saving, one)
+    manifests.learn(repo, [one])
+    repo.storage.delete(manifest_key(one.txid, one.id))
+    fresh = repository(tmp_path / "elsewhere", storage, seed=5)
+    assert repair(fresh, sources=[other]).manifests == (one.id,)
+    sources = ReusableManifests(saving, list_commits(saving), {}, run=one.run, dedup="run")
+    assert sources.parent is not None
+    assert {ref.uploader for ref in sources.parent.blobs} == {one.txid}
+    assert not sources.are_remembered({one.txid})
+    looking = repository(tmp_path / "host", storage, seed=4)
+    assert collect(looking).deleted_blobs == 1
+    assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
+    assert {uploader for uploader, _, _ in manifests.blobs_of(looking, one)} == {one.txid}
+
+
+def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing(tmp_path: Path, other: Repository) -> None:
+    """It knows from its catalogue what the manifest named, and sees blobs that it will name."""
+    storage = FarStore(memory())
+    repo = repository(tmp_path / "host", storage)
+    base = save_arrays(repo, {"a": STATE["a"], "old": array(9)})
+    one = save_arrays(repo, STATE, step=1, reuse=base)
+    copy_into(other, repo, one)
+    manifests.learn(repo, [one])
+    flip(repo, manifest_key(one.txid, one.id), 50)
+    commits.forget(repo, base)
+    run_gc(repo, min_age=0.0)
+    looking = repository(tmp_path / "host", storage, seed=4)
+
+    def collect_meanwhile() -> None:
+        with pytest.raises(Damaged, match="gc deletes nothing"):
+            collect(looking, wait=0.0)
+
+    storage.inject(call_first("replace", meanwhile(collect_meanwhile), key="objects/*.manifest"))
+    fresh = repository(tmp_path / "elsewhere", storage, seed=5)
+    assert repair(fresh, sources=[other]).manifests == (one.id,)
+    assert storage.count("replace") == 2  # the flip, too
+    assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
+
+
+def test_manifest_and_blobs_together(tmp_path: Path, repo: Repository, other: Repository) -> None:
+    one = save_arrays(repo, STATE)
+    copy_into(other, repo, one)
+    repo.storage.delete(only_blob(repo, one))
+    repo.storage.delete(manifest_key(one.txid, one.id))
+    fresh = repository(tmp_path / "elsewhere", repo.storage, seed=5)
+    found = repair(fresh, sources=[other])
+    assert found.manifests == (one.id,)
+    assert read_arrays(fresh, one) == content(STATE)
+    assert not verify(fresh).is_damaged
+
+
+def test_a_failed_repair_leaves_no_checkpoint_and_no_open_transaction(
+    repo: Repository, faults: FaultyStore, other: Repository
+) -> None:
+    older, newer = with_dead_cells(repo)
+    (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
+    damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", "gone")
+    save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
+    faults.inject(fail_before("put", key="objects/*.manifest"))
+    with pytest.raises(StorageError):
+        repair(repo, sources=[other])
+    assert [commit.id for commit in list_commits(repo).visible()] == [newer.id]
+    faults.heal()
+    assert len(repair(repo, sources=[other]).superseded) == 1
+
+
+def test_a_commit_whose_answer_got_lost_supersedes_all_the_same(
+    repo: Repository, faults: FaultyStore, other: Repository
+) -> None:
+    older, newer = with_dead_cells(repo)
+    tags.set_tag(repo, "best", newer)
+    (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
+    damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", "gone")
+    save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
+    faults.inject(fail_after("put", key="commits/*-1"), fail_before("get", key="commits/*-1"))
+    (superseded,) = repair(repo, sources=[other]).superseded
+    assert [commit.id for commit in list_commits(repo).visible()] == [superseded.new]
+    assert resolve(repo, "tag:best").id == superseded.new
+    assert list(repo.storage.list("transactions/")) == []
+
+
+def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
+    repo: Repository, faults: FaultyStore, other: Repository
+) -> None:
+    older, newer = with_dead_cells(repo)
+    (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader == older.txid)
+    damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", "gone")
+    save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
+
+    def forget(call: object) -> None:
+        faults.heal()
+        commits.forget(repo, newer)
+
+    faults.inject(call_first("put", forget, key="transactions/*"))
+    found = repair(repo, sources=[other])
+    assert found.superseded == ()
+    assert list_commits(repo).visible() == []
+    assert list(repo.storage.list("transactions/")) == []
+
+
+def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Repository) -> None:
+    older = save_arrays(repo, STATE, step=0)
+    users = [
+        save_arrays(repo, {"a": STATE["a"], "new": array(30 + step)}, step=step, reuse=older) for step in range(1, 4)
+    ]
+    commits.forget(repo, older)
+    collect(repo)
+    save_arrays(other, {"a": STATE["a"]})
+    damage(repo, f"objects/{older.txid}/{manifests.get(repo, users[0]).blob(0).hash}.safetensors", "gone")
+    found = repair(repo, sources=[other])
+    assert [one.old for one in found.superseded] == [commit.id for commit in users]
+    for step in range(1, 4):
+        assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
+    repo = repository(tmp_path, LocalStore(tmp_path / "store"))
+    one = save_arrays(repo, STATE)
+    copy_into(other, repo, one)
+    key = only_blob(repo, one) if what == "blob" else manifest_key(one.txid, one.id)
+    flip(repo, key, 50)
+    verify(repo)
+    left = (tmp_path / "store" / key).with_name(temporary_name("x"))
+    left.write_bytes(bytes(1000))  # as killed before the rename
+    assert not repair(repo, sources=[other]).is_damaged
+    assert not left.exists()
+    assert not verify(repo).is_damaged

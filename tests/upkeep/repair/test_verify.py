@@ -1,0 +1,257 @@
+"""verify: every kind of damage is found, named and marked, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from casckpt.cli.describe import plain
+from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.plan.progress import Progress
+from casckpt.repository import blobs, commits, manifests, tags
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.repair.checking import PIECE
+from casckpt.upkeep.repair.verify import Mode, verify
+from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, save_arrays
+from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
+from tests.support.gcs import collect
+from tests.support.repositories import body, commit_bare
+from tests.support.told import Told
+
+
+def marks(repo: Repository) -> set[str]:
+    return {blob for _, blob in blobs.damaged_marks(repo)}
+
+
+def hash_in(key: str) -> str:
+    return Path(key).name.partition(".")[0]
+
+
+def test_a_whole_store_is_read_once(repo: Repository) -> None:
+    one = save_arrays(repo, {"a": array(1), "b": array(2, dtype="int64")})
+    save_arrays(repo, {"a": array(1), "c": array(3, 600)}, step=1, reuse=one)
+    seen = Told()
+    found = verify(repo, progress=Progress(seen))
+    sizes = [entry.size for entry in repo.storage.list("objects/") if entry.key.endswith(".safetensors")]
+    assert not found.is_damaged
+    assert (found.checked_blobs, found.checked_bytes, found.checked_checkpoints) == (2, sum(sizes), 2)
+    assert seen.total == seen.done == sum(sizes)
+    assert marks(repo) == set()
+
+
+@pytest.mark.parametrize("position", [0, 7, 8, DATA_OFFSET - 1, DATA_OFFSET, DATA_OFFSET + 3 * CELL - 1])
+def test_any_flipped_byte_is_found(repo: Repository, position: int) -> None:
+    commit = save_arrays(repo, {"a": array(1, 3)})
+    flip(repo, only_blob(repo, commit), position)
+    (damaged,) = verify(repo).damaged
+    assert damaged.why == "its bytes do not have the hash in its name"
+
+
+def test_the_last_byte_of_a_blob_of_many_pieces_counts(repo: Repository) -> None:
+    commit = save_arrays(repo, {"a": array(1, PIECE / CELL + 1)})
+    flip(repo, only_blob(repo, commit), -1)
+    assert len(verify(repo).damaged) == 1
+
+
+def test_damage_names_keys_and_checkpoints_and_is_marked(repo: Repository) -> None:
+    one = save_arrays(repo, {"a": array(1), "b": array(2)})
+    two = save_arrays(repo, {"a": array(1), "c": array(3)}, step=1, reuse=one)
+    three = save_arrays(repo, {"d": array(4)}, step=2)
+    key = only_blob(repo, one)
+    flip(repo, key, DATA_OFFSET + 5)
+    found = verify(repo)
+    (damaged,) = found.damaged
+    assert (damaged.blob, damaged.uploader) == (hash_in(key), one.txid)
+    assert damaged.keys == ("a", "b")
+    assert damaged.checkpoints == (one.id, two.id)
+    assert three.id not in damaged.checkpoints
+    assert marks(repo) == {damaged.blob}
+    assert json.loads(json.dumps(plain(found)))["damaged"][0] == {
+        "blob": damaged.blob,
+        "uploader": one.txid,
+        "keys": ["a", "b"],
+        "checkpoints": [one.id, two.id],
+        "why": damaged.why,
+    }
+
+
+@pytest.mark.parametrize("mode", ["full", "exists"])
+def test_missing_and_short_blobs_are_found_in_both_modes(repo: Repository, mode: Mode) -> None:
+    saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
+    gone, short = only_blob(repo, saved[0]), only_blob(repo, saved[1])
+    repo.storage.delete(gone)
+    repo.storage.replace(short, repo.storage.get(short, limit=1 << 20)[:-1])
+    found = verify(repo, mode=mode)
+    assert {one.blob: one.why for one in found.damaged} == {
+        hash_in(gone): "it is gone",
+        hash_in(short): f"it has {DATA_OFFSET + 2 * CELL - 1} bytes instead of {DATA_OFFSET + 2 * CELL}",
+    }
+    assert marks(repo) == {hash_in(gone), hash_in(short)}
+    assert found.checked_blobs == 3
+
+
+def test_exists_reads_no_blob(repo: Repository, faults: FaultyStore) -> None:
+    commit = save_arrays(repo, {"a": array(1)})
+    flip(repo, only_blob(repo, commit), DATA_OFFSET)
+    found = verify(repo, mode="exists")
+    assert (found.damaged, found.checked_bytes, faults.count("open")) == ((), 0, 0)
+
+
+def test_a_blob_that_is_no_safetensors_file_is_damaged(repo: Repository) -> None:
+    from tests.support.repositories import save
+
+    save(repo, texts=["these bytes have the right hash"])
+    (damaged,) = verify(repo).damaged
+    assert "header" in damaged.why
+
+
+def test_marks_can_be_left_out(repo: Repository) -> None:
+    commit = save_arrays(repo, {"a": array(1)})
+    repo.storage.delete(only_blob(repo, commit))
+    assert len(verify(repo, mark=False).damaged) == 1
+    assert marks(repo) == set()
+
+
+def test_a_marked_blob_that_is_right_is_unmarked_by_a_full_check(repo: Repository) -> None:
+    commit = save_arrays(repo, {"a": array(1)})
+    key = only_blob(repo, commit)
+    flip(repo, key, DATA_OFFSET)
+    verify(repo)
+    flip(repo, key, DATA_OFFSET)
+    assert verify(repo, mode="exists").repaired == ()
+    assert marks(repo) == {hash_in(key)}
+    found = verify(repo)
+    assert found.repaired == (hash_in(key),)
+    assert not found.is_damaged
+    assert marks(repo) == set()
+
+
+def test_only_what_is_named_is_read(repo: Repository) -> None:
+    saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
+    for commit in saved:
+        repo.storage.delete(only_blob(repo, commit))
+    found = verify(repo, refs=["run@0", saved[2].id])
+    assert {one.checkpoints for one in found.damaged} == {(saved[0].id,), (saved[2].id,)}
+    with pytest.raises(NotFound):
+        verify(repo, refs=["run@9"])
+
+
+def test_a_sample_reads_its_part(repo: Repository) -> None:
+    for step in range(10):
+        save_arrays(repo, {"a": array(step)}, step=step)
+    assert verify(repo, sample=0.3).checked_blobs == 3
+    assert verify(repo, sample=0.001).checked_blobs == 1
+
+
+@pytest.mark.parametrize("options", [{"mode": "quick"}, {"sample": 0}, {"sample": 1.5}, {"sample": float("nan")}])
+def test_nonsense_is_refused(repo: Repository, options: Any) -> None:
+    with pytest.raises(InvalidInput):
+        verify(repo, **options)
+
+
+def test_forgotten_checkpoints_are_read_purged_ones_are_not(repo: Repository) -> None:
+    one, two = (save_arrays(repo, {"a": array(step)}, step=step) for step in range(2))
+    commits.forget(repo, one)
+    repo.storage.delete(only_blob(repo, one))
+    assert [damaged.checkpoints for damaged in verify(repo).damaged] == [(one.id,)]
+    commits.purge(repo, commits.list_commits(repo).commits[one.txid])
+    found = verify(repo)
+    assert (found.checked_checkpoints, found.damaged) == (1, ())
+    assert two.live
+
+
+def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
+    repo: Repository, faults: FaultyStore
+) -> None:
+    one = save_arrays(repo, {"a": array(1)})
+    save_arrays(repo, {"a": array(2)}, step=1)
+
+    def purge(call: object) -> None:
+        faults.heal()
+        commits.forget(repo, one)
+        assert collect(repo).deleted_blobs == 1
+
+    faults.inject(call_first("open", purge, key=only_blob(repo, one)))
+    found = verify(repo)
+    assert (found.damaged, found.manifests) == ((), ())
+    assert marks(repo) == set()
+
+
+def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository) -> None:
+    saved = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(4)]
+    for commit in saved:
+        manifests.blobs_of(repo, commit)  # the catalogue knows them, which must not hide anything
+    repo.storage.delete(manifest_key(saved[0].txid, saved[0].id))
+    flip(repo, manifest_key(saved[1].txid, saved[1].id), 40)
+    tags.set_tag(repo, "best", saved[3])
+    repo.storage.replace("tags/best/0", b"torn")
+    repo.storage.replace(f"commits/{saved[2].txid}", b"torn")
+    found = verify(repo)
+    assert {(one.id, one.step) for one in found.manifests} == {(saved[0].id, 0), (saved[1].id, 1)}
+    assert [key for key, _ in found.records] == [f"commits/{saved[2].txid}", "tags/best"]
+    assert found.is_damaged
+    assert found.damaged == ()
+
+
+def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
+    import msgspec
+
+    from tests.support import checkpoints
+
+    txid = repo.new_txid("run", 1)
+    data = {"a": array(1)}
+    known = {}
+    ref, places = put_cells(repo, txid, checkpoints._new_cells(data, {}))
+    known = {digest: (ref, offset + CELL) for digest, offset in places.items()}
+    made, table = body([ref])
+    entry = checkpoints._entry("a", data["a"], known, [ref])
+    made = msgspec.structs.replace(made, cell_bytes=CELL, entries=[entry])
+    commit_bare(repo, manifest=manifests.put(repo, txid, made, table), txid=txid)
+    (broken,) = verify(repo).manifests
+    assert "outside its blob" in broken.why
+
+
+def test_one_bad_read_is_tried_again(repo: Repository, faults: FaultyStore) -> None:
+    save_arrays(repo, {"a": array(1)})
+    faults.inject(fail_before("read_into"))
+    assert not verify(repo).is_damaged
+
+
+def test_what_the_storage_does_not_let_read_is_reported_but_not_marked(repo: Repository, faults: FaultyStore) -> None:
+    bad, _ = save_arrays(repo, {"a": array(1)}), save_arrays(repo, {"a": array(2)}, step=1)
+    faults.inject(fail_before("read_into", times=99, key=only_blob(repo, bad)))
+    found = verify(repo)
+    assert [blob for blob, _ in found.failed] == [hash_in(only_blob(repo, bad))]
+    assert (found.damaged, found.checked_blobs) == ((), 2)
+    assert marks(repo) == set()
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), Unsupported("can only be read")])
+def test_damage_is_reported_where_it_cannot_be_marked(
+    repo: Repository, faults: FaultyStore, caplog: pytest.LogCaptureFixture, error: CasckptError
+) -> None:
+    flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
+    faults.inject(fail_before("put", times=99, error=error))
+    assert len(verify(repo).damaged) == 1
+    assert f"saves go by them: {error}" in caplog.text
+    assert marks(repo) == set()
+
+
+def test_a_disk_that_lies_is_found_out(repo: Repository, faults: FaultyStore) -> None:
+    save_arrays(repo, {"a": array(1)})
+    faults.inject(corrupt("read_into"))
+    assert len(verify(repo).damaged) == 1
+
+
+def test_an_object_of_the_same_content_elsewhere_is_another_blob(repo: Repository) -> None:
+    one, two = (save_arrays(repo, {"a": array(1)}, step=step) for step in range(2))
+    flip(repo, only_blob(repo, one), DATA_OFFSET)
+    (damaged,) = verify(repo).damaged
+    assert damaged.checkpoints == (one.id,)
+    (ref,) = manifests.get(repo, two).blobs
+    assert blob_key(ref.uploader, ref.hash) == only_blob(repo, two)

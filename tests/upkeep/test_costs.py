@@ -1,0 +1,94 @@
+"""What looking at a store far away, collecting it, saving to it and copying it cost: what is new, not what is there.
+
+Counted are requests, of a process that begins anew on a host which has seen the store before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import casckpt
+from casckpt.cli.commands.list import listing
+from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from casckpt.upkeep.copies.copying import execute, plan_copy
+from tests.support.far import FarStore, far
+from tests.support.saves import cells, small
+
+FEW, MANY = 4, 24
+Work = Callable[[Store], object]
+
+
+def grown(storage: FarStore, host: Path, count: int, first: int = 0) -> None:
+    store = Store(Repository(storage, host, cache_bytes=0))
+    if not store.repository.exists():
+        small(storage)
+    for step in range(first, first + count):
+        store.save({"shared": cells(2, seed=0), "own": cells(2, seed=step)}, run="run", step=step)
+    store.tag("best", "run@0")
+
+
+def requests(storage: FarStore, host: Path, work: Work) -> Counter[str]:
+    """Of ``work`` in a process of its own, by method; those to open and close a reader count as its reads."""
+    before = len(storage.calls)
+    work(Store(Repository(storage, host, cache_bytes=0)))
+    return Counter(call.method for call in storage.calls[before:] if call.method != "open")
+
+
+def gc(store: Store) -> object:
+    return store.gc(keep_last=10_000)
+
+
+def diff(store: Store) -> object:
+    return store.diff("run@0", "run@latest")
+
+
+def save(store: Store) -> casckpt.Checkpoint:
+    newest = store.get("run@latest").step
+    return store.save({"shared": cells(2, seed=0), "own": cells(2)}, run="run", step=newest + 1)
+
+
+def copy_nothing(store: Store) -> object:
+    near = small()
+    return execute(store.repository, near.repository, plan_copy(store.repository, near.repository, ["run@0"]))
+
+
+WORKS: list[Work] = [
+    lambda store: listing(store.repository, list_commits(store.repository)),
+    Store.stats,
+    diff,
+    gc,
+    save,
+    copy_nothing,
+]
+NAMES = ["list", "stats", "diff", "gc", "save", "copy"]
+
+
+@pytest.mark.parametrize("work", WORKS, ids=NAMES)
+def test_what_a_store_holds_costs_nothing(tmp_path: Path, work: Work) -> None:
+    found = []
+    for count in (FEW, MANY):
+        storage, host = far(), tmp_path / str(count)
+        grown(storage, host, count)
+        gc(Store(Repository(storage, host)))  # this host has seen it all
+        found.append(requests(storage, host, work))
+    assert found[0] == found[1]
+    assert found[0]["list"] <= 19
+
+
+@pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 1, 2), strict=True)], ids=NAMES[:4])
+def test_what_is_new_costs_as_much_as_it_is(tmp_path: Path, work: Work, reads: int) -> None:
+    """A commit record for each new checkpoint; for stats and gc its manifest too."""
+    storage, host = far(), tmp_path / "host"
+    grown(storage, host, FEW)
+    gc(Store(Repository(storage, host)))
+    work(Store(Repository(storage, host)))
+    seen = requests(storage, host, work)
+    grown(storage, tmp_path / "another host", 3, first=FEW)
+    assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1  # the tag was set anew
+    assert requests(storage, host, work) == seen

@@ -1,0 +1,146 @@
+"""doctor: what a storage lacks is found out, named, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Finding, Known, ListedObject, Traits
+from casckpt.storage.memory import MemoryReader, MemoryStore
+from casckpt.upkeep.doctor import examine
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.repositories import Ticks, repository
+
+
+def findings(storage: MemoryStore | FaultyStore, tmp_path: Path) -> dict[str, Finding]:
+    """By name."""
+    repo = Repository(storage, tmp_path / "cache", clock=Ticks())
+    return {finding.name: finding for finding in examine(repo)}
+
+
+def bad(found: dict[str, Finding]) -> set[str]:
+    return {name for name, finding in found.items() if finding.ok is False}
+
+
+class Own(MemoryStore):
+    """A memory of its own."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name or uuid4().hex)
+
+
+class Replacing(Own):
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        self.replace(key, data)
+
+
+class Forgetful(Own):
+    def get(self, key: str, *, limit: int) -> bytes:
+        return super().get(key, limit=limit)[:-1]
+
+
+class Misaligned(Own):
+    """Every range begins at the next even byte."""
+
+    def open(self, key: str, *, shared: bool = False) -> MemoryReader:
+        class Even(MemoryReader):
+            def read_into(self, offset: int, buffers: object) -> None:
+                super().read_into(offset - offset % 2, buffers)  # type: ignore[arg-type]  # as it came
+
+        return Even(key, self._find(key), self.counts)
+
+
+class Lagging(Own):
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
+        return iter([*super().list(prefix, known=known)][1:])
+
+
+class Undead(Own):
+    def delete(self, key: str) -> None:
+        """Says that it is gone."""
+
+
+class Stale(Own):
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=False, read_gap=0, parallel=1, exclusive=True, stale="it is on NFS")
+
+
+class ReadOnly(Own):
+    @property
+    def traits(self) -> Traits:
+        return Traits(remote=True, read_gap=0, parallel=1, exclusive=False, read_only=True)
+
+
+class Set(Own):
+    def examine(self) -> Iterator[Finding]:
+        yield Finding("lifecycle", False, "a rule deletes all", "remove it")
+
+
+def test_a_good_storage(tmp_path: Path) -> None:
+    storage = Own()
+    found = findings(storage, tmp_path)
+    assert bad(found) == set()
+    assert [name for name, one in found.items() if one.ok] == [
+        "write", "create-only", "read-after-write", "ranges", "list-after-write", "delete",
+    ]  # fmt: skip
+    assert {name for name, one in found.items() if one.ok is None} == {"latency", "throughput"}
+    assert list(storage.list("")) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Replacing, {"create-only"}),
+        (Forgetful, {"read-after-write", "create-only"}),
+        (Misaligned, {"ranges"}),
+        (Lagging, {"list-after-write"}),
+        (Undead, {"delete"}),
+        (Stale, {"list-after-write"}),
+        (Set, {"lifecycle"}),
+    ],
+)
+def test_what_is_broken_is_named(make: Callable[[], Own], names: set[str], tmp_path: Path) -> None:
+    found = findings(make(), tmp_path)
+    assert bad(found) == names
+    assert all(found[name].advice for name in names)
+
+
+def test_without_the_right_to_write_the_rest_is_not_tried(tmp_path: Path) -> None:
+    storage = FaultyStore(Own(), [fail_before("put", times=1000)])
+    assert bad(findings(storage, tmp_path)) == {"write"}
+    assert storage.count("get") == 0
+    assert findings(ReadOnly(), tmp_path)["write"].ok is None
+
+
+def test_without_the_right_to_delete_it_says_what_gc_needs(tmp_path: Path) -> None:
+    found = findings(FaultyStore(Own(), [fail_before("delete", times=1000)]), tmp_path)
+    assert bad(found) == set()
+    assert "gc needs" in found["delete"].advice
+
+
+def test_a_storage_that_fails_is_a_finding(tmp_path: Path) -> None:
+    found = findings(FaultyStore(Own(), [fail_before("list", times=1000)]), tmp_path)
+    assert bad(found) == {"list-after-write", "delete"}
+
+
+def test_the_store_is_told_what_its_storage_is_worth(tmp_path: Path) -> None:
+    class Unknown(Own):
+        @property
+        def traits(self) -> Traits:
+            return Traits(remote=True, read_gap=0, parallel=4, exclusive=None)
+
+    class Worse(Replacing, Unknown):
+        pass
+
+    good = Unknown()
+    repo = repository(tmp_path, good)
+    repo.change_settings(exclusive_create=False)
+    findings(good, tmp_path)
+    assert repo.settings.exclusive_create
+    findings(Worse(good.name), tmp_path)  # the same objects, on a server of another kind
+    assert repo.settings.exclusive_create is False
