@@ -133,22 +133,25 @@ def import_any(
     store: AnyStore,
     found: DetectedFormat,
     *,
+    step: int,
     allow_pickle: bool = False,
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what `look_at` found; see the function for its kind. ``options``: run, step, overwrite, metadata, progress.
+    """Save what `look_at` found; see the function for its kind. ``options``: run, overwrite, metadata, progress.
 
     ``as_is``: of a file of torch.save; the others always are as they are.
     """
     log.info("%s is read as %s", found.path, found.kind)
     with _reading(found.path):
         if found.kind == "safetensors":
-            return import_safetensors(store, found.path, **options)
+            return import_safetensors(store, found.path, step=step, **options)
         if found.kind == "torch":
-            return torch_save_to_casckpt(found.path, store, allow_pickle=allow_pickle, as_is=as_is, **options)
+            return torch_save_to_casckpt(
+                found.path, store, step=step, allow_pickle=allow_pickle, as_is=as_is, **options
+            )
         others = {"dcp": dcp_to_casckpt, "olmo": import_olmo, "olmo-trainer": import_olmo_trainer}
-        return others[found.kind](found.path, store, allow_pickle=allow_pickle, **options)
+        return others[found.kind](found.path, store, step=step, allow_pickle=allow_pickle, **options)
 
 
 @contextmanager

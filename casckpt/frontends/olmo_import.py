@@ -16,6 +16,7 @@ from typing import Any, Final, Unpack
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import ImportArguments, SaveOptions
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.frontends.safetensors.files import read_header
@@ -47,7 +48,12 @@ class _Tensor:
 
 
 def import_olmo(
-    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
+    path: str | os.PathLike[str],
+    store: AnyStore,
+    *,
+    step: int,
+    allow_pickle: bool = False,
+    **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Save a folder of OLMo-core 0.1: ``model/`` and ``optim/``, or one folder of ``metadata.json`` and its files.
 
@@ -56,6 +62,7 @@ def import_olmo(
 
     Raises NotFound, Refused or InvalidInput for a folder of no use, and what `Store.save` raises.
     """
+    check_keywords("import_olmo", options, ImportArguments)
     files, maps = LocalFiles(path), Maps(options.get("progress"))
     parts = {name: files.below(name) for name in PARTS if (files.path / name / METADATA).is_file()}
     if parts:
@@ -66,7 +73,7 @@ def import_olmo(
     else:
         state = dict(_tensors(files, maps))
     options["progress"] = maps.done
-    return as_store(store).save(state, no_dist=True, **options)
+    return as_store(store).save(state, step=step, no_dist=True, **options)
 
 
 def _tensors(files: LocalFiles, maps: Maps) -> dict[str, list[Shard]]:
@@ -165,7 +172,12 @@ def _group(key: str, shards: list[Shard], allow_pickle: bool) -> dict[str, Any]:
 
 
 def import_olmo_trainer(
-    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
+    path: str | os.PathLike[str],
+    store: AnyStore,
+    *,
+    step: int,
+    allow_pickle: bool = False,
+    **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Save a folder of OLMo-core's trainer: ``model_and_optim/``, which is a DCP folder, and what lies beside it.
 
@@ -175,6 +187,7 @@ def import_olmo_trainer(
     """
     from casckpt.frontends.dcp.importing import import_folder, small_files
 
+    check_keywords("import_olmo_trainer", options, ImportArguments)
     files = open_files(path)
     beside = {name: data for name, data in small_files(files).items() if not name.startswith(f"{MODEL_AND_OPTIM}/")}
     train: dict[int, Any] = {}
@@ -183,7 +196,7 @@ def import_olmo_trainer(
         if found and (value := _train_state(name, beside.pop(name), allow_pickle)) is not None:
             train[int(found[1])] = value
     more = {"train": dict(sorted(train.items()))} if train else {}
-    given = SaveOptions(allow_pickle=allow_pickle, attachments=beside, **options)
+    given = SaveOptions(step=step, allow_pickle=allow_pickle, attachments=beside, **options)
     return import_folder(files.below(MODEL_AND_OPTIM), store, given, more)
 
 

@@ -25,6 +25,7 @@ from torch.serialization import skip_data
 
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.load import values_at
@@ -62,6 +63,7 @@ def torch_save_to_casckpt(
     path: str | os.PathLike[str],
     store: AnyStore,
     *,
+    step: int,
     allow_pickle: bool = False,
     as_is: bool = False,
     parameter_names: Sequence[str] | None = None,
@@ -79,6 +81,7 @@ def torch_save_to_casckpt(
     It is read by torch's restricted unpickler; ``allow_pickle``: by the other one, which runs what is in the file.
     Raises NotFound, InvalidInput, Refused for a file of no use, and what `Store.save` raises.
     """
+    check_keywords("torch_save_to_casckpt", options, ImportArguments)
     given = local_path(path)
     state = _read(given, allow_pickle)
     if not isinstance(state, Mapping):
@@ -87,7 +90,7 @@ def torch_save_to_casckpt(
     for note in laid.notes:
         log.warning("%s: %s", given, note)
     options["progress"] = Resident(options.get("progress"), _letting_go(given)).done
-    saved = as_store(store).save(laid.state, allow_pickle=allow_pickle, no_dist=True, **options)
+    saved = as_store(store).save(laid.state, step=step, allow_pickle=allow_pickle, no_dist=True, **options)
     return replace(saved, notes=laid.notes)
 
 

@@ -75,6 +75,7 @@ class Store:
         if mirror is not None:
             repository.mirror = mirror.storage.url
             self._mirror = Mirror(repository, mirror)
+            weakref.finalize(self, self._mirror.stop)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Repository, Repository | None]]:
         return type(self), (self.repository, None if self._mirror is None else self._mirror.target)
@@ -491,13 +492,6 @@ class Store:
         stands in the way (StorageError, Damaged, ...) after one more attempt; StorageError after ``timeout`` seconds.
         """
         self._its_mirror().wait(timeout)
-
-    def copy_to_mirror(self) -> Self:
-        """Itself, once the copies that wait go on in the background."""
-        if self._mirror is not None:
-            weakref.finalize(self, self._mirror.stop)
-            self._mirror.wake()
-        return self
 
     def _its_mirror(self) -> Mirror:
         if self._mirror is None:

@@ -67,7 +67,7 @@ def revoke_save(repo: Repository, txid: TxId) -> None:
     closed = list_names(repo)
     if txid not in closed and txid not in {one.txid for one in open_transactions(repo, closed)}:
         raise NotFound(f"there is no save {txid} in progress; `casckpt transactions STORE` lists them")
-    if txid in closed or not revoke(repo, txid, "revoked by hand, with casckpt transactions --revoke"):
+    if txid in closed or not revoke(repo, txid, "revoked by hand"):
         raise Conflict(f"save {txid} has ended already; `casckpt list STORE` shows whether it was committed")
 
 

@@ -22,7 +22,16 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import StreamEntry
 from casckpt.frontends import resident
-from casckpt.frontends.convert import export_safetensors, find_sources, import_safetensors, look_at
+from casckpt.frontends.convert import (
+    dcp_to_casckpt,
+    export_safetensors,
+    find_sources,
+    import_olmo,
+    import_olmo_trainer,
+    import_safetensors,
+    look_at,
+    torch_save_to_casckpt,
+)
 from casckpt.frontends.safetensors import exporting as safetensors_export
 from casckpt.frontends.safetensors import importing as safetensors_import
 from casckpt.frontends.safetensors.layout import plan_shards, plan_windows
@@ -459,3 +468,17 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
             look_at(tmp_path / "pipe.pt")
     finally:
         os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "importer", [import_safetensors, torch_save_to_casckpt, dcp_to_casckpt, import_olmo, import_olmo_trainer]
+)
+@pytest.mark.parametrize("keyword", ["ephemeral", "allow_pickel", "no_dist"])
+def test_a_keyword_that_no_import_has_is_refused_before_anything_is_read(
+    store: casckpt.Store, tmp_path: Path, importer: Any, keyword: str
+) -> None:
+    first = (store, tmp_path / "none") if importer is import_safetensors else (tmp_path / "none", store)
+    with pytest.raises(TypeError, match=rf"^{importer.__name__}\(\) got an unexpected keyword argument '{keyword}'$"):
+        importer(*first, step=1, **{keyword: True})
+    with pytest.raises(TypeError, match=rf"^{importer.__name__}\(\) missing .*'step'$"):
+        importer(*first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
 
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -43,10 +43,9 @@ class SaveArguments(WriterArguments, total=False):
 
 
 class ImportArguments(TypedDict, total=False):
-    """The keyword arguments of `Store.save` that every import has too: where to, and what to say of it."""
+    """The keyword arguments of `Store.save` that every import has too, beside the step."""
 
     run: str
-    step: Required[int]
     overwrite: bool
     metadata: Mapping[str, Any] | None
     progress: Shown | None

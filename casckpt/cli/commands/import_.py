@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
 @click.option("--as-is", is_flag=True, help="Leave what a file of torch.save holds in the nesting that it has there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
-def command(session: Session, path: str, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]) -> None:
+def command(
+    session: Session, path: str, step: int, as_is: bool, allow_pickle: bool, **options: Unpack[ImportArguments]
+) -> None:
     """Save what other programs wrote as a checkpoint.
 
     What it is shows in its contents: a safetensors file or a Hugging Face folder, a file of torch.save, a folder of
@@ -37,7 +39,7 @@ def command(session: Session, path: str, as_is: bool, allow_pickle: bool, **opti
 
     with looked_at(path) as found, progress_bar("importing") as done:
         options["progress"] = done
-        made = import_any(session.store, found, as_is=as_is, allow_pickle=allow_pickle, **options)
+        made = import_any(session.store, found, step=step, as_is=as_is, allow_pickle=allow_pickle, **options)
     sources = found.sources
     result = brief(made) | {"stats": summary(made)["stats"], "files": [str(file) for file in sources.weights]}
     result |= {"kind": found.kind, "attachments": list(session.store.attachments(made)), "skipped": [*sources.skipped]}

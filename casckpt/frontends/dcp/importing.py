@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import ImportArguments, SaveOptions
 from casckpt.format.keys import is_attachment_name
 from casckpt.frontends.dcp.folder import METADATA, Folder
@@ -22,18 +23,24 @@ log = logging.getLogger(__name__)
 
 
 def dcp_to_casckpt(
-    path: str | os.PathLike[str], store: AnyStore, *, allow_pickle: bool = False, **options: Unpack[ImportArguments]
+    path: str | os.PathLike[str],
+    store: AnyStore,
+    *,
+    step: int,
+    allow_pickle: bool = False,
+    **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Save what a DCP folder, or a URL of one, holds, as if it had been saved through `StorageWriter`, by one process.
 
     Of Megatron's `torch_dist` folders too: ``common.pt`` and other small files become attachments. Memory holds 256 MiB
     of tensors, or the largest chunk, at a time. Nothing that is pickled in the folder is run unless ``allow_pickle``,
     and without it a value that torch's restricted unpickler does not read is refused: nobody could read it afterwards.
-    ``options``: of `Store.save`.
+    ``step``, ``options``: of `Store.save`.
 
     Raises NotFound, InvalidInput, Refused or Damaged for a folder of no use, and what `Store.save` raises.
     """
-    return import_folder(open_files(path), store, SaveOptions(allow_pickle=allow_pickle, **options))
+    check_keywords("dcp_to_casckpt", options, ImportArguments)
+    return import_folder(open_files(path), store, SaveOptions(step=step, allow_pickle=allow_pickle, **options))
 
 
 def import_folder(

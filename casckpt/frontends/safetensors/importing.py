@@ -14,6 +14,7 @@ from typing import Any, Final, Unpack
 import torch
 
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.format.keys import is_attachment_name
@@ -71,6 +72,8 @@ class ImportSources:
 def import_safetensors(
     store: AnyStore,
     path: str | os.PathLike[str],
+    *,
+    step: int,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
     """Save the tensors of a safetensors file, or of a Hugging Face folder, under their own keys, and return.
@@ -80,6 +83,7 @@ def import_safetensors(
 
     Raises NotFound, InvalidInput or Unsupported for files that cannot be imported, and what `Store.save` raises.
     """
+    check_keywords("import_safetensors", options, ImportArguments)
     sources = find_sources(path)
     notes = tuple(f"left out: {name}" for name in sources.skipped)
     if notes:
@@ -97,7 +101,7 @@ def import_safetensors(
     attachments = {name: file.read_bytes() for name, file in sources.attachments.items()}
     options["progress"] = maps.done
     options["metadata"] = {METADATA_KEY: said} | dict(options.get("metadata") or {})
-    saved = as_store(store).save(state, attachments=attachments, no_dist=True, **options)
+    saved = as_store(store).save(state, step=step, attachments=attachments, no_dist=True, **options)
     return replace(saved, notes=notes)
 
 
