@@ -31,7 +31,8 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a smoke run; its folder holds nothing else afterwards."""
     folder, results = tmp_path_factory.mktemp("bench"), tmp_path_factory.mktemp("results") / "smoke.json"
-    done = bench("frozen", "partial", "--quick", "--peers", "safetensors", "--dir", folder, "--json", results)
+    asked = ("frozen", "partial", "--quick", "--peers", "safetensors", "--before", ROOT)
+    done = bench(*asked, "--dir", folder, "--json", results)
     assert done.returncode == 0, done.stderr
     assert "Save with 96 % unchanged" in done.stdout
     assert not list(folder.iterdir())
@@ -51,11 +52,12 @@ def test_a_smoke_run_has_all_cells(smoke: Path) -> None:
         ("", "casckpt", ""),
         ("", "casckpt", "frozen= declared"),
         ("", "safetensors", "way=file"),
+        ("", "before", ""),
         ("", "raw BLAKE3", "all cores"),
         ("", "raw direct write of what changed", "2 writers"),
         ("", "raw direct write of what changed", "4 writers"),
     }
-    assert {who for group, who, _ in loads if group == "warm"} == {"casckpt", "safetensors", "raw preadv"}
+    assert {who for group, who, _ in loads if group == "warm"} == {"casckpt", "before", "safetensors", "raw preadv"}
     measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # which not every disk can do
     assert [row["note"] for row in measured if row["note"]] == []
     assert {len(row["rounds"]) for row in measured} == {ROUNDS}

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import machine, peers, results
 from benchmarks.harness import Void
 from benchmarks.peers.base import Peer
+from benchmarks.peers.before import Before
 from benchmarks.results import Report, ScenarioResult
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.base import Options
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=7, help="rounds that count (7)")
     add("--peers", type=_peers, default=peers.chosen("default"), metavar="A,B",
         help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
+    add("--before", type=_tree, metavar="TREE", help="compare with the casckpt of another checkout, as one more peer")
     add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
     add("--json", type=Path, help="where the results go (bench-results/<time>.json)")
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each scenario there")
@@ -79,6 +81,13 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 64M or 1.5G") from error
 
 
+def _tree(text: str) -> Path:
+    tree = Path(text).resolve()
+    if not (tree / "tools" / "benchmarks").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of casckpt")
+    return tree
+
+
 def _peers(text: str) -> list[type[Peer]]:
     try:
         return peers.chosen(text)
@@ -87,15 +96,16 @@ def _peers(text: str) -> list[type[Peer]]:
 
 
 def _run(chosen: argparse.Namespace) -> Report:
-    above = chosen.dir or _ROOT / "bench-results"
+    above = (chosen.dir or _ROOT / "bench-results").resolve()
     above.mkdir(parents=True, exist_ok=True)
     report = Report(machine.describe(above))
     for name in chosen.scenarios or SCENARIOS:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=above) as folder, table.progress(name) as tell:
             options = Options(
                 folder=Path(folder),
-                peers=chosen.peers,
+                peers=[*chosen.peers, *([Before] if chosen.before else [])],
                 rounds=_QUICK_ROUNDS if chosen.quick else chosen.rounds,
+                before=chosen.before,
                 threads=len(os.sched_getaffinity(0)),
                 size=chosen.size,
                 quick=chosen.quick,

@@ -11,7 +11,7 @@ from pathlib import Path
 import platformdirs
 
 _ALWAYS = ("numpy", "psutil")
-REQUIREMENTS = {
+REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "olmo-0.1.0": ("ai2-olmo-core==0.1.0",),
     "olmo-3.0.0": ("ai2-olmo-core==3.0.0",),
 }
@@ -22,8 +22,8 @@ class Absent(Exception):
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment; "" is our own. Raises `Absent` if it cannot be made."""
-    if not environment:
+    """The interpreter of an environment; one that requires nothing is ours. Raises `Absent` if it cannot be made."""
+    if environment not in REQUIREMENTS:
         return Path(sys.executable)
     folder = platformdirs.user_cache_path("casckpt") / "bench" / environment
     torch = f"torch=={version('torch').partition('+')[0]}"  # the same one that all others are measured with

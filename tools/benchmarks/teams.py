@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from benchmarks.environments import python_of
 from benchmarks.measure import Measured, together
+from benchmarks.results import OURS
 
 _TOOLS = Path(__file__).resolve().parent.parent
 _TIMEOUT = 1800.0  # seconds that one call may take
@@ -32,13 +33,20 @@ class CallFailed(Exception):
 class Team:
     """``ranks`` workers of one environment. More than one make up a gloo process group."""
 
-    def __init__(self, folder: Path, environment: str = "", ranks: int = 1, *, quick: bool = False) -> None:
-        """``folder``: for logs and the rendezvous. ``quick``: see `Here`. Raises `Absent` without the environment."""
+    def __init__(
+        self, folder: Path, environment: str = "", ranks: int = 1, *, quick: bool = False, tree: Path | None = None
+    ) -> None:
+        """``folder``: for logs and the rendezvous. ``quick``: see `Here`. ``tree``: whose casckpt and tasks it runs.
+
+        Raises `Absent` without the environment.
+        """
         python = python_of(environment)
+        self._other_tree = tree is not None
         self.broken = False
         self._folder = Path(mkdtemp(prefix="team-", dir=folder))
         self._workers = [
-            _Worker(python, self._folder, {"rank": rank, "ranks": ranks, "quick": quick}) for rank in range(ranks)
+            _Worker(python, tree or _TOOLS.parent, self._folder, {"rank": rank, "ranks": ranks, "quick": quick})
+            for rank in range(ranks)
         ]
 
     def __enter__(self) -> Team:
@@ -57,6 +65,8 @@ class Team:
 
         After a call that somebody does not answer the team is ``broken``.
         """
+        if self._other_tree and "peer" in arguments:
+            arguments["peer"] = OURS
         for worker in self._workers:
             worker.ask(task, arguments)
         answers: dict[int, Any] = {}
@@ -85,7 +95,7 @@ class Team:
 
 
 class _Worker:
-    def __init__(self, python: Path, folder: Path, about: dict[str, int]) -> None:
+    def __init__(self, python: Path, tree: Path, folder: Path, about: dict[str, int]) -> None:
         self._log = folder / f"rank-{about['rank']}.log"
         text = json.dumps(about | {"rendezvous": str(folder / "rendezvous")})
         command: Sequence[str] = (str(python), "-m", "benchmarks.worker", text)
@@ -95,7 +105,8 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": str(_TOOLS), "PYTHONWARNINGS": "ignore"},
+                env=os.environ | {"PYTHONPATH": str(tree / "tools"), "PYTHONWARNINGS": "ignore"},
+                cwd=tree,  # where Python looks for casckpt first
                 start_new_session=True,  # ctrl-C is for the first process, which then closes this one
             )
 

@@ -13,6 +13,7 @@ from benchmarks.environments import Absent
 from benchmarks.harness import Case, Tell, run_rounds
 from benchmarks.measure import Measured
 from benchmarks.peers.base import Peer, Setting
+from benchmarks.peers.before import Before
 from benchmarks.peers.ours import Casckpt
 from benchmarks.results import OURS, Check, Row, ScenarioResult, ratios
 from benchmarks.teams import CallFailed, Team
@@ -25,13 +26,17 @@ READERS = (2, 4)
 
 @dataclass
 class Options:
-    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run."""
+    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
+
+    ``before``: the tree of the peer of that name.
+    """
 
     folder: Path
     peers: Sequence[type[Peer]]
     rounds: int
     threads: int
     size: int | None = None
+    before: Path | None = None
     quick: bool = False
     tell: Tell = lambda text: None
 
@@ -65,7 +70,9 @@ class Bench:
         if key in self._teams and self._teams[key].broken:
             self._teams.pop(key).close()
         if key not in self._teams:
-            team = self._stack.enter_context(Team(self.options.folder, environment, ranks, quick=self.options.quick))
+            tree = self.options.before if environment == Before.environment else None
+            team = Team(self.options.folder, environment, ranks, quick=self.options.quick, tree=tree)
+            self._stack.enter_context(team)
             for of, task, arguments in self._made:
                 if of == ranks:
                     team.call(task, **arguments)

@@ -1,0 +1,14 @@
+"""casckpt as it was in another tree: ``--before TREE``. Its workers run the benchmark's tasks of that tree, too."""
+
+from __future__ import annotations
+
+from benchmarks.peers.ours import Casckpt
+
+NAME = "before"
+
+
+class Before(Casckpt):
+    """What this tree is compared with. There its adapter has the name that ours has here."""
+
+    name = NAME
+    environment = NAME
