@@ -19,7 +19,7 @@ from tests.support.parallel import TOPOLOGIES, Everything, build, everything, st
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-PAIRS = 3  # for each topology, how many others it loads from; all of them with --full
+PAIRS = 2  # for each topology, how many others it loads from; all of them with --full
 SIZES = sorted({size for size, _ in TOPOLOGIES.values()})
 
 
