@@ -34,7 +34,7 @@ def usable_patterns(keys: Any, name: str = "keys") -> Sequence[str] | None:
 
 
 def matches(key: str, patterns: Sequence[str] | None) -> bool:
-    """Does a key match any of some patterns? None: all do."""
+    """Whether a key matches any of some patterns; None: all do."""
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 

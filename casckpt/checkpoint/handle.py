@@ -96,12 +96,12 @@ class Checkpoint:
 
     @property
     def ephemeral(self) -> bool:
-        """Was it saved as one that may go soon?"""
+        """Whether it was saved as one that may go soon."""
         return self._record.ephemeral
 
     @property
     def forgotten(self) -> bool:
-        """Is it reached by its id only, until it is restored or purged?"""
+        """Whether it is reached by its id only, until it is restored or purged."""
         return not self.commit.visible
 
     @cached_property

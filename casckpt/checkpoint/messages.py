@@ -60,7 +60,7 @@ def alive_frame() -> torch.Tensor:
 
 
 def is_alive(frame: torch.Tensor) -> bool:
-    """Is it a frame of `alive_frame`? A message is never empty."""
+    """Whether it is a frame of `alive_frame`; a message is never empty."""
     return not frame[:_LENGTH].any()
 
 
@@ -129,5 +129,5 @@ def first_line(error: RuntimeError) -> str:
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Is it about time, in the words of gloo or of torch's stores?"""
+    """Whether it is about time, in the words of gloo or of torch's stores."""
     return "imed out" in str(error) or "timeout" in str(error).lower()

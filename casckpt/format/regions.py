@@ -122,7 +122,7 @@ class Region:
 
     @property
     def is_whole(self) -> bool:
-        """Is it the whole of its box?"""
+        """Whether it is the whole of its box."""
         return self.lo == 0 and self.hi == self.box.numel
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
 
 
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
-    """May what seems to be of a training be of the model, or the first part of all ``names`` be no name of its own?"""
+    """Whether what looks like a training may be of the model, or the first part of all ``names`` be no name."""
     top = tree.children if isinstance(tree, Container) else ()
     is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in top if not isinstance(node, Container))
     return is_flat or all(name.startswith("model.") for name in names)

@@ -42,7 +42,7 @@ def is_optimizer_state(value: Any) -> bool:
 
 
 def is_named(optimizers: Sequence[Mapping[str, Any]]) -> bool:
-    """Do optimizers name their parameters already?"""
+    """Whether optimizers name their parameters already."""
     params = [one for optim in optimizers for group in optim["param_groups"] for one in group["params"]]
     return bool(params) and all(isinstance(one, str) for one in params)
 

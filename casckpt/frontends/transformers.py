@@ -210,7 +210,7 @@ def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _is_of(name: str, rank: int) -> bool:
-    """Is it the file of this rank? Other ranks may still be writing theirs, or have them on other machines."""
+    """Whether it is the file of this rank; others may still be writing theirs, or have them on other machines."""
     found = RNG.fullmatch(name)
     return found is not None and int((found[1] or "_0")[1:]) == rank
 

@@ -52,7 +52,7 @@ class Policy:
 
     @property
     def is_empty(self) -> bool:
-        """Does it say nothing at all? Then it forgets nothing."""
+        """Whether it says nothing at all, and so forgets nothing."""
         return all(getattr(self, rule.name) is None for rule in fields(self))
 
     @property

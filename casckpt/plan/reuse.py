@@ -86,7 +86,7 @@ class KnownCells:
 
     @property
     def any(self) -> bool:
-        """Is there anything that could be reused?"""
+        """Whether there is anything that could be reused."""
         return bool(self._usable.any())
 
     def usable(self, blob: int) -> bool:

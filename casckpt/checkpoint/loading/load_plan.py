@@ -136,7 +136,7 @@ class LoadPlan:
         return True
 
     def fills(self, leaf: LeafValue) -> bool:
-        """Is the memory of a tensor filled under another key, as that of tied weights is?"""
+        """Whether the memory of a tensor is filled under another key, as that of tied weights is."""
         if not leaf.is_tensor:
             return False
         try:

@@ -49,17 +49,17 @@ class Tied:
             )
 
     def has(self, data: torch.Tensor) -> bool:
-        """Is this memory filled?"""
+        """Whether this memory is filled."""
         return any(_same_memory(one.data, data) for one in self._held.get(data.data_ptr(), ()))
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two tensors that begin at the same address: are they the same elements, in the same order?"""
+    """Whether two tensors that begin at the same address are the same elements, in the same order."""
     return (one.device, one.dtype, one.shape, one.stride()) == (other.device, other.dtype, other.shape, other.stride())
 
 
 def _differ(one: _Content, other: _Content) -> bool:
-    """Do two contents differ in a cell? Of those that are cut into other cells nobody knows."""
+    """Whether two contents differ in a cell; of those that are cut into other cells nobody knows."""
     if one.table is other.table or one.dtype != other.dtype:
         return False
     digests = {unit[3:6]: unit.digest for unit in plan_units(one.table, one.region, verify=True)}

@@ -41,7 +41,7 @@ def _look(node: Node, path: Path, unread: frozenset[str]) -> tuple[int, int, lis
 
 
 def is_within(key: str, subtree: str) -> bool:
-    """Is it that subtree, or below it?"""
+    """Whether it is that subtree, or below it."""
     return key == subtree or key.startswith(f"{subtree}.")
 
 

@@ -53,7 +53,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Does a save run?"""
+        """Whether a save runs."""
         return self._last is not None and not self._last.done()
 
     def wait(self) -> None:

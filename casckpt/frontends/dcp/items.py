@@ -164,7 +164,7 @@ def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> N
 
 
 def _comes_back(value: Any) -> bool:
-    """Are all tensors in it plain ones, and all containers of tensors of types that the native API keeps?"""
+    """Whether all tensors in it are plain, and all containers of tensors of types that the native API keeps."""
     waiting, seen = [value], set[int]()
     while waiting:
         item = waiting.pop()

@@ -37,7 +37,7 @@ class StrictHandling(Enum):
 
     @property
     def raises(self) -> bool:
-        """Do unexpected keys raise?"""
+        """Whether unexpected keys raise."""
         return self.name.startswith(("ASSUME", "RAISE"))
 
     @property
@@ -52,7 +52,7 @@ class StrictHandling(Enum):
 
     @property
     def looks_for_missing(self) -> bool:
-        """Do missing keys matter? They are known only when all ranks have said what they want."""
+        """Whether missing keys matter; they are known only when all ranks have said what they want."""
         return self in (StrictHandling.LOG_ALL, StrictHandling.RAISE_ALL, StrictHandling.RETURN_ALL)
 
     @staticmethod

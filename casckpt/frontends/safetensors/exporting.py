@@ -141,7 +141,7 @@ class _Job:
 
     @cached_property
     def is_no_model(self) -> bool:
-        """Would a folder with these names and a config.json be loaded as a model with random weights?"""
+        """Whether a folder with these names and a config.json would be loaded as a model with random weights."""
         rules, whole = self._rules, Rules(model=True)
         if rules.model:
             if rules.strip_prefix is None and not rules.keys:
@@ -202,7 +202,7 @@ def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
 
 
 def _is_ours(name: str) -> bool:
-    """Has an export of another shape made this file? Then it must not stay beside the new ones."""
+    """Whether an export of another shape made this file, which then must not stay beside the new ones."""
     return name == INDEX or _OURS.fullmatch(name) is not None
 
 

@@ -269,7 +269,7 @@ def _travels(folder: Path, name: str, path: Path) -> bool:
 
 
 def _leads_inside(folder: Path, link: Path) -> bool:
-    """Does a link stay in the folder, or in the blobs of Hugging Face's cache? Others may lead to anybody's files."""
+    """Whether a link stays in the folder, or in Hugging Face's cache: others may lead to anybody's files."""
     homes = [folder.resolve()]
     if folder.parent.name == "snapshots":
         homes.append(folder.resolve().parent.parent / "blobs")

@@ -34,7 +34,7 @@ class Holding:
 
     @property
     def is_nothing(self) -> bool:
-        """Has this rank no element of it? Then FSDP gives it no gradient here, and no optimizer keeps up its state."""
+        """Whether this rank has no element of it: FSDP gives it no gradient then, and optimizers keep no state."""
         return self.part is not None and self.part.lo == self.part.hi
 
     # saving
@@ -134,7 +134,7 @@ def _fits(there: torch.Tensor, entry: StreamEntry, taken: set[int]) -> bool:
 
 
 def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor) -> bool:
-    """Is the state of a DTensor to be no DTensor? As it was before, or as torch keeps single numbers."""
+    """Whether the state of a DTensor is to be no DTensor: as it was before, or as torch keeps single numbers."""
     return entry.shape == () != tuple(parameter.shape) if there is None else not is_dtensor(there)
 
 

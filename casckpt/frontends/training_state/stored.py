@@ -63,7 +63,7 @@ class StoredTraining:
 
     @property
     def has_optimizer(self) -> bool:
-        """Was an optimizer saved along?"""
+        """Whether an optimizer was saved along."""
         return find(self._tree, GROUPS) is not None
 
     def groups(self, *, allow_pickle: bool = False) -> StoredGroups:
@@ -142,10 +142,10 @@ def _owner(key: str, names: Mapping[str, Any]) -> str:
 
 
 def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
-    """Does an optimizer count steps on the CPU, with these options of a group? torch's rule, and its one exception."""
+    """Whether an optimizer counts steps on the CPU, given a group's options: torch's rule, and its one exception."""
     return not (options.get("capturable") or options.get("fused") or isinstance(optim, ASGD))
 
 
 def is_step(entry: StreamEntry, key: str) -> bool:
-    """Is it a count of steps, or a product over them, which optimizers keep on the CPU unless they are told not to?"""
+    """Whether it is a count of steps, or a product over them: optimizers keep those on the CPU unless told not to."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES

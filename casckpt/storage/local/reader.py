@@ -59,7 +59,7 @@ class LocalReader(Reader):
 
     @property
     def is_cached(self) -> bool:
-        """Does the page cache hold most of it? Asked once."""
+        """Whether the page cache holds most of it; looked up once."""
         if self._cached is None:
             self._cached = is_cached(self._fd, self._size)
         return self._cached

@@ -44,11 +44,11 @@ class Client(Protocol):
 
     @property
     def exclusive(self) -> bool | None:
-        """Does `create` refuse a key that is taken, also when several come at once? None: to be probed."""
+        """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
 
     @property
     def read_only(self) -> bool:
-        """Can nothing be written here?"""
+        """Whether nothing can be written here."""
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
