@@ -322,6 +322,25 @@ def test_tags_tells_until_when_and_who(saved: Path, store: casckpt.Store, as_jso
     assert as_json("tag", saved, "eval", gone, "--expires", "1h", status=3)["error"]["kind"] == "not-found"
 
 
+def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.save({"w": torch.zeros(1)}, run="m", step=1, metrics={"val": 0.5, "grad": float("nan")}, healthy=False)
+    store.save({"w": torch.ones(1)}, run="m", step=2, metrics={"val": 0.25}, healthy=True)
+    rows = as_json("list", saved, "--run", "m")
+    assert [row["metrics"] for row in rows] == [{"val": 0.5, "grad": "nan"}, {"val": 0.25}]
+    assert [row["healthy"] for row in rows] == [False, True]
+    assert [row["healthy"] for row in as_json("list", saved, "--run", "b")] == [None]
+    assert named(as_json("list", saved, "--sort", "val", "--limit", 2)) == ["m@2", "m@1"]
+    text = run("list", saved, "--run", "m", "--show", "val", "--show", "grad").stdout
+    assert "VAL" in text
+    assert "0.25" in text
+    assert text.splitlines()[1].endswith("unhealthy")
+    shown = as_json("show", saved, "m@1")
+    assert (shown["metrics"], shown["healthy"]) == ({"val": 0.5, "grad": "nan"}, False)
+    text = run("show", saved, "m@1").stdout
+    assert "val 0.5, grad nan" in text
+    assert "unhealthy" in text
+
+
 def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("forget", saved, "a@2..", "--dry-run")["dry_run"] is True
     assert len(as_json("list", saved)) == 4
