@@ -234,6 +234,22 @@ def test_what_is_visible_again_here_is_so_in_the_mirror(store: Store, link: Faul
     assert store.mirror_lag().checkpoints == 0
 
 
+def test_signatures_go_along_before_the_copy_is_committed(store: Store, link: FaultyStore, away: Path) -> None:
+    break_link(link)
+    save(store, 1)
+    first, second = (f"signatures/{store.get('sft@1').id}/{digit * 64}" for digit in "ab")
+    store.repository.storage.put(first, b"signed")
+    link.heal()
+    store.wait_for_mirror()
+    assert (away / first).read_bytes() == b"signed"
+    puts = link.keys("put")
+    assert puts.index(first) < min(at for at, key in enumerate(puts) if key.startswith("commits/"))
+    store.repository.storage.put(second, b"later")
+    save(store, 2)
+    store.wait_for_mirror()
+    assert (away / second).read_bytes() == b"later"
+
+
 @pytest.mark.parametrize("gone", ["store", "mirror"])
 def test_whichever_was_deleted_is_made_again(gone: str, store: Store, store_path: Path, away: Path) -> None:
     """Else nobody could open the new mirror, and a gc from cron would not know that the new store has one."""
