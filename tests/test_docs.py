@@ -24,6 +24,7 @@ from casckpt.format import (
     extents,
     keys,
     manifest,
+    metrics,
     plain,
     plain_codecs,
     plain_numpy,
@@ -80,7 +81,7 @@ def test_every_field_of_what_is_stored_is_described(struct: type[msgspec.Struct]
         assert f"number {config.tag}" in section("Regions, cells, extents")
 
 
-@pytest.mark.parametrize("name", ["format", "cell_bytes", "blob_bytes"])
+@pytest.mark.parametrize("name", ["format", "hash", "cell_bytes", "blob_bytes"])
 def test_the_marker_has_the_defaults_that_are_described(name: str) -> None:
     info = msgspec.structs.fields(records.Marker)
     default = next(field.default for field in info if field.name == name)
@@ -114,6 +115,7 @@ def test_every_kind_of_container_of_a_tree_is_described() -> None:
 def test_limits_are_those_of_the_code() -> None:
     assert records.MAX_RECORD_BYTES == 2**20
     assert records.MAX_METADATA_BYTES == 65536
+    assert f"at most {metrics.MAX_METRICS} names (1 to {metrics.MAX_METRIC_NAME} characters" in FORMAT
     assert manifest.MAX_MANIFEST_BYTES == 2**32
     assert keys.MAX_STEP == 2**63 - 1
     assert regions.MAX_ELEMENTS == 2**62

@@ -43,14 +43,144 @@ PLANTED = (
     Planted(
         "tags are not listed again right before a purge",
         "casckpt/upkeep/gc/retiring.py",
-        "    tagged = _tagged(repo)  # again: a tag",
-        "    tagged: set[TxId] = set()  # again: a tag",
+        "    tagged = _tagged(repo, [*plan.purge, *forgotten])\n",
+        "    tagged: set[TxId] = set()\n",
         "tests/upkeep/gc/test_gc.py",
+    ),
+    Planted(
+        "tags are listed before a gc forgets",
+        "casckpt/upkeep/gc/retiring.py",
+        """    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+    # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    tagged = _tagged(repo, [*plan.purge, *forgotten])
+""",
+        """    tagged = _tagged(repo, [*plan.purge, *plan.forget])
+    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+""",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "the clock is read after tags are listed",
+        "casckpt/repository/tags.py",
+        "    return _read(repo, PREFIX, since, anew=anew)\n",
+        "    return _read_newest(repo, PREFIX, _newest_entries(repo, PREFIX), repo.clock() - slack, anew=anew)\n",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "a purge takes a later number",
+        "casckpt/repository/commits.py",
+        "        if _holds(now, wanted):\n            return now\n",
+        "        if _holds(now, wanted):\n            return now\n"
+        "        if now.last in _AFTER[wanted]:\n            return append(repo, now, kind)\n",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "a tag bars the purge of its own commit alone",
+        "casckpt/repository/tags.py",
+        "    return {commit.txid for commit in commits if commit.id in named}",
+        "    named = {tag.txid for tag in found.values()}  # type: ignore[misc]\n"
+        "    return {commit.txid for commit in commits if commit.txid in named}",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "a tag that expired by one's own clock counts no more for a gc",
+        "casckpt/upkeep/gc/retiring.py",
+        "    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()",
+        "    return tagged_txids(tags(repo), wanted) if wanted else set()",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "a lease is granted on what is forgotten",
+        "casckpt/repository/leases.py",
+        "    if now.visible:\n        return now\n",
+        "    if now.live:\n        return now\n",
+        "tests/repository/test_leases.py",
+    ),
+    Planted(
+        "the log is read before a lease is put",
+        "casckpt/repository/leases.py",
+        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))\n",
+        "    seen = refresh(repo, commit)\n"
+        "    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))\n"
+        "    if seen.visible:\n        return tag, seen\n",
+        "tests/repository/test_leases.py",
+    ),
+    Planted(
+        "a late renewal is not granted anew",
+        "casckpt/repository/leases.py",
+        "    if tag.expires is not None and repo.clock() <= tag.expires:",
+        "    if tag.expires is not None:",
+        "tests/repository/test_leases.py",
+    ),
+    Planted(
+        "a renewal is in time by a clock read before it is put",
+        "casckpt/repository/leases.py",
+        "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
+        "    if tag.expires is not None and repo.clock() <= tag.expires:",
+        "    before = repo.clock()\n"
+        "    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)\n"
+        "    if tag.expires is not None and before <= tag.expires:",
+        "tests/repository/test_leases.py",
+    ),
+    Planted(
+        "the newest generation of a tag that is over goes, too",
+        "casckpt/repository/tags.py",
+        "        for number in sorted(several[name])[:-1]:",
+        "        for number in sorted(several[name]):",
+        "tests/repository/test_tags.py",
+    ),
+    Planted(
+        "old generations go while the newest counts",
+        "casckpt/repository/tags.py",
+        "several.keys() - counting.tags.keys() - counting.damaged.keys()",
+        "several.keys() - counting.damaged.keys()",
+        "tests/repository/test_tags.py",
+    ),
+    Planted(
+        "a note in mirrored/ counts although the checkpoint was restored since",
+        "casckpt/upkeep/copies/mirrored.py",
+        "    return mirrored_key(commit.txid, commit.restored)",
+        "    return mirrored_key(commit.txid)",
+        "tests/upkeep/copies/test_mirrored.py",
+    ),
+    Planted(
+        "what a mirror had once is safe there",
+        "casckpt/upkeep/copies/mirror.py",
+        "({one.id for one in found} for found in (there.visible(), there.live()))",
+        "({one.id for one in found} for found in ([*there.commits.values()], [*there.commits.values()]))",
+        "tests/store/test_mirror.py",
+    ),
+    Planted(
+        "a gc deletes without a look at what is demanded of writers",
+        "casckpt/upkeep/gc/gc.py",
+        "        check_requirements(self.repo)\n        _delete(",
+        "        _delete(",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "a transaction asks what is demanded of writers before it is open",
+        "casckpt/repository/transactions.py",
+        """    repo.put_record(transaction_key(txid), began)
+    return _allowed(repo, Transaction(repo, began, seconds=seconds))
+""",
+        """    check_requirements(repo)
+    repo.put_record(transaction_key(txid), began)
+    return Transaction(repo, began, seconds=seconds)
+""",
+        "tests/repository/test_requirements.py",
+    ),
+    Planted(
+        "a copy leaves signatures behind",
+        "casckpt/upkeep/copies/copying.py",
+        """    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
+""",
+        "",
+        "tests/upkeep/copies/test_signatures.py",
     ),
     Planted(
         "the mirror is not asked again right before a purge",
         "casckpt/upkeep/gc/retiring.py",
-        "    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}",
+        "    unsafe = {commit.txid for commit in unmirrored(repo, due, settings.mirror)}",
         "    unsafe = {commit.txid for commit in unmirrored(repo, due, None)}",
         "tests/upkeep/gc/test_gc.py",
     ),
@@ -258,7 +388,7 @@ PLANTED = (
     Planted(
         "rotation takes what is not safe in the mirror",
         "casckpt/upkeep/gc/retiring.py",
-        "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}",
+        "    unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}",
         "    unsafe: set[TxId] = set()",
         "tests/frontends/trainer/test_retention.py",
     ),

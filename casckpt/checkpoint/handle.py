@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from casckpt.errors import ForgottenWarning
+from casckpt.format.metrics import metric_values
 from casckpt.format.records import Committed, time_of
 from casckpt.lazy import cached_property
 from casckpt.plan.notebook import html_table
@@ -104,6 +105,16 @@ class Checkpoint:
         """Whether it is reached by its id only, until it is restored or purged."""
         return not self.commit.visible
 
+    @property
+    def healthy(self) -> bool | None:
+        """The word of whoever saved it; None for none."""
+        return self._record.healthy
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The figures that it was saved with."""
+        return metric_values(self._record.metrics)
+
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
@@ -113,7 +124,7 @@ class Checkpoint:
     @property
     def tags(self) -> list[str]:
         """The tags that name it now, sorted; without those whose records are damaged."""
-        return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.txid)
+        return tags.tags_of(tags.list_tags(self.repo).tags, self.commit.id)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -135,7 +146,7 @@ class Checkpoint:
         rows = [
             ("id", self.id), ("created", created), ("size", format_size(stats.bytes_total)),
             ("new", format_size(stats.bytes_written)), ("tensors", self._record.tensors),
-            ("tags", ", ".join(self.tags)), *self.metadata.items(),
+            ("tags", ", ".join(self.tags)), *self.metrics.items(), *self.metadata.items(),
         ]  # fmt: skip
         return html_table(f"{self.run}@{self.step}", ("", ""), rows)
 

@@ -43,6 +43,8 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
+        "healthy": checkpoint.healthy,
+        "metrics": checkpoint.commit.committed.metrics,
         "forgotten": checkpoint.forgotten,
         "stats": asdict(checkpoint.stats),
     }

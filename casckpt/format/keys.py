@@ -5,7 +5,8 @@
     casckpt.json                              settings/<N>
     objects/<uploader>/<blake3>.safetensors   objects/<uploader>/<id>.manifest
     transactions/<txid>[.N]                   commits/<txid>[.N]
-    tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>          mirrored/<txid>
+    tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>
+    mirrored/<txid>[.N]                       signatures/<id>/<key id>
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _LOG_RE = re.compile(rf"(?:commits|transactions)/({_TXID})(?:\.([1-9]\d{{0,8}}))
 _OBJECT_RE = re.compile(rf"objects/({_TXID})/({_HEX64})\.(safetensors|manifest)")
 _TAG_KEY_RE = re.compile(rf"tags/({_TAG})/({_NUMBER})")
 _DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
-_MIRRORED_RE = re.compile(rf"mirrored/({_TXID})")
+_MIRRORED_RE = re.compile(rf"mirrored/({_TXID})(?:\.([1-9][0-9]{{0,8}}))?")
+_SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
 _TIME = "%Y%m%dT%H%M%S%f"
@@ -222,12 +224,18 @@ def parse_settings(key: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def parse_mirrored(key: str) -> TxId | None:
-    """Parse the transaction of a key under mirrored/. Returns None for any other key."""
+def mirrored_key(txid: TxId, restored: int = 0) -> str:
+    """Return the key of the note that a commit is safe in the mirror, since record ``restored`` of its log."""
+    return f"mirrored/{txid}.{restored}" if restored else f"mirrored/{txid}"
+
+
+def parse_mirrored(key: str) -> tuple[TxId, int] | None:
+    """Parse (txid, number of the record that restored it, 0 for none) of a key under mirrored/. Else returns None."""
     found = _MIRRORED_RE.fullmatch(key)
-    return TxId(found[1]) if found else None
+    return (TxId(found[1]), int(found[2] or 0)) if found else None
 
 
-def mirrored_key(txid: TxId) -> str:
-    """Return the key of the note that a commit is safe in the mirror."""
-    return f"mirrored/{txid}"
+def parse_signature(key: str) -> ManifestId | None:
+    """Parse the id of a key under signatures/, signatures/<id>/<key id>. Returns None for any other key."""
+    found = _SIGNATURE_RE.fullmatch(key)
+    return ManifestId(found[1]) if found else None

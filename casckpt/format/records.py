@@ -13,13 +13,17 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.json import Decoder
 
-from casckpt.errors import Damaged, Refused
+from casckpt.errors import Damaged, Refused, Unsupported
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import check_hash, check_run, check_step, check_txid
+from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
 FORMAT_VERSION = 1
 KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_REQUIREMENTS: frozenset[str] = frozenset()
+"""Names in `Settings.requires` that this version knows: there are none yet."""
+HASH = "blake3"
 MAX_RECORD_BYTES = 1 << 20
 DEFAULT_CELL_BYTES = 1 << 20
 DEFAULT_BLOB_BYTES = 32 << 20
@@ -62,22 +66,28 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "step": check_step,
     "time": _check_time,
     "created_at": _check_time,
+    "expires": _check_time,
+    "metrics": check_metrics,
 }
 
 
 class Marker(Record, omit_defaults=False, frozen=True, kw_only=True):
-    """casckpt.json. ``features``: names a reader must know, else it must not touch the store. Sizes in bytes."""
+    """casckpt.json. ``features``: names a reader must know, else it must not touch the store. Sizes in bytes.
+
+    ``hash``: of objects, cells and records.
+    """
 
     format: int
     store_id: str
     created_at: int  # microseconds since the epoch, UTC; so are all times below
     features: list[str] = []
+    hash: str = HASH
     cell_bytes: int = DEFAULT_CELL_BYTES
     blob_bytes: int = DEFAULT_BLOB_BYTES
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """settings/<N>: what may change. A field that is None is not set."""
+    """settings/<N>: what may change. A field that is None is not set. ``requires``: what whoever writes must know."""
 
     created_at: int
     min_age_seconds: float | None = None
@@ -85,6 +95,7 @@ class Settings(Record, frozen=True, kw_only=True):
     revoke_after_seconds: float | None = None
     exclusive_create: bool | None = None
     mirror: str | None = None  # URL: gc neither forgets nor purges what is not noted as safe there
+    requires: list[str] = []
 
 
 class Process(Record, frozen=True, kw_only=True):
@@ -120,7 +131,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
     ``uploader``: whose folder holds the manifest object. ``bytes_total``: of all tensors, as held in memory.
-    ``metadata`` is None where it is too large for the record (it stands in the manifest).
+    ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
+    None for none.
     """
 
     txid: TxId
@@ -140,6 +152,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     ephemeral: bool = False
     parent: ManifestId | None = None
     metadata: dict[str, Any] | None = None
+    healthy: bool | None = None
+    metrics: dict[str, Stored] = {}
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
@@ -172,7 +186,7 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
 
 
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
-    """mirrored/<txid>: the checkpoint is committed in the store at ``mirror`` (a URL) too."""
+    """mirrored/<txid>[.N]: since record N of its log the checkpoint was seen in the store at ``mirror`` (a URL) too."""
 
     txid: TxId
     time: int
@@ -184,13 +198,18 @@ LaterRecord = Forgotten | Restored | Purged
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):
-    """tags/<name>/<N>: the tag names the commit ``txid``; None deletes the tag. ``unique`` tells writers apart."""
+    """tags/<name>/<N>: the tag names the checkpoint ``manifest``, set on the commit ``txid``; None deletes the tag.
+
+    ``unique`` tells writers apart. ``expires``: when it ends, None for never. ``holder``: whose it is, for people.
+    """
 
     name: str
     time: int
     unique: str
     txid: TxId | None = None
     manifest: ManifestId | None = None
+    expires: int | None = None
+    holder: str = ""
 
 
 class DamageRecord(Record, tag="damage", frozen=True, kw_only=True):
@@ -241,6 +260,16 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
     return record
 
 
+def check_requirements(settings: Settings, url: str) -> None:
+    """Raise `Unsupported` if whoever writes to the store at ``url`` must know what this version does not."""
+    unknown = sorted(set(settings.requires) - KNOWN_REQUIREMENTS)
+    if unknown:
+        raise Unsupported(
+            f"{url} may be written only by versions of casckpt that know of {', '.join(unknown)[:200]}, and this one "
+            "does not: upgrade casckpt. It can be read as ever"
+        )
+
+
 def encode_marker(marker: Marker) -> bytes:
     """Encode the marker as plain JSON, for any tool to read."""
     return msgspec.json.format(msgspec.json.encode(marker), indent=2) + b"\n"
@@ -258,6 +287,8 @@ def decode_marker(data: bytes) -> Marker:
             f"this store has format {marker.format} with features {missing}; this casckpt reads format "
             f"{FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
+    if marker.hash != HASH:
+        raise Refused(f"this store is made with the hash {marker.hash[:40]!r}, and this casckpt has {HASH} alone")
     sizes_fit = 4096 <= marker.cell_bytes <= marker.blob_bytes <= 1 << 30 and marker.cell_bytes % 64 == 0
     if marker.format < 1 or not sizes_fit:
         raise Refused(

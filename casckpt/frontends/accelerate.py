@@ -15,7 +15,6 @@ random generators it always writes to a folder by torch.save, so half of each ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -31,7 +30,7 @@ from casckpt.errors import InvalidInput, Unsupported
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.trainer.resuming import Missing
-from casckpt.frontends.trainer.settings import StepArguments, TrainerArguments
+from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments
 
 _OTHERS = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 
@@ -61,9 +60,9 @@ class AcceleratorCheckpointer:
         """See `Checkpointer.save_async`."""
         return self.checkpointer.save_async(step, *self._all(), **options)
 
-    def save_if_due(self, step: int, *, metadata: Mapping[str, Any] | None = None) -> Future[Checkpoint] | None:
+    def save_if_due(self, step: int, **options: Unpack[DueArguments]) -> Future[Checkpoint] | None:
         """See `Checkpointer.save_if_due`."""
-        return self.checkpointer.save_if_due(step, *self._all(), metadata=metadata)
+        return self.checkpointer.save_if_due(step, *self._all(), **options)
 
     def resume(self, *, missing: Missing = "raise", unread: Unread = "warn") -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""

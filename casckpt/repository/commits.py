@@ -17,6 +17,7 @@ from casckpt.lazy import cached_property
 from casckpt.repository.caches import Shown, shown
 from casckpt.repository.reading import Read, key_of, read_records
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 PREFIX = "commits/"
@@ -64,6 +65,11 @@ class Commit:
     def visible(self) -> bool:
         """Live and not forgotten."""
         return self.last in ("committed", "restored")
+
+    @property
+    def restored(self) -> int:
+        """Number of the last `restored` record, 0 for none: behind the first one they take turns with `forgotten`."""
+        return max(0, self.number - {"forgotten": 1, "purged": 2}.get(self.last, 0))
 
     @property
     def committed(self) -> Committed:
@@ -271,6 +277,7 @@ def restore(repo: Repository, commit: Commit) -> Commit:
 
     Raises `Conflict` if it was purged, or if another checkpoint of its run and step is visible; `StorageError`.
     """
+    check_requirements(repo)
     found = list_commits(repo)
     commit = found.commits.get(commit.txid, commit)
     if commit.last == "forgotten":

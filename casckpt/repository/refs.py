@@ -21,7 +21,7 @@ from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import MAX_STEP, check_run
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import get_tag, no_tag
+from casckpt.repository.tags import get_tag, named_by, no_tag
 
 MIN_PREFIX = 6
 LATEST, TAG = "latest", "tag:"
@@ -185,7 +185,7 @@ def _tagged(repo: Repository, found: CommitList, name: str) -> Commit:
     tag = get_tag(repo, name)
     if tag is None:
         raise no_tag(repo, name)
-    commit = found.commits.get(tag.txid)
+    commit = named_by(tag, found)
     if commit is None:
         raise NotFound(f"tag {name!r} names {tag.manifest[:12]}, which is not in {repo.storage.url}{_doubt(found)}")
     if not commit.visible:

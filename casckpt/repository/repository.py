@@ -186,12 +186,13 @@ class Repository:
         return self.newest_settings()[1]
 
     def change_settings(self, **fields: Any) -> Settings:  # of `Settings`, which is decoded to check them
-        """Write the next generation, with ``fields`` over the present ones. Raises `InvalidInput`, `StorageError`."""
+        """Write the next generation, with ``fields`` changed. Raises `InvalidInput`, `Unsupported`, `StorageError`."""
         unknown = sorted(set(fields) - set(Settings.__struct_fields__) | {"created_at"} & set(fields))
         if unknown:
             raise InvalidInput(f"there is no setting {', '.join(unknown)}; see `casckpt settings --help`")
         while True:
             number, old = self.newest_settings()
+            records.check_requirements(old, self.storage.url)
             new = records.changed(old, **fields, created_at=self.clock())
             try:
                 records.decode(records.encode(new), Settings, "settings")
@@ -205,9 +206,8 @@ class Repository:
 
     def newest_settings(self) -> tuple[int, Settings]:
         """Read the newest settings, behind their number; -1: none. Raises `Damaged`, `Refused`, `StorageError`."""
-        numbers = (
-            keys.parse_settings(entry.key) for entry in self.storage.list("settings/", known=keys.parse_settings)
-        )
+        listed = self.storage.list("settings/", known=keys.parse_settings)
+        numbers = (keys.parse_settings(entry.key) for entry in listed)
         newest = max((number for number in numbers if number is not None), default=-1)
         if newest < 0:
             return -1, Settings(created_at=self.marker.created_at)

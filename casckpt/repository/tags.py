@@ -1,32 +1,50 @@
-"""Tags: movable names for commits, as numbered generations; one that names nothing deletes the tag."""
+"""Tags: movable names for checkpoints, as numbered generations; one that names nothing deletes the tag.
+
+A tag may end by itself (`casckpt.repository.leases`); then it names nothing any more. It names an id: commits of that
+id answer to it, and none of them is purged as long as the tag counts for a gc, which is an hour longer than for others,
+as their clocks may be behind.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import cast
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format.keys import check_tag, parse_tag, tag_key
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import TagRecord
-from casckpt.repository.commits import Commit, list_commits, refresh, restore
+from casckpt.repository.commits import Commit, CommitList, list_commits, refresh, restore
 from casckpt.repository.reading import Read, check_no_file, key_of, read_records
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.storage.base import ListedObject
 
 PREFIX = "tags/"
+FOREIGN_CLOCKS = 3600 * 10**6
+"""Microseconds by which the clock of another host may be behind that of a gc."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it names."""
+    """A movable name. ``generation``: its number in tags/<name>/. ``txid``, ``manifest``: of the commit it was set on.
+
+    ``expires``: its last microsecond, None for a tag without an end. ``holder``: host:pid of who set it. ``unique``:
+    one text in all generations of one lease.
+    """
 
     name: str
     generation: int
     txid: TxId
     manifest: ManifestId
+    expires: int | None = None
+    holder: str = ""
+    unique: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,34 +61,36 @@ class TagList:
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
-def list_tags(repo: Repository, *, anew: bool = False) -> TagList:
+def list_tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> TagList:
     """Return a snapshot made by one LIST; a damaged record spoils its own tag alone. Raises `StorageError`.
 
-    ``anew``: read every record, also those that the catalogue has.
+    ``anew``: read every record, also those that the catalogue has. ``slack``: microseconds that tags count beyond their
+    end.
     """
-    return _read(repo, PREFIX, anew=anew)
+    since = repo.clock() - slack  # read before the listing: what is set or renewed while that runs may not be in it
+    return _read(repo, PREFIX, since, anew=anew)
 
 
-def tags(repo: Repository, *, anew: bool = False) -> dict[str, Tag]:
-    """Return all tags by name, sorted. ``anew``: as in `list_tags`.
+def tags(repo: Repository, *, anew: bool = False, slack: int = 0) -> dict[str, Tag]:
+    """Return all tags by name, sorted. ``anew``, ``slack``: as in `list_tags`.
 
     Raises `Damaged` or `Refused` if one cannot be read, for it protects a checkpoint from gc and policies, and nobody
     knows which; `StorageError`.
     """
-    found = list_tags(repo, anew=anew)
+    found = list_tags(repo, anew=anew, slack=slack)
     found.raise_damage()
     return dict(found.tags)
 
 
 def get_tag(repo: Repository, name: str) -> Tag | None:
     """Read a tag; None if there is none. Raises `InvalidInput`, `Damaged`, `Refused`, `StorageError`."""
-    found = _read(repo, f"{PREFIX}{check_tag(name)}/")
+    found = _read(repo, f"{PREFIX}{check_tag(name)}/", repo.clock())
     found.raise_damage()
     return found.tags.get(name)
 
 
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
-    """Let ``name`` name ``commit``. A forgotten checkpoint is restored by that.
+    """Let ``name`` name ``commit``, without an end. A forgotten checkpoint is restored by that.
 
     Raises `InvalidInput` for a bad name; `Conflict` if the checkpoint was purged, if it is forgotten and cannot be
     restored, or if somebody else moved the tag at this instant; `StorageError`.
@@ -78,15 +98,15 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     check_tag(name)
     if not commit.live:
         raise Conflict(f"{commit} was {commit.last}: it cannot be tagged", checkpoints=(commit.committed.manifest,))
+    check_requirements(repo)
     if commit.last == "forgotten":
         commit = restore(repo, commit)
-    number, found = _newest(repo, name)
-    before = found.tags.get(name)
-    tag = _write(repo, name, number + 1, commit.txid, commit.id)
+    number, found = newest_generation(repo, name)
+    tag = write_generation(repo, name, number + 1, commit)
     # a gc lists tags before it purges: either it saw this one, or its purge is seen here
     now = refresh(repo, commit)
     if now.last == "purged":
-        _write(repo, name, tag.generation + 1, before.txid if before else None, before.manifest if before else None)
+        take_back(repo, tag, found.tags.get(name))
         raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
     if now.last == "forgotten":
         restore(repo, now)
@@ -99,15 +119,30 @@ def delete_tag(repo: Repository, name: str) -> None:
     Raises `NotFound` if there is none, `Conflict` if somebody else moved it at this instant.
     """
     check_tag(name)
-    number, found = _newest(repo, name)
+    check_requirements(repo)
+    number, found = newest_generation(repo, name)
     if name not in found.tags and name not in found.damaged:
         raise no_tag(repo, name)
-    _write(repo, name, number + 1, None, None)
+    end_generation(repo, name, number + 1)
 
 
-def tags_of(found: Mapping[str, Tag], txid: TxId) -> list[str]:
-    """Return the names of the tags on a commit, sorted."""
-    return sorted(name for name, tag in found.items() if tag.txid == txid)
+def tags_of(found: Mapping[str, Tag], id: ManifestId) -> list[str]:
+    """Return the names of the tags on a checkpoint, sorted."""
+    return sorted(name for name, tag in found.items() if tag.manifest == id)
+
+
+def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits`` (revoked ones are not among them) a tag names."""
+    named = {tag.manifest for tag in found.values()}
+    return {commit.txid for commit in commits if commit.id in named}
+
+
+def named_by(tag: Tag, listed: CommitList) -> Commit | None:
+    """Return the commit that a tag names: the one it was set on, unless only another one of its id is visible."""
+    found = listed.commits.get(tag.txid)
+    if found is not None and found.visible:
+        return found
+    return next((commit for commit in reversed(listed.visible()) if commit.id == tag.manifest), found)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:
@@ -118,72 +153,138 @@ def no_tag(repo: Repository, name: str) -> NotFound:
     return NotFound(f"there is no tag {name!r} in {repo.storage.url}; {there}")
 
 
-def _read(repo: Repository, prefix: str, *, anew: bool = False) -> TagList:
-    return _read_newest(repo, prefix, _newest_entries(repo, prefix), anew=anew)
+def _read(repo: Repository, prefix: str, since: int, *, anew: bool = False) -> TagList:
+    return _read_newest(repo, prefix, _newest_entries(repo, prefix), since, anew=anew)
 
 
 def _read_newest(
-    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], *, anew: bool = False
+    repo: Repository, prefix: str, newest: Mapping[str, tuple[int, ListedObject]], since: int, *, anew: bool = False
 ) -> TagList:
+    """Read the records. ``since``: tags that end before are left out."""
     found = read_records(repo, prefix, [entry for _, entry in newest.values()], lambda _: TagRecord, anew=anew)
     tags: dict[str, Tag] = {}
     damaged: dict[str, CasckptError] = {}
     for name in sorted(newest):
         number, entry = newest[name]
+        if isinstance(found[entry.key], NotFound) and _is_gone(repo, entry):
+            continue  # it was listed, and deleted since: what is deleted was over
         record = _checked(found[entry.key], name, entry.key)
         if isinstance(record, CasckptError):
             damaged[name] = record
-        elif record.txid is not None and record.manifest is not None:
-            tags[name] = Tag(name, number, record.txid, record.manifest)
+        elif (tag := _tag(number, record)) is not None and (tag.expires is None or tag.expires >= since):
+            tags[name] = tag
     return TagList(tags, damaged)
+
+
+def _is_gone(repo: Repository, entry: ListedObject) -> bool:
+    """Tell whether what was listed is so no more; one that is, and cannot be read, is damage."""
+    return entry.size >= 0 and not any(one.key == entry.key for one in repo.storage.list(entry.key, known=parse_tag))
 
 
 def _newest_entries(repo: Repository, prefix: str) -> dict[str, tuple[int, ListedObject]]:
     """Return the highest generation of each tag, by name; also one that is missing, but that this host has seen."""
+    return {name: max(found.items()) for name, found in _generations(repo, prefix).items()}
+
+
+def _generations(repo: Repository, prefix: str) -> dict[str, dict[int, ListedObject]]:
+    """Return all generations of each tag, by name and number; also the highest that this host has seen."""
     seen = _seen(repo, prefix)
-    newest: dict[str, tuple[int, ListedObject]] = {}
+    found: dict[str, dict[int, ListedObject]] = defaultdict(dict)
     for entry in repo.storage.list(prefix, known=parse_tag):
         key = parse_tag(entry.key)
         if key is None:
             check_no_file(repo.storage.url, entry, parse_tag)
-        elif key[1] >= newest.get(key[0], (-1, entry))[0]:
-            newest[key[0]] = (key[1], entry)
-    if _lost(seen, newest):
+        else:
+            found[key[0]][key[1]] = entry
+    if _lost(seen, found):
         list_commits(repo)  # where commits are missing too, the whole store was put back, and what was seen is dropped
-        lost = _lost(_seen(repo, prefix), newest)
-        newest |= {name: (number, ListedObject(tag_key(name, number), -1)) for name, number in lost.items()}
-    return newest
+        for name, number in _lost(_seen(repo, prefix), found).items():
+            found[name][number] = ListedObject(tag_key(name, number), -1)
+    return found
 
 
 def _seen(repo: Repository, prefix: str) -> dict[str, int]:
     """Return the highest generation of each tag that this host has read. Ask before a listing: others go on learning.
 
-    None ever goes. Where it is missing, tags/ was moved away, or is an older one: nobody knows what the tag protects.
+    The newest of a name never goes. Where it is missing, tags/ was moved away, or is an older one: nobody knows what
+    the tag protects.
     """
     keys = filter(None, (parse_tag(key_of(row)) for row in repo.catalogue.keys(prefix)))
     return dict(sorted(keys, key=lambda key: key[1]))
 
 
-def _lost(seen: Mapping[str, int], newest: Mapping[str, tuple[int, ListedObject]]) -> dict[str, int]:
-    return {name: number for name, number in seen.items() if name not in newest or newest[name][0] < number}
+def _lost(seen: Mapping[str, int], found: Mapping[str, Mapping[int, ListedObject]]) -> dict[str, int]:
+    return {name: number for name, number in seen.items() if number > max(found.get(name, ()), default=-1)}
 
 
-def _newest(repo: Repository, name: str) -> tuple[int, TagList]:
-    """Return (number of the highest generation of a tag, -1 for none; what it says)."""
+def newest_generation(repo: Repository, name: str) -> tuple[int, TagList]:
+    """Return (number of the highest generation of a tag, -1 for none; what it says, over or not)."""
     folder = f"{PREFIX}{name}/"
     newest = _newest_entries(repo, folder)
     number = newest.get(name, (-1, None))[0]
-    return number, _read_newest(repo, folder, newest)
+    return number, _read_newest(repo, folder, newest, 0)
 
 
-def _write(repo: Repository, name: str, number: int, txid: TxId | None, manifest: ManifestId | None) -> Tag:
-    record = TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex(), txid=txid, manifest=manifest)
+def write_generation(
+    repo: Repository, name: str, number: int, commit: Commit, *, expires: int | None = None, unique: str = ""
+) -> Tag:
+    """Create a generation that names ``commit``; what it says. Raises `Conflict` if the number is taken."""
+    holder = f"{socket.gethostname()}:{os.getpid()}"
+    tag = Tag(name, number, commit.txid, commit.id, expires, holder, unique or repo.entropy(8).hex())
+    _put(repo, tag)
+    return tag
+
+
+def end_generation(repo: Repository, name: str, number: int) -> None:
+    """Create a generation that deletes the tag. Raises `Conflict` if the number is taken."""
+    _create(repo, number, TagRecord(name=name, time=repo.clock(), unique=repo.entropy(8).hex()))
+
+
+def take_back(repo: Repository, tag: Tag, before: Tag | None) -> None:
+    """Undo a generation that was not to be: the tag is what it was ``before``, unless somebody has moved it since."""
+    number = tag.generation + 1
+    with suppress(Conflict):
+        if before is None:
+            end_generation(repo, tag.name, number)
+        else:
+            _put(repo, replace(before, generation=number))
+
+
+def remove_old_generations(repo: Repository) -> None:
+    """Delete the generations behind the newest one of each tag that is over. The newest stays, for ever.
+
+    Else its number would be used again, and one who slept meanwhile would delete that. And a listing may miss what is
+    put while it runs: it must find what was newest before, unless that is over too. Raises `StorageError`.
+    """
+    since = repo.clock() - FOREIGN_CLOCKS
+    several = {name: found for name, found in _generations(repo, PREFIX).items() if len(found) > 1}
+    counting = _read_newest(repo, PREFIX, {name: max(found.items()) for name, found in several.items()}, since)
+    for name in several.keys() - counting.tags.keys() - counting.damaged.keys():
+        for number in sorted(several[name])[:-1]:
+            repo.storage.delete(tag_key(name, number))
+
+
+def _put(repo: Repository, tag: Tag) -> None:
+    record = TagRecord(
+        name=tag.name, time=repo.clock(), unique=tag.unique, txid=tag.txid, manifest=tag.manifest, expires=tag.expires,
+        holder=tag.holder,
+    )  # fmt: skip
+    _create(repo, tag.generation, record)
+
+
+def _create(repo: Repository, number: int, record: TagRecord) -> None:
     try:
-        repo.put_record(tag_key(name, number), record)
+        repo.put_record(tag_key(record.name, number), record)
     except Conflict as error:
-        message = f"tag {name!r} was moved by somebody else at this instant; look at it, and try again"
+        message = f"tag {record.name!r} was moved by somebody else at this instant; look at it, and try again"
         raise Conflict(message, key=error.key) from error
-    return Tag(name, number, cast("TxId", txid), cast("ManifestId", manifest))
+
+
+def _tag(number: int, record: TagRecord) -> Tag | None:
+    """Return what a record says; None for one that deletes the tag."""
+    if record.txid is None or record.manifest is None:
+        return None
+    return Tag(record.name, number, record.txid, record.manifest, record.expires, record.holder, record.unique)
 
 
 def _checked(record: Read, name: str, key: str) -> Read:

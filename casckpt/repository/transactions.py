@@ -21,6 +21,7 @@ from casckpt.format.records import Began, Committed, FirstRecord, SignOfLife
 from casckpt.repository.commits import Commit, commit, just_committed
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 
 PREFIX = "transactions/"
 SIGN_OF_LIFE_SECONDS = 120.0
@@ -192,20 +193,21 @@ def begin(
     """Begin a save: before it lists commits, and before it uploads anything.
 
     ``after``: ids that the new one sorts behind. ``seconds``: between signs of life. Raises `InvalidInput`,
-    `StorageError`, `Unsupported`.
+    `StorageError`, `Unsupported`, also where the store demands of writers what this version does not know.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
     began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
     repo.put_record(transaction_key(txid), began)
-    return Transaction(repo, began, seconds=seconds)
+    return _allowed(repo, Transaction(repo, began, seconds=seconds))
 
 
 def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:
     """Begin the transaction ``began``, or go on with it, if another process has begun the copy of the same checkpoint.
 
     Any number of processes may work on one at the same time: they upload the same blobs under the same names, and one
-    of them commits. None if the transaction has ended, or is something else. Raises `StorageError`.
+    of them commits. None if the transaction has ended, or is something else. Raises `StorageError`, `Unsupported` as
+    `begin`.
     """
     repo.declare_mirror()
     key = transaction_key(began.txid)
@@ -218,11 +220,24 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
             return None
         began, joined = found, _last_sign(repo, began.txid)
     if repo.storage.size(commit_key(began.txid)) is None:
-        return Transaction(repo, began, seconds=seconds, joined=joined)
+        return _allowed(repo, Transaction(repo, began, seconds=seconds, joined=joined))
     if joined is None:
         with suppress(StorageError):  # it had ended before: this file is of no use to anybody, and gc removes it too
             repo.storage.delete(key)
     return None
+
+
+def _allowed(repo: Repository, one: Transaction) -> Transaction:
+    """Ask whether this version may write: now that it is open, so that who demands more waits for its end."""
+    try:
+        check_requirements(repo)
+    except CasckptError as error:
+        if one.joined:
+            one.leave()
+        else:
+            one.abort(f"{type(error).__name__}: {error}")
+        raise
+    return one
 
 
 def _last_sign(repo: Repository, txid: TxId) -> int:

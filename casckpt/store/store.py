@@ -10,6 +10,7 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -27,6 +28,7 @@ from casckpt.repository import commits as commit_log
 from casckpt.repository import manifests, refs, tags
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
 from casckpt.repository.commits import Commit
+from casckpt.repository.leases import Lease, hold
 from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
@@ -102,14 +104,16 @@ class Store:
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
         ``no_dist``: this process saves alone.
 
-        ``metadata``: JSON-able, shown in listings. ``attachments``: files by name that travel along (rank 0's count).
-        ``overwrite``: commit, then forget what was saved under this run and step before. ``ephemeral``: retention may
-        count it apart, and a gc purges it sooner. ``frozen``: tensors that did not change since the run's last
-        checkpoint, as patterns on flat keys or a function of a key. It is the caller's promise: only a sample of their
-        cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of the whole store; "run": of this
-        run only. ``check_replicas``: compare what several ranks hold, and refuse differences. ``allow_pickle``: pickle
-        the leaves that are neither tensors nor plain data. ``threads``: that hash and write (default: 2 to 8, as there
-        are cores). ``progress``: called with the bytes that are done, and all that are to be.
+        ``metadata``: JSON-able, shown in listings. ``metrics``: up to 64 numbers by name, in the commit record.
+        ``healthy``: True or False, your word on whether a training should go on from it. ``attachments``: files by name
+        that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this run and step
+        before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors that did not
+        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
+        promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of
+        the whole store; "run": of this run only. ``check_replicas``: compare what several ranks hold, and refuse
+        differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
+        and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
+        are to be.
 
         Raises Conflict if the step exists, InvalidInput (naming key and rank) for what cannot be stored, StorageError,
         RankFailed; on every rank alike. After an error nothing of the save is visible.
@@ -300,20 +304,35 @@ class Store:
 
     # keeping and removing
 
-    def tag(self, name: str, ref: str | Checkpoint) -> None:
+    def tag(self, name: str, ref: str | Checkpoint, *, expires: Duration | None = None) -> None:
         """Let ``name`` name a checkpoint; every policy keeps it from then on. A forgotten one is restored.
 
-        Raises Conflict if it was purged.
+        ``expires``: for so long from now ("12h", a timedelta); then it ends by itself. Such a tag restores nothing.
+        Raises Conflict if the checkpoint was purged; with ``expires`` NotFound, also if it is forgotten.
         """
-        tags.set_tag(self.repository, name, self._resolve(ref))
+        if expires is None:
+            tags.set_tag(self.repository, name, self._resolve(ref))
+        else:
+            hold(self.repository, name, self._resolve(ref), seconds_of(expires, "expires"))
+
+    @contextmanager
+    def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
+        """Hold a checkpoint for a block: whatever is forgotten and collected meanwhile, what it needs stays.
+
+        It is a tag with a name of its own that ends ``expires`` from now. A thread renews it until the block ends,
+        which ends it; after a kill it ends by itself. What keeps it from being renewed is told in the log: as a warning
+        while it is tried again, as an error when the lease is lost. Raises NotFound if the checkpoint is not visible.
+        """
+        with Lease(self.repository, self._resolve(ref), seconds_of(expires, "expires")) as held:
+            yield Checkpoint(self.repository, held.commit)
 
     def tags(self) -> dict[str, Checkpoint]:
         """All tags, and the checkpoints that they name; without those whose records are damaged."""
-        found, named = commit_log.list_commits(self.repository).commits, tags.list_tags(self.repository)
+        found, named = commit_log.list_commits(self.repository), tags.list_tags(self.repository)
         for name in named.damaged:
             log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", name)
-        named_now = [tag for tag in named.tags.values() if tag.txid in found]
-        return {tag.name: Checkpoint(self.repository, found[tag.txid]) for tag in named_now}
+        commits = {name: tags.named_by(tag, found) for name, tag in named.tags.items()}
+        return {name: Checkpoint(self.repository, commit) for name, commit in commits.items() if commit is not None}
 
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
@@ -322,8 +341,9 @@ class Store:
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
 
-        ``tagged``: also those that a tag names, and the tags go too; without it they are a Conflict, and nothing is
-        forgotten. ``dry_run``: only say which. Raises NotFound, InvalidInput, Conflict.
+        ``tagged``: also those that a tag names, and the tags go too, but for those that expire, which a gc heeds until
+        then; without it they are a Conflict, and nothing is forgotten. ``dry_run``: only say which. Raises NotFound,
+        InvalidInput, Conflict.
         """
         chosen = plan_forget(self.repository, map(_plain, refs), tagged=tagged)
         if not dry_run:

@@ -293,6 +293,54 @@ def test_tags_are_set_listed_moved_and_deleted(saved: Path, as_json: AsJson) -> 
     as_json("tag", saved, "x", "--delete", "best", status=2)
 
 
+def test_tags_tells_until_when_and_who(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    assert "no tags" in run("tags", saved).stdout
+    assert as_json("tags", saved) == []
+    as_json("tag", saved, "best", "a@2")
+    first = as_json("tag", saved, "eval", "a@1", "--expires", "12h")
+    until = datetime.fromisoformat(first["expires"]) - datetime.now(UTC)
+    assert timedelta(hours=11) < until <= timedelta(hours=12)
+    with store.lease("b@1"):
+        best, ends, lease = as_json("tags", saved)
+        assert (best["name"], best["expires"], *named([best])) == ("best", None, "a@2")
+        assert ends == first
+        assert lease["name"].startswith("lease-")
+        assert named([lease]) == ["b@1"]
+        assert all(int(tag["holder"].rpartition(":")[2]) == os.getpid() for tag in (best, ends, lease))
+        lines = run("tags", saved).stdout.splitlines()
+        assert [line.split()[0] for line in lines] == ["NAME", "best", "eval", lease["name"]]
+        assert as_json("gc", saved)["waiting"] == []
+    assert len(as_json("tag", saved)) == 2
+    assert "until" in run("tag", saved, "eval").stdout
+    assert "error" in as_json("tags", saved / "nothing", status=3)
+    as_json("tag", saved, "eval", "--expires", "1h", status=2)
+    as_json("tag", saved, "eval", "a@1", "--expires", "12", status=2)
+    as_json("tag", saved, "eval", "a@1", "--expires", "0", status=1)
+    as_json("tag", saved, "--delete", "eval")
+    store.forget("a@3")
+    gone = as_json("list", saved, "--all")[2]["id"]
+    assert as_json("tag", saved, "eval", gone, "--expires", "1h", status=3)["error"]["kind"] == "not-found"
+
+
+def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.save({"w": torch.zeros(1)}, run="m", step=1, metrics={"val": 0.5, "grad": float("nan")}, healthy=False)
+    store.save({"w": torch.ones(1)}, run="m", step=2, metrics={"val": 0.25}, healthy=True)
+    rows = as_json("list", saved, "--run", "m")
+    assert [row["metrics"] for row in rows] == [{"val": 0.5, "grad": "nan"}, {"val": 0.25}]
+    assert [row["healthy"] for row in rows] == [False, True]
+    assert [row["healthy"] for row in as_json("list", saved, "--run", "b")] == [None]
+    assert named(as_json("list", saved, "--sort", "val", "--limit", 2)) == ["m@2", "m@1"]
+    text = run("list", saved, "--run", "m", "--show", "val", "--show", "grad").stdout
+    assert "VAL" in text
+    assert "0.25" in text
+    assert text.splitlines()[1].endswith("unhealthy")
+    shown = as_json("show", saved, "m@1")
+    assert (shown["metrics"], shown["healthy"]) == ({"val": 0.5, "grad": "nan"}, False)
+    text = run("show", saved, "m@1").stdout
+    assert "val 0.5, grad nan" in text
+    assert "unhealthy" in text
+
+
 def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("forget", saved, "a@2..", "--dry-run")["dry_run"] is True
     assert len(as_json("list", saved)) == 4
@@ -519,7 +567,7 @@ def test_what_is_no_number_comes_last(saved: Path, store: casckpt.Store, as_json
     shown = run("list", saved, "--show", "loss", "--show", "note", "--show", "none").stdout
     assert all(value in shown for value in ("low", "true", "null", '{"a": [1]}'))
     told = run("list", saved, "--show", "los", "--show", "note").stderr
-    assert "no checkpoint in the list has 'los' in its metadata; there are loss, note" in told
+    assert "no checkpoint in the list has 'los' in its metrics or metadata; there are loss, note" in told
     assert "'note'" not in told
 
 

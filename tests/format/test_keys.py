@@ -55,6 +55,8 @@ def test_keys_come_back(txid: TxId, number: int) -> None:
     assert keys.parse_tag(keys.tag_key("best", number)) == ("best", number)
     assert keys.parse_damaged(keys.damaged_key(txid, BlobHash(HASH), number)) == (txid, HASH, number)
     assert keys.parse_settings(keys.settings_key(number)) == number
+    assert keys.parse_mirrored(keys.mirrored_key(txid, number)) == (txid, number)
+    assert keys.parse_signature(f"signatures/{HASH}/{HASH[::-1]}") == HASH
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH))) == keys.ObjectName(txid, HASH, "safetensors")
     assert keys.parse_object(keys.manifest_key(txid, ManifestId(HASH))) == keys.ObjectName(txid, HASH, "manifest")
     assert keys.blob_key(txid, BlobHash(HASH)).startswith(keys.uploader_folder(txid) + "/")
@@ -64,12 +66,15 @@ def test_keys_come_back(txid: TxId, number: int) -> None:
 def test_other_names_are_no_keys(name: str) -> None:
     for parse in (keys.parse_log, keys.parse_object, keys.parse_tag, keys.parse_damaged, keys.parse_settings):
         assert parse(name) is None or name.startswith("settings/")
+    assert (keys.parse_mirrored(name), keys.parse_signature(name)) == (None, None)
 
 
 @given(txids, st.sampled_from(["\n", " ", "/", "/..", ".x", ".01", "\u0660"]))
 def test_a_tail_makes_it_no_key(txid: TxId, tail: str) -> None:
     assert keys.parse_log(keys.commit_key(txid) + tail) is None
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH)) + tail) is None
+    assert keys.parse_mirrored(keys.mirrored_key(txid) + tail) is None
+    assert keys.parse_signature(f"signatures/{HASH}/{HASH}{tail}") is None
     with pytest.raises(Refused):
         keys.check_txid(txid + tail)
 
@@ -122,5 +127,6 @@ def test_no_tags(name: str) -> None:
 
 def test_the_rest() -> None:
     assert keys.mirrored_key(TxId("t")) == "mirrored/t"
+    assert keys.mirrored_key(TxId("t"), 2) == "mirrored/t.2"
     assert keys.commit_key(TxId("t")) == "commits/t"
     assert keys.transaction_key(TxId("t"), 3) == "transactions/t.3"

@@ -48,9 +48,11 @@ COMMITTED = Committed(
     created_at=1,
     bytes_total=10,
     metadata={"loss": 1.5},
+    healthy=False,
+    metrics={"loss": 0.25, "tokens": 12, "grad": "nan"},
 )
 EXAMPLES: list[Record] = [
-    Settings(created_at=1, min_age_seconds=2.5),
+    Settings(created_at=1, min_age_seconds=2.5, requires=["rewrites"]),
     Began(
         txid=TXID,
         run="a/b",
@@ -65,6 +67,7 @@ EXAMPLES: list[Record] = [
     Restored(txid=TXID, time=1),
     Purged(txid=TXID, time=1),
     TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
+    TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
     DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),
 ]
 
@@ -133,6 +136,14 @@ def test_forged_lines_are_refused_or_records(data: st.DataObject) -> None:
         {"metadata": [1]},
         {"time": -1},
         {"created_at": 253_402_300_800_000_000},  # the year 10000, which no date can be
+        {"metrics": {f"m{n}": n for n in range(65)}},
+        {"metrics": {"loss": "0.3"}},
+        {"metrics": {"loss": True}},
+        {"metrics": {"": 1}},
+        {"metrics": {"x" * 101: 1}},
+        {"metrics": {"a\nb": 1}},
+        {"metrics": [1]},
+        {"healthy": 1},
     ],
     ids=named,
 )
@@ -163,7 +174,8 @@ def test_a_bad_name_is_refused_at_birth() -> None:
 def test_the_marker_comes_back() -> None:
     marker = Marker(format=1, store_id="abc", created_at=5, cell_bytes=4096, blob_bytes=8192)
     assert decode_marker(encode_marker(marker)) == marker
-    assert msgspec.json.decode(encode_marker(marker))["cell_bytes"] == 4096
+    written = msgspec.json.decode(encode_marker(marker))
+    assert (written["cell_bytes"], written["hash"]) == (4096, "blake3")
 
 
 @pytest.mark.parametrize(

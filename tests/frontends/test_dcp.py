@@ -65,10 +65,12 @@ def test_a_keyword_that_no_writer_has_is_named(store: Store, name: str) -> None:
 def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -> None:
     model, optim = trained()
     state = {"model": model.state_dict(), "optim": optim.state_dict()}
-    save(state, StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}))
+    figures = {"loss": 1.5, "grad": float("inf")}
+    save(state, StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False))
     store.save(state, run="native", step=1)
     assert store.get("native@1").stats.bytes_written == 0  # the same cells
     assert store.get("dcp@1").metadata == {"loss": 1.5}
+    assert (store.get("dcp@1").metrics, store.get("dcp@1").healthy) == (figures, False)
     for ref in ("dcp@1", "native@1"):
         through_dcp = {"model": zeros(model.state_dict()), "optim": Optim(optim).state_dict()}
         load(through_dcp, StorageReader(store, ref))

@@ -10,11 +10,23 @@ import pytest
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked
 from casckpt.format.keys import tag_key
 from casckpt.repository.commits import forget, list_commits, purge
+from casckpt.repository.leases import hold
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import delete_tag, get_tag, list_tags, set_tag, tags, tags_of
+from casckpt.repository.tags import (
+    delete_tag,
+    get_tag,
+    list_tags,
+    named_by,
+    remove_old_generations,
+    set_tag,
+    tagged_txids,
+    tags,
+    tags_of,
+)
 from casckpt.repository.transactions import revoke
 from casckpt.storage.local.store import LocalStore
-from tests.support.faulty import FaultyStore, call_first, fail_after
+from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.gcs import keys, ticking
 from tests.support.repositories import commit_bare, meanwhile, memory, repository
 
 
@@ -31,8 +43,8 @@ def test_a_tag_moves_and_goes(repo: Repository) -> None:
     set_tag(repo, "base", two)
     assert named(repo) == {"base": two.txid, "best": two.txid}
     assert get_tag(repo, "best") == second
-    assert tags_of(tags(repo), two.txid) == ["base", "best"]
-    assert tags_of(tags(repo), one.txid) == []
+    assert tags_of(tags(repo), two.id) == ["base", "best"]
+    assert tags_of(tags(repo), one.id) == []
     delete_tag(repo, "best")
     assert named(repo) == {"base": two.txid}
     assert get_tag(repo, "best") is None
@@ -209,3 +221,94 @@ def test_records_of_tags_are_read_once(tmp_path: Path, repo: Repository, faults:
     reads = faults.count("get", "tags/*")
     tags(repository(tmp_path, faults))
     assert faults.count("get", "tags/*") == reads == 1
+
+
+# by id
+
+
+def test_a_tag_names_the_id_whatever_commit_it_was_set_on(repo: Repository) -> None:
+    old = commit_bare(repo, "a", 1)
+    set_tag(repo, "best", old)
+    (tag,) = tags(repo).values()
+    forget(repo, old)
+    again = commit_bare(repo, "a", 1, manifest=old.id)
+    other = commit_bare(repo, "a", 2)
+    assert tagged_txids(tags(repo), [old, again, other]) == {old.txid, again.txid}
+    assert named_by(tag, list_commits(repo)) == again, "what is visible answers"
+    forget(repo, again)
+    found = named_by(tag, list_commits(repo))
+    assert found is not None
+    assert found.txid == old.txid
+
+
+# old generations
+
+
+def cleaned(repo: Repository) -> set[str]:
+    remove_old_generations(repo)
+    return keys(repo, "tags/")
+
+
+def test_generations_go_once_the_newest_is_over_and_that_stays(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    for name in ("ends", "lasts", "deleted"):
+        hold(repo, name, commit, 3600)
+        hold(repo, name, commit, 3600)
+    set_tag(repo, "lasts", commit)
+    delete_tag(repo, "deleted")
+    lasts = {tag_key("lasts", number) for number in range(3)}
+    ends = {tag_key("ends", number) for number in range(2)}
+    assert cleaned(repo) == lasts | ends | {tag_key("deleted", 2)}
+    ticking(repo)(3601)
+    assert cleaned(repo) == lasts | ends | {tag_key("deleted", 2)}, "a clock may be behind"
+    ticking(repo)(3600)
+    assert cleaned(repo) == lasts | {tag_key("ends", 1), tag_key("deleted", 2)}
+    assert named(repo) == {"lasts": commit.txid}
+    assert hold(repo, "ends", commit, 3600)[0].generation == 2
+    assert set_tag(repo, "deleted", commit).generation == 3
+
+
+def test_a_number_is_never_used_twice_though_a_cleaner_slept(
+    tmp_path: Path, repo: Repository, faults: FaultyStore
+) -> None:
+    """It has chosen what to delete, sleeps, and what was over is set anew and cleaned by another one."""
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    hold(repo, "eval", commit, 1)
+    ticking(repo)(7200)
+    other = repository(tmp_path / "other", faults, clock=repo.clock, seed=2)
+
+    def anew() -> None:
+        remove_old_generations(other)
+        hold(other, "eval", commit, 3600)
+
+    faults.inject(call_first("delete", meanwhile(anew), key="tags/*"))
+    remove_old_generations(repo)
+    assert named(repo) == {"eval": commit.txid}
+
+
+def test_what_was_listed_and_is_gone_was_over(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    set_tag(repo, "best", commit)
+    fresh = repository(tmp_path / "fresh", faults, clock=repo.clock, seed=2)
+    gone = meanwhile(lambda: faults.inner.delete(tag_key("eval", 0)))
+    faults.inject(call_first("get", gone, key="tags/eval/0"))
+    assert named(fresh) == {"best": commit.txid}
+
+
+def test_what_is_listed_and_not_there_is_damage(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    set_tag(repo, "best", commit_bare(repo))
+    fresh = repository(tmp_path / "fresh", faults, seed=2)
+    faults.inject(fail_before("get", key="tags/*", error=NotFound("a permission is missing")))
+    with pytest.raises(Damaged, match="best"):
+        tags(fresh)
+
+
+def test_a_name_whose_newest_cannot_be_read_is_left_alone(repo: Repository) -> None:
+    commit = commit_bare(repo)
+    hold(repo, "eval", commit, 1)
+    hold(repo, "eval", commit, 1)
+    ticking(repo)(7200)
+    repo.storage.replace(tag_key("eval", 1), b"torn")
+    assert cleaned(repo) == {tag_key("eval", 0), tag_key("eval", 1)}

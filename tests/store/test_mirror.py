@@ -185,15 +185,69 @@ def test_a_copy_into_the_mirror_counts(store: Store, link: FaultyStore, store_pa
     assert plain.stats().unmirrored == 0
 
 
-def test_what_the_mirror_has_deleted_is_not_brought_back(store: Store, away: Path) -> None:
+def test_what_the_mirror_has_deleted_is_not_brought_back_while_it_is_noted(store: Store, away: Path) -> None:
     save(store, 1, 2)
     store.wait_for_mirror()
     mirror = casckpt.open(away)
     mirror.gc(keep_last=1, min_age=0)
-    store.repository.storage.delete(mirrored_key(store.get("sft@1").commit.txid))
     store.wait_for_mirror()
     assert steps(mirror) == [("sft", 2)]
+    store.repository.storage.delete(mirrored_key(store.get("sft@1").commit.txid))
+    store.wait_for_mirror()
+    assert steps(mirror) == [("sft", 1), ("sft", 2)], "safe is what is seen there, not what was there once"
     assert store.mirror_lag().checkpoints == 0
+
+
+def test_what_was_restored_since_it_was_noted_is_not_safe(
+    store: Store, link: FaultyStore, store_path: Path, away: Path
+) -> None:
+    """Forgotten, noted in the mirror, restored, purged there, forgotten: once a gc lost it in both stores."""
+    break_link(link)
+    save(store, 1, 2)
+    (old,) = store.forget("sft@1")
+    link.heal()
+    store.wait_for_mirror()
+    store.restore(old)
+    mirror, cron = casckpt.open(away), casckpt.open(store_path)
+    assert [one.step for one in mirror.gc(min_age=0, wait=0).purged] == [1]
+    store.forget(old)
+    assert (reasons(cron), store.stats().unmirrored) == ([(1, "unmirrored")], 1)
+    assert {one.step for one in store.checkpoints(forgotten=True)} == {1, 2}
+    store.wait_for_mirror()
+    assert [one.step for one in cron.gc(min_age=0, wait=0).purged] == [1]
+    assert [one.step for one in mirror.checkpoints(forgotten=True) if one.forgotten] == [1]
+    assert same_state(mirror.read(mirror.restore(old.id)), {"w": cells(3, seed=1), "shared": cells(5, seed=0)})
+
+
+def test_what_is_visible_again_here_is_so_in_the_mirror(store: Store, link: FaultyStore, away: Path) -> None:
+    break_link(link)
+    save(store, 1)
+    (old,) = store.forget("sft@1")
+    link.heal()
+    store.wait_for_mirror()
+    mirror = casckpt.open(away)
+    assert steps(mirror) == []
+    store.restore(old)
+    assert store.mirror_lag().checkpoints == 1
+    store.wait_for_mirror()
+    assert steps(mirror) == [("sft", 1)]
+    assert store.mirror_lag().checkpoints == 0
+
+
+def test_signatures_go_along_before_the_copy_is_committed(store: Store, link: FaultyStore, away: Path) -> None:
+    break_link(link)
+    save(store, 1)
+    first, second = (f"signatures/{store.get('sft@1').id}/{digit * 64}" for digit in "ab")
+    store.repository.storage.put(first, b"signed")
+    link.heal()
+    store.wait_for_mirror()
+    assert (away / first).read_bytes() == b"signed"
+    puts = link.keys("put")
+    assert puts.index(first) < min(at for at, key in enumerate(puts) if key.startswith("commits/"))
+    store.repository.storage.put(second, b"later")
+    save(store, 2)
+    store.wait_for_mirror()
+    assert (away / second).read_bytes() == b"later"
 
 
 @pytest.mark.parametrize("gone", ["store", "mirror"])

@@ -26,6 +26,7 @@ from casckpt.format.manifest import (
     encode_metadata,
     packed_blobs,
 )
+from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import FORMAT_VERSION, Committed
 from casckpt.plan.reuse import KnownCells
@@ -264,6 +265,8 @@ class Leader:
             ephemeral=self.options.ephemeral,
             parent=body.parent,
             metadata=metadata,
+            healthy=self.options.healthy,
+            metrics=stored_metrics(self.options.metrics),
         )
 
     def abort(self, error: BaseException) -> None:

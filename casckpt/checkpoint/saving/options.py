@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_
 
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
+from casckpt.format.metrics import stored_metrics
 from casckpt.parallel import usable_threads
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class WriterArguments(TypedDict, total=False):
     """The keyword arguments of `Store.save`, which describes them, that a DCP writer has too."""
 
     metadata: Mapping[str, Any] | None
+    metrics: Mapping[str, float] | None
+    healthy: bool | None
     overwrite: bool
     ephemeral: bool
     attachments: Mapping[str, bytes] | None
@@ -58,6 +61,8 @@ class SaveOptions:
     run: str = "default"
     step: int
     metadata: Mapping[str, Any] | None = None
+    metrics: Mapping[str, float | str] | None = None
+    healthy: bool | None = None
     overwrite: bool = False
     ephemeral: bool = False
     attachments: Mapping[str, bytes] | None = None
@@ -74,5 +79,8 @@ class SaveOptions:
         """The same, as it is stored. Called where all ranks learn of it. Raises InvalidInput."""
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
+        if self.healthy is not None and type(self.healthy) is not bool:
+            raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
-        return replace(self, run=run, step=step, ephemeral=bool(self.ephemeral), threads=threads)
+        metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
+        return replace(self, run=run, step=step, metrics=metrics, ephemeral=ephemeral, threads=threads)

@@ -117,7 +117,8 @@ def _waits(one: dict[str, Any]) -> str:
     if one["reason"] == "unmirrored":
         return f"{name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":
-        return f"{name(one)}, forgotten but tagged {', '.join(one['tags'])}"
+        until = f", until {moment(one['until'])} UTC" if "until" in one else ""
+        return f"{name(one)}, forgotten but tagged {', '.join(one['tags'])}{until}"
     run = f"{one['run']}@{one['step']}" if "run" in one else f"step {one['step']}"
     process = f" by process {one['pid']} on {one['host']}" if "pid" in one else ""
     return printable(f"the save of {run}{process}, since {moment(one['since'])} UTC ({one['txid']})")

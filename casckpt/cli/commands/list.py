@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 @click.option("--run", type=RUN, help="Only those of this run.")
 @click.option("--all", "everything", is_flag=True, help="Forgotten ones too, until they are purged.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort the first N.")
-@click.option("--sort", "by", metavar="NAME", help="By step, size, new or a number of the metadata; -NAME backwards.")
-@click.option("--show", multiple=True, metavar="NAME", help="A column for this of the metadata. May be repeated.")
+@click.option("--sort", "by", metavar="NAME", help="By step, size, new, a metric or metadata; -NAME backwards.")
+@click.option("--show", multiple=True, metavar="NAME", help="A column for this metric or metadata. May be repeated.")
 def command(
     session: Session, *, run: str | None, everything: bool, limit: int | None, by: str | None, show: tuple[str, ...]
 ) -> None:
@@ -66,11 +66,11 @@ def command(
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
     """An empty column may be a slip in its name."""
-    known = sorted({key for row in rows for key in row["metadata"] or {}})
+    known = sorted({key for row in rows for key in _told(row)})
     for name in show:
         if rows and name not in known:
             there = f"; there are {', '.join(shortened(known))}" if known else ""
-            log.warning("no checkpoint in the list has %r in its metadata%s", name, there)
+            log.warning("no checkpoint in the list has %r in its metrics or metadata%s", name, there)
 
 
 _KEYS = {
@@ -83,21 +83,27 @@ _KEYS = {
 
 
 def _sorted(rows: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
-    """By a column, or by a number of the metadata; those that have none, or NaN, come last. Raises InvalidInput."""
+    """By a column, or by a number of metrics or metadata; what has none, or NaN, comes last. Raises InvalidInput."""
     name, backwards = by.removeprefix("-"), by.startswith("-")
     if name in _KEYS:
         return sorted(rows, key=_KEYS[name], reverse=backwards)
     numbers = {id(row): found for row in rows if (found := _number(row, name)) is not None}
     if rows and not numbers:
-        of_metadata = {key for row in rows for key in row["metadata"] or {} if _number(row, key) is not None}
-        known = sorted({*_KEYS, *of_metadata})
+        told = {key for row in rows for key in _told(row) if _number(row, key) is not None}
+        known = sorted({*_KEYS, *told})
         raise InvalidInput(f"nothing in the list has a number {name!r} to sort by; there are {', '.join(known)}")
     first = sorted((row for row in rows if id(row) in numbers), key=lambda row: numbers[id(row)], reverse=backwards)
     return first + [row for row in rows if id(row) not in numbers]
 
 
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """What the user has said of a checkpoint, by name."""
+    told: dict[str, Any] = (row["metadata"] or {}) | row["metrics"]
+    return told
+
+
 def _number(row: dict[str, Any], name: str) -> float | None:
-    found = (row["metadata"] or {}).get(name)
+    found = _told(row).get(name)
     is_number = isinstance(found, int | float) and not isinstance(found, bool) and not isnan(found)
     return found if is_number else None
 
@@ -121,7 +127,7 @@ def listing(
                 "bytes_total": commit.committed.bytes_total,
                 "tensors": commit.committed.tensors,
                 "superseded": commit.txid in superseded,
-                "tags": tags_of(tags.tags, commit.txid),
+                "tags": tags_of(tags.tags, commit.id),
                 "metadata": commit.committed.metadata,
             }
             rows.append(row)
@@ -143,7 +149,7 @@ def _say_forgotten(repo: Repository, commits: CommitList) -> None:
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
-    """The table, with a column for each of ``shown`` in the metadata."""
+    """The table, with a column for each of ``shown`` in metrics or metadata."""
     if not rows:
         say("no checkpoints")
         return
@@ -153,6 +159,7 @@ def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
 
 def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "superseded") if row[what])]
+    notes += ["unhealthy"] * (row["healthy"] is False)
     written = size(row["stats"]["bytes_written"])
     created = moment(row["created_at"])
     return (
@@ -168,8 +175,8 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
 
 
 def _value(row: dict[str, Any], name: str) -> str:
-    """Of the metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
-    found = (row["metadata"] or {}).get(name, "")
+    """Of metrics or metadata: text as it is, a number in up to 4 digits, the rest as JSON; "" where it is missing."""
+    found = _told(row).get(name, "")
     if isinstance(found, float):
         return f"{found:.4g}"
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

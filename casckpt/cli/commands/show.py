@@ -81,6 +81,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     stats = result["stats"]
     saved = f"{size(stats['bytes_total'])}, of which {size(stats['bytes_written'])} were new; {stats['seconds']:.2f} s"
     notes = [*result["tags"], *(what for what in ("ephemeral", "forgotten") if result[what])]
+    notes += [] if result["healthy"] is None else ["healthy" if result["healthy"] else "unhealthy"]
     attachments = ", ".join(f"{one['name']} ({size(one['bytes'])})" for one in result["attachments"])
     rows = [
         ("id", result["id"]),
@@ -88,6 +89,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("created", f"{moment(result['created_at'])} UTC by casckpt {result['versions']['casckpt']}"),
         ("saved", saved),
         ("notes", ", ".join(notes)),
+        ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
         ("parent", result["parent"] or ""),
         ("ranks", str(result["world_size"])),

@@ -1,8 +1,9 @@
-"""``casckpt tag``."""
+"""``casckpt tag``, and ``casckpt tags``, which lists."""
 
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 import click
@@ -10,8 +11,17 @@ import click
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import name, printable, say
+from casckpt.cli.text import Column, moment, name, printable, say, table
+from casckpt.cli.types import DURATION
 from casckpt.errors import NotFound
+from casckpt.format.records import time_of
+
+_COLUMNS = (
+    Column("NAME", fixed=True),
+    Column("CHECKPOINT"),
+    Column("UNTIL (UTC)", fixed=True),
+    Column("HOLDER", spare=1),
+)
 
 log = logging.getLogger(__name__)
 
@@ -20,39 +30,73 @@ log = logging.getLogger(__name__)
 @click.argument("tag", required=False, metavar="[NAME]")
 @click.argument("ref", type=REF, required=False)
 @click.option("--delete", metavar="NAME", help="Delete this tag. Its checkpoint stays.")
-def command(session: Session, tag: str | None, ref: str | None, delete: str | None) -> None:
+@click.option("--expires", type=DURATION, help="Let it end by itself, so long from now (12h, 7d).")
+def command(session: Session, tag: str | None, ref: str | None, delete: str | None, expires: timedelta | None) -> None:
     """Name a checkpoint, or list the names.
 
     A tagged checkpoint is kept by every policy; tag:NAME is a REF. A tag moves when it is set again.
     """
+    if expires is not None and ref is None:
+        raise click.UsageError("--expires is for a tag that is set: give NAME and REF")
     if delete is not None:
         if tag is not None:
             raise click.UsageError("--delete takes the name; give nothing behind it")
         session.store.untag(delete)
         session.give({"deleted": delete}, lambda result: say(f"deleted tag {printable(result['deleted'])}"))
     elif tag is not None and ref is not None:
-        checkpoint = session.store.get(ref)
-        session.store.tag(tag, checkpoint)
-        session.give({"name": tag} | brief(checkpoint), lambda result: _text([result]))
+        session.store.tag(tag, ref, expires=expires)
+        session.give(_rows(session, tag)[0], lambda result: _text([result]))
     else:
-        session.give(_tags(session, tag), _text)
+        session.give(_rows(session, tag), _text)
 
 
-def _tags(session: Session, only: str | None) -> list[dict[str, Any]]:
-    from casckpt.repository.tags import list_tags
+@store_command("tags")
+def tags(session: Session) -> None:
+    """List the tags: what they name, until when, and who set them.
+
+    Leases are tags too, which whoever reads a checkpoint holds. The list may be empty; exit status 3 if there is no
+    store.
+    """
+    session.give(_rows(session), _table)
+
+
+def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
+    """All tags, or one. Raises NotFound."""
+    from casckpt.repository.commits import list_commits
+    from casckpt.repository.tags import list_tags, named_by
 
     session.repository.check_exists()  # no store is not the same as no tags
-    found = session.store.tags()
-    for tag in list_tags(session.repository).tags.keys() - found.keys():
-        log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag)
-    if only is not None and only not in found:
+    found, commits = list_tags(session.repository), list_commits(session.repository)
+    for tag in found.damaged:
+        log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", tag)
+    rows = []
+    for tag, one in found.tags.items():
+        commit = named_by(one, commits)
+        if commit is None:
+            log.warning("tag %s names a checkpoint whose record cannot be read; `casckpt verify` says more", tag)
+        elif only in (None, tag):
+            until = None if one.expires is None else time_of(one.expires).isoformat()
+            rows.append({"name": tag} | brief(commit) | {"expires": until, "holder": one.holder})
+    if only is not None and not rows:
         raise NotFound(f"there is no tag {only!r}; `casckpt tag STORE {only} REF` makes it")
-    return [{"name": tag} | brief(one) for tag, one in found.items() if only in (None, tag)]
+    return rows
 
 
 def _text(tags: list[dict[str, Any]]) -> None:
     width = max((len(tag["name"]) for tag in tags), default=0)
     for tag in tags:
-        say(f"{printable(tag['name']):<{width}}  {name(tag)}")
+        until = f", until {moment(tag['expires'])} UTC" if tag["expires"] else ""
+        say(f"{printable(tag['name']):<{width}}  {name(tag)}{until}")
     if not tags:
         say("no tags")
+
+
+def _table(tags: list[dict[str, Any]]) -> None:
+    if tags:
+        table(_COLUMNS, map(_cells, tags))
+    else:
+        say("no tags")
+
+
+def _cells(tag: dict[str, Any]) -> tuple[str, ...]:
+    return tag["name"], name(tag), moment(tag["expires"]) if tag["expires"] else "", tag["holder"]

@@ -25,7 +25,7 @@ from casckpt.frontends.trainer.one_run import OneRun
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
 from casckpt.frontends.trainer.rotation import rotate
 from casckpt.frontends.trainer.schedule import Kind
-from casckpt.frontends.trainer.settings import StepArguments, TrainerArguments, TrainerSettings
+from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
@@ -120,7 +120,7 @@ class Checkpointer(OneRun):
         ``model``, ``optim``: or lists of them; or as the model an object with state_dict_to_save, state_dict_to_load
         and load_state_dict. ``train_state``: of this rank: a nested mapping of tensors and plain data, or an object
         with state_dict, such as `TrainState`. ``overwrite``: None for the checkpointer's setting. ``ephemeral``,
-        ``attachments``, ``metadata``: as for `Store.save`.
+        ``attachments``, ``metadata``, ``metrics``, ``healthy``: as for `Store.save`.
 
         Raises as `Store.save` does, on every rank alike; then nothing of the save is visible, and the same step can be
         saved again.
@@ -184,18 +184,18 @@ class Checkpointer(OneRun):
         model: TrainModel,
         optim: AnyOptimizer | None = None,
         train_state: AnyTrainState = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
+        **options: Unpack[DueArguments],
     ) -> Future[Checkpoint] | None:
         """`save_async`, if ``step`` is due; else None. To be called after each step.
 
         With ``max_steps_at_risk`` it raises what the save in the background failed with, once the next step would be
-        one too many: the training stops, rather than put more at risk.
+        one too many: the training stops, rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
+        `Store.save`.
         """
+        check_keywords("Checkpointer.save_if_due", options, DueArguments)
         kind, saving = self.due(step), None
         if kind is not None:
-            ephemeral = kind == "ephemeral"
-            saving = self.save_async(step, model, optim, train_state, ephemeral=ephemeral, metadata=metadata)
+            saving = self.save_async(step, model, optim, train_state, ephemeral=kind == "ephemeral", **options)
         self._bound_risk(step)
         return saving
 
@@ -313,14 +313,16 @@ class Checkpointer(OneRun):
         ephemeral: bool = False,
         overwrite: bool | None = None,
         attachments: Mapping[str, bytes] | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        **told: Unpack[DueArguments],
     ) -> SaveArguments:
         """For `Store.save`, which checks them where all ranks hear of it."""
         given: Any = {} if attachments is None else attachments
         return {
             "ephemeral": ephemeral,
             "overwrite": self.config.overwrite if overwrite is None else overwrite,
-            "metadata": metadata,
+            "metadata": told.get("metadata"),
+            "metrics": told.get("metrics"),
+            "healthy": told.get("healthy"),
             "attachments": config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given,
             "frozen": self.config.frozen,
             "allow_pickle": self.config.allow_pickle,

@@ -12,7 +12,7 @@ from casckpt.format.names import TxId
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import tags
+from casckpt.repository.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.upkeep.gc.retiring import retire_now
 
 
@@ -72,6 +72,6 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     now = repo.clock()
     if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
         return []
-    tagged = {tag.txid for tag in tags(repo).values()}
+    tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
     chosen = plan_rotation(visible, rotation, tagged, now)
     return retire_now(repo, chosen)

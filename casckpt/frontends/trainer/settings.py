@@ -39,13 +39,20 @@ class TrainerArguments(TypedDict, total=False):
     allow_pickle: bool
 
 
-class StepArguments(TypedDict, total=False):
+class DueArguments(TypedDict, total=False):
+    """The keyword arguments of `Checkpointer.save_if_due`: what is said of a checkpoint, as for `Store.save`."""
+
+    metadata: Mapping[str, Any] | None
+    metrics: Mapping[str, float] | None
+    healthy: bool | None
+
+
+class StepArguments(DueArguments, total=False):
     """The keyword arguments of `Checkpointer.save`, which describes them."""
 
     ephemeral: bool
     overwrite: bool | None
     attachments: Mapping[str, bytes] | None
-    metadata: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)

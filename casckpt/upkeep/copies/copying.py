@@ -24,6 +24,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import get_tag, set_tag, tags
 from casckpt.upkeep.copies.mirrored import note, unmirrored
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, replicate, taken, twin
+from casckpt.upkeep.copies.signatures import copy_signatures
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
@@ -173,6 +174,7 @@ def execute(
     work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
     def copy(commit: Commit) -> Replica:
         replica = replicate(source, target, commit, work)
@@ -238,12 +240,12 @@ def _checked_part(part: Part) -> Part:
 
 
 def _copy_tags(source: Repository, target: Repository, result: CopyResult) -> tuple[str, ...]:
-    """Set the tags of what is in the target now; the names that were set."""
+    """Set the tags of what is in the target now, but for those that expire; the names that were set."""
     there = {commit.id: commit for commit in list_commits(target).visible()}
     here = {commit.id for commit in (*result.copied, *result.restored, *result.present)}
     before, done = tags(target), []
     for name, tag in tags(source).items():
-        commit = there.get(tag.manifest) if tag.manifest in here else None
+        commit = there.get(tag.manifest) if tag.manifest in here and tag.expires is None else None
         if commit is not None and (name not in before or before[name].txid != commit.txid):
             try:
                 set_tag(target, name, commit)

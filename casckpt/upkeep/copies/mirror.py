@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Container
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
-from casckpt.format.records import Committed
 from casckpt.repository.commits import Commit, forget, list_commits
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
 from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, note, take_back, unmirrored
 from casckpt.upkeep.copies.replicating import Work, replicate
+from casckpt.upkeep.copies.signatures import copy_signatures
 
 JOBS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again
@@ -145,14 +145,16 @@ class Mirror:
             behind = live
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
-        firsts = (commit.first for commit in list_commits(self.target).commits.values())
-        there = {first.manifest for first in firsts if isinstance(first, Committed)}
+        check_requirements(self._repo)
+        copy_signatures(self._repo, self.target, {commit.id for commit in live})
+        there = list_commits(self.target)  # after the commits of the store: what was restored there since is not noted
+        visible, lives = ({one.id for one in found} for found in (there.visible(), there.live()))
         failed: CasckptError | None = None
         for commit in behind:
             if state.stopped:
                 break
             try:
-                self._copy(commit, there)
+                self._copy(commit, is_there=commit.id in (visible if commit.visible else lives))
             except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
@@ -160,8 +162,9 @@ class Mirror:
                 failed = error
         return failed
 
-    def _copy(self, commit: Commit, there: Container[str]) -> None:
-        if commit.id not in there:  # it may have been forgotten or purged there since: that is the mirror's business
+    def _copy(self, commit: Commit, *, is_there: bool) -> None:
+        """Note what is seen there; else copy it first. What happens to it there later is the mirror's business."""
+        if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
             if not commit.visible:
                 forget(self.target, made.commit)

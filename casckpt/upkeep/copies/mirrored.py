@@ -1,5 +1,8 @@
 """Records of what is safe in the mirror of a store, under mirrored/, and what a gc asks of them.
 
+A record counts until the checkpoint is restored the next time: the mirror was told to forget it before, and may have
+purged it since.
+
 The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host.
 """
 
@@ -11,7 +14,6 @@ from dataclasses import dataclass
 
 from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import mirrored_key, parse_mirrored
-from casckpt.format.names import TxId
 from casckpt.format.records import Mirrored
 from casckpt.parallel import in_parallel
 from casckpt.repository.commits import Commit
@@ -60,16 +62,20 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) 
     wanted = list(commits)
     if mirror is None or not wanted:
         return []
-    there = {
-        txid: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored) if (txid := parse_mirrored(entry.key))
-    }
-    noted = [commit.txid for commit in wanted if commit.txid in there]
-    found = read_records(repo, PREFIX, [there[txid] for txid in noted], lambda _: Mirrored)
-    doubtful = [txid for txid in noted if not _says(found[mirrored_key(txid)], txid, mirror)]
+    there = {entry.key: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
+    noted = [commit for commit in wanted if key_of_note(commit) in there]
+    found = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
+    doubtful = [commit for commit in noted if not _says(found[key_of_note(commit)], commit, mirror)]
     # of a mirror that the store had before; or the record was created anew since this host saw it
-    again = in_parallel(repo.storage.traits.requests, lambda txid: _is_noted(repo, txid, mirror), doubtful)
-    safe = {*noted} - {txid for txid, says in zip(doubtful, again, strict=True) if not says}
+    again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror), doubtful)
+    safe = {commit.txid for commit in noted}
+    safe -= {commit.txid for commit, says in zip(doubtful, again, strict=True) if not says}
     return [commit for commit in wanted if commit.txid not in safe]
+
+
+def key_of_note(commit: Commit) -> str:
+    """Return the key of the note on a commit that counts, as the log of that is now."""
+    return mirrored_key(commit.txid, commit.restored)
 
 
 def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> MirrorLag:
@@ -85,13 +91,16 @@ def lag_of(repo: Repository, commits: Iterable[Commit], error: str = "") -> Mirr
 
 
 def note(repo: Repository, commit: Commit, mirror: str) -> None:
-    """Write down that ``commit`` is safe in the store at ``mirror``. Raises `StorageError`."""
-    key = mirrored_key(commit.txid)
+    """Write down that ``commit``, which was read before that was seen, is safe in the store at ``mirror``.
+
+    Raises `StorageError`.
+    """
+    key = key_of_note(commit)
     record = Mirrored(txid=commit.txid, time=repo.clock(), mirror=mirror)
     try:
         repo.put_record(key, record)
     except Conflict:
-        if _is_noted(repo, commit.txid, mirror):
+        if _is_noted(repo, commit, mirror):
             return
         repo.storage.delete(key)  # of a mirror that the store had before
         repo.put_record(key, record)
@@ -99,23 +108,22 @@ def note(repo: Repository, commit: Commit, mirror: str) -> None:
 
 def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
     """Take back what `note` wrote down of ``commits``. Raises `StorageError`, but not where writers may not delete."""
-    noted = {parse_mirrored(entry.key): entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
+    noted = {entry.key for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     try:
-        for key in [noted[commit.txid] for commit in commits if commit.txid in noted]:
+        for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
         log.warning("a gc takes checkpoints for safe in the mirror that are not there any more: %s", error)
 
 
-def _is_noted(repo: Repository, txid: TxId, mirror: str) -> bool:
+def _is_noted(repo: Repository, commit: Commit, mirror: str) -> bool:
     """Tell whether the note is in the store now."""
-    key = mirrored_key(txid)
     try:
-        found: Mirrored = repo.get_record(key, Mirrored)
+        found: Mirrored = repo.get_record(key_of_note(commit), Mirrored)
     except (NotFound, Damaged, Refused):
         return False
-    return _says(found, txid, mirror)
+    return _says(found, commit, mirror)
 
 
-def _says(record: Read, txid: TxId, mirror: str) -> bool:
-    return isinstance(record, Mirrored) and (record.txid, record.mirror) == (txid, mirror)
+def _says(record: Read, commit: Commit, mirror: str) -> bool:
+    return isinstance(record, Mirrored) and (record.txid, record.mirror) == (commit.txid, mirror)

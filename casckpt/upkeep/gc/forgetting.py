@@ -9,6 +9,7 @@ from casckpt.repository import commits
 from casckpt.repository.commits import Commit
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import delete_tag, tags, tags_of
 
 
@@ -20,7 +21,7 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
     """
     chosen = resolve_many(repo, refs)
     named = tags(repo)
-    protected = [(commit, names) for commit in chosen if (names := tags_of(named, commit.txid))]
+    protected = [(commit, names) for commit in chosen if (names := tags_of(named, commit.id))]
     if protected and not tagged:
         shown = "; ".join(f"{commit} by {', '.join(names)}" for commit, names in protected[:5])
         raise Conflict(
@@ -32,11 +33,15 @@ def plan_forget(repo: Repository, refs: Iterable[str | Commit], *, tagged: bool 
 
 
 def forget(repo: Repository, chosen: Iterable[Commit]) -> list[Commit]:
-    """Forget what `plan_forget` chose. A tag that names one of them goes first: it would keep it from being purged."""
-    named = tags(repo)
+    """Forget what `plan_forget` chose. A tag that names one of them goes first: it would keep it from being purged.
+
+    One that expires stays, and does so until it has ended: whoever holds it counts on that.
+    """
+    check_requirements(repo)
+    named = {name: tag for name, tag in tags(repo).items() if tag.expires is None}
     done = []
     for commit in chosen:
-        for name in tags_of(named, commit.txid):
+        for name in tags_of(named, commit.id):
             delete_tag(repo, name)
         done.append(commits.forget(repo, commit))
     return done

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from casckpt.errors import Conflict, InvalidInput, Unsupported
+from casckpt.format import records
 from casckpt.format.keys import parse_log, parse_object, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.parallel import in_parallel
@@ -31,6 +32,8 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.repository.tags import remove_old_generations
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
 from casckpt.upkeep.gc import paused as paused_state
@@ -46,7 +49,7 @@ log = logging.getLogger(__name__)
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
-_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "probes")
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes")
 
 Tell = Callable[[Sequence[Waiting]], None]
 
@@ -171,13 +174,16 @@ def execute(
     what is waited for.
 
     Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted.
-    Raises `Conflict` if other gcs come in between again and again; `Unsupported`, `StorageError`.
+    Raises `Conflict` if other gcs come in between again and again; `Unsupported`, also where the store demands of
+    writers what this version does not know; `StorageError`.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
     _check_storage(repo)
+    settings = repo.settings
+    records.check_requirements(settings, repo.storage.url)
     if revoke_after is None:
-        known = repo.settings.revoke_after_seconds
+        known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
     if plan.forget or plan.purge:  # chosen from what is listed; if that is not all, it is not for a policy to choose
         commits = commits_without_doubt(repo)
@@ -221,6 +227,7 @@ class _Collection:
 
     def _finish_paused(self, paused: Paused) -> bool:
         """Go on from step 5. Returns False if it has to wait yet."""
+        check_requirements(self.repo)
         try:
             finished = self._finish(paused)
         except Unreadable:
@@ -255,6 +262,7 @@ class _Collection:
         commits = commits_without_doubt(self.repo)
         spare_roots(self.repo, paused.candidates, commits)
         check_recorded(self.repo, paused.candidates.sizes, commits.commits)
+        check_requirements(self.repo)
         _delete(self.repo, paused.candidates.sizes, self.progress)
         self.tally.deleted |= paused.candidates.sizes
         return True
@@ -286,7 +294,9 @@ def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
 
 
 def _tidy(repo: Repository, tally: _Tally) -> None:
-    """Remove the files of closed transactions, and what crashed puts left; of a put under way nothing is lost by it.
+    """Remove the files of closed transactions, old generations of tags, and what crashed puts left.
+
+    Of a put under way nothing is lost by it.
 
     Uploads are left alone, though: of folders of objects only those are swept that belong to closed transactions, that
     held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
@@ -299,6 +309,7 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
     for uploader in sorted(uploaders - (begun - closed)):
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
+    remove_old_generations(repo)
     for folder in _RECORDS:
         repo.storage.sweep(folder, below=bool(folder))
 

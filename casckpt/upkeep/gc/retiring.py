@@ -1,7 +1,10 @@
 """Step 1 of a gc: checkpoints that a policy forgets, and forgotten ones that are purged.
 
 A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
-as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again.
+as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again. For a
+purge the order is: read the `forgotten` record, then the clock, then list tags, then take the number right behind that
+record. A tag that was granted meanwhile is seen, or has taken the number; so has a restore, even one before another
+forget.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from casckpt.errors import Conflict
+from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Settings, time_of
@@ -18,7 +22,7 @@ from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import tags, tags_of
+from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
 from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
 
@@ -27,7 +31,8 @@ from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
 class Waiting:
     """What a gc leaves for later, and why.
 
-    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it),
+    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it; ``until``
+    then, if all of them expire),
     "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
     in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
     """
@@ -96,8 +101,8 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
-    named = tags(repo, anew=not repo.storage.traits.remote)
-    tagged = {tag.txid for tag in named.values()}
+    named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
+    tagged = tagged_txids(named, commits.live())
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
     kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
@@ -110,7 +115,9 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         if commit.txid in unsafe:
             waiting.append(_waits(commit, "unmirrored"))
         elif commit.txid in tagged:
-            waiting.append(_waits(commit, "tagged", tags=tuple(tags_of(named, commit.txid))))
+            names = tags_of(named, commit.id)
+            until_then = _end([named[name] for name in names])
+            waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
         elif until > now:
             waiting.append(_waits(commit, "young", until=time_of(until)))
             young.append(commit)
@@ -126,16 +133,19 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
 def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     """Forget and purge what ``plan`` says: the commits that were forgotten, and those that were purged.
 
-    What somebody else changed or tagged since is left alone. Raises `StorageError`.
+    What somebody else changed or tagged since is left alone. Raises `StorageError`, `Unsupported` where the store
+    demands of writers what this version does not know.
     """
     forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
-    tagged = _tagged(repo)  # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    # again: a tag that was set meanwhile counts, and one set later sees what is done here
+    tagged = _tagged(repo, [*plan.purge, *forgotten])
     _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
     forgotten = [commit for commit in forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
     due = [now[commit.txid] for commit in plan.purge]
-    mirror = repo.settings.mirror  # again: the store may have got one meanwhile
-    unsafe = {commit.txid for commit in unmirrored(repo, due, mirror)}
+    settings = repo.settings  # again: the store may have got a mirror meanwhile, or demand more of writers
+    records.check_requirements(settings, repo.storage.url)
+    unsafe = {commit.txid for commit in unmirrored(repo, due, settings.mirror)}
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
     return forgotten, _each_unless_changed(repo, purge, left)
 
@@ -146,8 +156,9 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     Where the settings of the store name a minimum age, the purge is left to a gc. What a tag names, or what is not safe
     in the store's mirror yet, stays as it is. Raises `StorageError`.
     """
-    wanted = list(commits)
-    unsafe = {commit.txid for commit in unmirrored(repo, wanted, repo.settings.mirror)}
+    wanted, settings = list(commits), repo.settings
+    records.check_requirements(settings, repo.storage.url)
+    unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
     chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
     ages = min_age_of(repo, None, AT_ONCE)
     return retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))))[0]
@@ -155,12 +166,21 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     wanted = list(commits)
-    tagged = _tagged(repo) if wanted else set()
+    tagged = _tagged(repo, wanted)
     return [commit for commit in wanted if commit.txid not in tagged]
 
 
-def _tagged(repo: Repository) -> set[TxId]:
-    return {tag.txid for tag in tags(repo).values()}
+def _tagged(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits`` a tag names that counts by the clock of this host, now."""
+    wanted = list(commits)
+    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()
+
+
+def _end(found: Iterable[Tag]) -> datetime | None:
+    """Return when a gc need no longer heed these tags; None if one of them never ends."""
+    ends = [tag.expires for tag in found]
+    known = [end + FOREIGN_CLOCKS for end in ends if end is not None]
+    return time_of(max(known)) if known and len(known) == len(ends) else None
 
 
 def _each_unless_changed(

@@ -24,6 +24,7 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.repair.checking import Checked, check_blobs
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
 from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, salvage
@@ -106,6 +107,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     ``progress``: called with the bytes just put back. Raises `NotFound`, `StorageError`; what cannot be repaired is
     reported, not raised.
     """
+    check_requirements(repo)
     listed = list_commits(repo)
     found = survey(repo, listed.live())
     mended, lost_manifests = repair_manifests(repo, found.broken, sources)

@@ -47,7 +47,8 @@ def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], cells: 
     except BaseException as error:
         transaction.abort(f"repair failed: {error}")
         raise
-    for name in tags_of(tags(repo), commit.txid):
+    lasting = {name: tag for name, tag in tags(repo).items() if tag.expires is None}
+    for name in tags_of(lasting, commit.id):
         set_tag(repo, name, made)
     commits.forget(repo, commit)
     return made

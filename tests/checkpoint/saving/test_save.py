@@ -44,6 +44,39 @@ def test_what_a_checkpoint_says() -> None:
     assert "sft/lora@100" in repr(ckpt)
 
 
+def test_metrics_and_health_stand_in_the_record() -> None:
+    store = small()
+    figures = {"loss": 0.3, "tokens": 12, "grad": math.nan, "ppl": math.inf}
+    ckpt = store.save(STATE, step=1, metrics=figures, healthy=True)
+    assert (repr(ckpt.metrics), ckpt.healthy) == (repr(figures), True)
+    assert repr(store.get("default@1").metrics) == repr(figures)
+    assert store.save(STATE, step=2, healthy=False).healthy is False
+    plain = store.save(STATE, step=3)
+    assert (plain.metrics, plain.healthy) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"metrics": {"loss": True}}, "metric 'loss' is a bool"),
+        ({"metrics": {"loss": torch.ones(())}}, r"metric 'loss' is a Tensor; give a number \(of a tensor its .item"),
+        ({"metrics": {"loss": "low"}}, "metric 'loss' is a str"),
+        ({"metrics": {"x" * 101: 1}}, "'xxxx"),
+        ({"metrics": {str(n): n for n in range(65)}}, "65 metrics"),
+        ({"metrics": 3}, "metrics is a int"),
+        ({"healthy": 1}, "healthy=1 is not usable"),
+        ({"healthy": "no"}, "healthy='no' is not usable"),
+    ],
+)
+def test_other_metrics_are_refused(arguments: dict[str, Any], error: str) -> None:
+    store = small()
+    with pytest.raises(InvalidInput, match=error):
+        store.save(STATE, step=1, **arguments)
+    with pytest.raises(InvalidInput, match=error):
+        store.save_async(STATE, step=1, **arguments).result()
+    assert steps(store) == []
+
+
 def test_a_checkpoint_is_the_same_whoever_looks() -> None:
     store = small()
     ckpt = store.save(STATE, step=1, metadata={"a": [1, {"b": None}]})

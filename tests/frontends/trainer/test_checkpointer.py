@@ -42,7 +42,9 @@ def test_all_that_a_loop_needs_comes_back_to_the_bit(how: str) -> None:
     state = TrainState(schedule=schedule, epoch=3, drawn=torch.Generator().manual_seed(7))
     want = contents(model, optimizer)
     with Checkpointer(store, run="sft") as checkpointer:
-        getattr(checkpointer, how)(5, model, optimizer, state, metadata={"loss": 0.5})
+        getattr(checkpointer, how)(
+            5, model, optimizer, state, metadata={"loss": 0.5}, metrics={"val": 0.25}, healthy=True
+        )
     torch.rand(4)
     other, fresh = made(1)
     again = TrainState(
@@ -51,10 +53,22 @@ def test_all_that_a_loop_needs_comes_back_to_the_bit(how: str) -> None:
     found = Checkpointer(store, run="sft").resume(other, fresh, again)
     assert found is not None
     assert (found.step, found.metadata, found.ephemeral) == (5, {"loss": 0.5}, False)
+    assert (found.metrics, found.healthy) == ({"val": 0.25}, True)
     assert identical(contents(other, fresh), want)
     assert again["epoch"] == 3
     assert again["schedule"].state_dict() == schedule.state_dict()
     assert again["drawn"].initial_seed() == 7
+
+
+def test_what_is_due_is_saved_with_what_is_said_of_it() -> None:
+    store, model = small(), nn.Linear(2, 2)
+    unknown: dict[str, Any] = {"metric": 1}
+    with Checkpointer(store, run="sft", save_interval=2) as checkpointer:
+        checkpointer.save_if_due(2, model, metadata={"a": 1}, metrics={"loss": 0.5}, healthy=False)
+        with pytest.raises(TypeError, match=r"Checkpointer\.save_if_due"):
+            checkpointer.save_if_due(3, model, **unknown)
+    found = store.get("sft@2")
+    assert (found.metadata, found.metrics, found.healthy) == ({"a": 1}, {"loss": 0.5}, False)
 
 
 def test_nested_train_state_of_any_kind_comes_back_as_it_was() -> None:

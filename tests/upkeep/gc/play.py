@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from casckpt.errors import Conflict, Revoked
+from casckpt.errors import Conflict, NotFound, Revoked
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.manifest import BlobRef
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
@@ -22,6 +23,7 @@ from tests.support.stage import Stage
 
 ROUNDS = 40
 GC_WAIT = 0.5  # seconds of the clock of the stage: two or three looks
+HOUR = 3600.0
 CHANGES = {"put", "replace", "delete"}
 
 
@@ -39,6 +41,7 @@ class Play:
             save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
+        self.held: dict[str, str] = {}  # ids, by who holds a lease
 
     def repo(self, name: str, cache: str = "") -> Repository:
         """An actor's own view. Gcs of one host share a ``cache``."""
@@ -73,6 +76,10 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: toggle(self, repo))
 
+    def holder(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: hold_on(self, repo, name))
+
     def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
         """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
         current = ""
@@ -93,6 +100,10 @@ class Play:
         for key in named(self.watcher, list_commits(self.watcher)):
             if key not in there:
                 raise Lost(f"{key} is gone, and a live commit names it:\n" + "\n".join(map(str, self.stage.log)))
+        living = {commit.id for commit in list_commits(self.watcher).live()}
+        for name, id in self.held.items():
+            if id not in living:
+                raise Lost(f"{id} was purged, and {name} holds it:\n" + "\n".join(map(str, self.stage.log)))
 
     def run(self, switches: float = 0.2) -> None:
         self.stage.run(self.choices(switches), self.look)
@@ -107,7 +118,7 @@ class Play:
 
 
 class Lost(AssertionError):
-    """A live commit lacks something."""
+    """A live commit lacks something, or what is held lives no more."""
 
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:
@@ -148,6 +159,24 @@ def finish(repo: Repository, transaction: Transaction, texts: list[str], known: 
     found = manifests.put(repo, began.txid, *support.body([*refs, *known], began.run, began.step))
     commits.commit(repo, support.committed(repo, began.run, began.step, manifest=found, txid=began.txid))
     transaction.close()
+
+
+def hold_on(play: Play, repo: Repository, name: str) -> None:
+    """Take a lease, renew it, and end it."""
+    for _ in range(3):
+        live = list_commits(repo).live()
+        if not live:
+            return
+        try:
+            tag, commit = hold(repo, name, play.draw.choice(live), HOUR)
+        except (NotFound, Conflict):
+            continue
+        play.held[name] = commit.id
+        list_commits(repo)
+        renew(repo, tag, commit, HOUR)
+        list_commits(repo)
+        del play.held[name]
+        tags.delete_tag(repo, name)
 
 
 def toggle(play: Play, repo: Repository) -> None:

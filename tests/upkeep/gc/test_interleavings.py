@@ -13,9 +13,9 @@ import pytest
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
 from casckpt.format.manifest import BlobRef
-from casckpt.repository import tags, transactions
+from casckpt.repository import leases, tags, transactions
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.gc import gc
+from casckpt.upkeep.gc import gc, retiring
 from casckpt.upkeep.gc.waiting import Waited
 from tests.support.repositories import put_blob
 from tests.upkeep.gc.play import ROUNDS, Lost, Play, draw_known, finish
@@ -48,7 +48,15 @@ def patient_gcs(play: Play) -> None:
     play.gc("g1", revoke_after=1e9, runs=2)
 
 
-PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs]
+def holders(play: Play) -> None:
+    """Who is granted a lease has it until it ends, whatever a user forgets and restores."""
+    play.holder("h0")
+    play.holder("h1")
+    play.gc("g0", runs=3)
+    play.user("user")
+
+
+PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders]
 
 
 @pytest.mark.timeout(1800)
@@ -156,3 +164,17 @@ def test_a_gc_that_breaks_the_protocol_loses_data(
 ) -> None:
     monkeypatch.setattr(gc, name, broken)
     assert is_lost(tmp_path, seed, two_writers_and_a_gc)
+
+
+def test_a_lease_that_is_granted_without_a_look_is_lost(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_granted", lambda repo, tag, commit, before: commit)
+    assert is_lost(tmp_path, seed, holders)
+
+
+def test_a_gc_that_lists_no_tags_again_takes_what_is_held(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retiring, "_tagged", lambda repo, commits: set())
+    assert is_lost(tmp_path, seed, holders)

@@ -1,0 +1,65 @@
+"""Figures of a checkpoint that stand in its commit record, where listings find them without a manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import isfinite
+from numbers import Integral, Real
+from typing import Any, TypeAlias
+
+from casckpt.errors import InvalidInput, Refused
+
+MAX_METRICS = 64
+MAX_METRIC_NAME = 100
+_TEXTS = ("nan", "inf", "-inf")  # JSON has no numbers for these
+_UNFIT_RE = re.compile("[\0-\x1f\x7f\ud800-\udfff]")
+
+Stored: TypeAlias = int | float | str
+"""A number as a record has it: finite, or one of three texts."""
+
+
+def stored_metrics(given: Mapping[str, Any] | None) -> dict[str, Stored]:
+    """Convert what a caller gives: names to real numbers. Raises `InvalidInput`, which names the metric."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"metrics is a {type(given).__name__}; give a dict of names to numbers")
+    if len(given) > MAX_METRICS:
+        raise InvalidInput(f"{len(given)} metrics are too many: give {MAX_METRICS} or fewer; metadata holds more")
+    for name in given:
+        if not _is_name(name):
+            raise InvalidInput(
+                f"the name of metric {str(name)[:40]!r} is not usable: give text of 1 to {MAX_METRIC_NAME} characters"
+            )
+    return {name: _stored(name, value) for name, value in given.items()}
+
+
+def metric_values(stored: Mapping[str, Stored]) -> dict[str, float]:
+    """Convert what a record has back to numbers."""
+    return {name: float(value) if isinstance(value, str) else value for name, value in stored.items()}
+
+
+def check_metrics(stored: Mapping[str, Stored]) -> None:
+    """Raise `Refused` for metrics that no writer may put into a record."""
+    texts = {value for value in stored.values() if isinstance(value, str)}
+    if len(stored) > MAX_METRICS or not all(map(_is_name, stored)) or not texts <= {*_TEXTS}:
+        raise Refused(f"the metrics of a record are not names to numbers, {MAX_METRICS} at most: {str(stored)[:100]}")
+
+
+def _is_name(name: Any) -> bool:
+    return type(name) is str and 0 < len(name) <= MAX_METRIC_NAME and not _UNFIT_RE.search(name)
+
+
+def _stored(name: str, value: Any) -> Stored:
+    if isinstance(value, str) and value in _TEXTS:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidInput(f"metric {name!r} is a {type(value).__name__}; give a number (of a tensor its .item())")
+    if isinstance(value, Integral) and abs(int(value)) < 1 << 63:
+        return int(value)
+    try:
+        number = float(value)  # it may be numpy's
+    except OverflowError as error:
+        raise InvalidInput(f"metric {name!r} is too large; give a number below 1e308") from error
+    return number if isfinite(number) else str(number)

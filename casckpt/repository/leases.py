@@ -1,0 +1,136 @@
+"""Tags that expire, and leases: such tags under names of their own, renewed by their holder as long as it lives.
+
+Who holds one has put it first, then read the log of the checkpoint, and found it visible. A gc reads `forgotten`, then
+its clock, then lists tags, then takes the very next number of the log. So one of the two sees the other, and no clock
+decides but about the end. If that comes too early, a reader gets a NotFound, and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound
+from casckpt.format.keys import check_tag
+from casckpt.format.records import time_of
+from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.repository.tags import Tag, end_generation, newest_generation, take_back, write_generation
+
+STOP_SECONDS = 30.0
+_RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again where that fails
+
+log = logging.getLogger(__name__)
+
+
+def hold(repo: Repository, name: str, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
+    """Let ``name`` name ``commit`` for so long from now; the tag, and the commit that is visible.
+
+    Raises `NotFound` if the checkpoint is not visible once the tag is set; then that is what it was before.
+    `InvalidInput`, `Conflict` if somebody else moved the tag at this instant, `StorageError`.
+    """
+    check_tag(name)
+    if not seconds > 0:
+        raise InvalidInput("a tag that has expired at once names nothing: give a longer time")
+    check_requirements(repo)
+    number, found = newest_generation(repo, name)
+    tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))
+    return tag, _granted(repo, tag, commit, found.tags.get(name))
+
+
+def renew(repo: Repository, tag: Tag, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
+    """Let the lease ``tag``, as it was last granted, go on for so long from now. One that was over is granted anew.
+
+    Raises `Conflict` if somebody else has ended or moved it, and as `hold`.
+    """
+    number, found = newest_generation(repo, tag.name)
+    now = found.tags.get(tag.name)
+    if now is None or now.unique != tag.unique:
+        raise Conflict(f"{tag.name!r} was ended or moved by somebody else; take another lease")
+    end = _end(repo, seconds)
+    made = write_generation(repo, tag.name, number + 1, commit, expires=end, unique=tag.unique)
+    if tag.expires is not None and repo.clock() <= tag.expires:  # it counted until this one was there
+        return made, commit
+    return made, _granted(repo, made, commit, None)
+
+
+def _end(repo: Repository, seconds: float) -> int:
+    return repo.clock() + round(seconds * 1e6)
+
+
+def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
+    """Return what is visible of the checkpoint, now that the tag is there. Raises `NotFound` if nothing is."""
+    now = refresh(repo, commit)
+    if now.visible:
+        return now
+    other = next((one for one in reversed(list_commits(repo).visible()) if one.id == commit.id), None)
+    if other is not None:
+        return other
+    take_back(repo, tag, before)
+    more = f"; `casckpt restore STORE {now.id[:16]}` makes it visible again" if now.live else ""
+    raise NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
+
+
+class Lease:
+    """Holds a checkpoint: whatever is forgotten meanwhile, its bytes stay, until the block ends or this process dies.
+
+    ``seconds``: for which it holds by itself. A thread renews it three times as often, and writes to the log what goes
+    wrong. A forked child neither renews nor ends it.
+    """
+
+    def __init__(self, repo: Repository, commit: Commit, seconds: float) -> None:
+        self._repo = repo
+        self._seconds = seconds
+        self._pid = os.getpid()
+        self._over = threading.Event()
+        self._tag, self.commit = hold(repo, f"lease-{repo.entropy(8).hex()}", commit, seconds)
+        self._thread = threading.Thread(target=self._run, name=f"casckpt-{self._tag.name}", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if os.getpid() != self._pid:
+            return
+        was_lost = self._over.is_set()
+        self._over.set()
+        self._thread.join(STOP_SECONDS)
+        if was_lost:
+            return
+        try:
+            number, found = newest_generation(self._repo, self._tag.name)
+            if found.tags.keys() == {self._tag.name} and found.tags[self._tag.name].unique == self._tag.unique:
+                end_generation(self._repo, self._tag.name, number + 1)
+        except CasckptError as failure:
+            log.warning("%s was not ended, and ends by itself at %s: %s", self._what, self._until, failure)
+
+    def _run(self) -> None:
+        pause = self._seconds / _RENEWALS
+        while not self._over.wait(pause):
+            pause = self._seconds / (_RENEWALS if self.renew() else _ATTEMPTS)
+
+    def renew(self) -> bool:
+        """Let it go on from now; False, and a word in the log, if that failed: for good, or it may be tried again."""
+        try:
+            self._tag, self.commit = renew(self._repo, self._tag, self.commit, self._seconds)
+        except (Conflict, NotFound) as error:
+            log.error("%s is lost, and the checkpoint may be purged: %s", self._what, error)
+            self._over.set()
+            return False
+        except CasckptError as error:
+            log.warning("%s, which ends at %s, was not renewed; it is tried again: %s", self._what, self._until, error)
+            return False
+        return True
+
+    @property
+    def _what(self) -> str:
+        return f"lease {self._tag.name} on {self.commit}"
+
+    @property
+    def _until(self) -> str:
+        return f"{time_of(self._tag.expires or 0):%Y-%m-%d %H:%M:%S} UTC"

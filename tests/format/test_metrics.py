@@ -1,0 +1,79 @@
+"""Metrics come back from a record as the numbers that were given; what is none is refused by its name."""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format import records
+from casckpt.format.metrics import MAX_METRIC_NAME, MAX_METRICS, check_metrics, metric_values, stored_metrics
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import Committed
+
+TXID = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
+NAMES = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=MAX_METRIC_NAME)
+NUMBERS = st.floats() | st.integers(-(2**63) + 1, 2**63 - 1)
+
+
+@given(st.dictionaries(NAMES, NUMBERS, max_size=MAX_METRICS))
+def test_metrics_come_back_from_a_record(metrics: dict[str, float]) -> None:
+    stored = stored_metrics(metrics)
+    record = Committed(
+        txid=TXID, run="a", step=7, time=1, manifest=ManifestId("0" * 64), uploader=TXID, created_at=1, bytes_total=0,
+        metrics=stored,
+    )  # fmt: skip
+    found: dict[str, Any] = records.decode(records.encode(record), Committed, "key").metrics
+    values = metric_values(found)
+    assert values.keys() == metrics.keys()
+    for name, value in metrics.items():
+        assert values[name] == value or (math.isnan(value) and math.isnan(values[name]))
+        assert type(values[name]) is type(value)
+    assert stored_metrics(found) == stored, "what is stored may be given again"
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (np.float32(0.5), 0.5), (np.int64(3), 3), (np.float64("nan"), "nan"), (-math.inf, "-inf"), ("inf", "inf"),
+        (10**30, 1e30), (Fraction(1, 4), 0.25), (0, 0),
+    ],
+)  # fmt: skip
+def test_numbers_of_other_kinds(value: Any, stored: Any) -> None:
+    found = stored_metrics({"x": value})["x"]
+    assert found == stored
+    assert type(found) is type(stored)
+    assert stored_metrics(None) == {}
+
+
+@pytest.mark.parametrize("value", [True, np.True_, "0.3", "NaN", None, 1j, [1.0], Decimal(1), 10**400, object()])
+def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(InvalidInput, match="'val/loss'"):
+        stored_metrics({"ok": 1.0, "val/loss": value})
+
+
+@pytest.mark.parametrize("name", ["", "x" * (MAX_METRIC_NAME + 1), "a\nb", "\ud800", 3, None])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidInput, match="name of metric"):
+        stored_metrics({name: 1.0})
+
+
+def test_there_is_a_limit_and_a_kind() -> None:
+    assert len(stored_metrics({str(n): n for n in range(MAX_METRICS)})) == MAX_METRICS
+    with pytest.raises(InvalidInput, match="65 metrics are too many"):
+        stored_metrics({str(n): n for n in range(MAX_METRICS + 1)})
+    with pytest.raises(InvalidInput, match="metrics is a list"):
+        stored_metrics([("loss", 1.0)])  # type: ignore[arg-type]  # no mapping
+
+
+@pytest.mark.parametrize("stored", [{"x": "much"}, {"": 1}, {str(n): n for n in range(MAX_METRICS + 1)}])
+def test_a_record_with_others_is_refused(stored: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        check_metrics(stored)

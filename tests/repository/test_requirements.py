@@ -1,0 +1,91 @@
+"""What the settings demand of writers: who does not know it writes nothing, and who reads is not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import Damaged, Unsupported
+from casckpt.format import records
+from casckpt.format.records import Began
+from casckpt.repository import commits, tags, transactions
+from casckpt.repository.commits import list_commits
+from casckpt.repository.leases import hold
+from casckpt.repository.processes import this_process
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.upkeep.repair.repair import repair
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import keys, snapshot
+from tests.support.repositories import commit_bare, manifest_id, meanwhile, repository
+
+
+def demand(repo: Repository) -> None:
+    repo.change_settings(requires=["rewrites"])
+
+
+def join(repo: Repository) -> object:
+    txid = repo.new_txid("run", 1)
+    began = Began(txid=txid, run="run", step=1, time=1, process=this_process(), manifest=manifest_id("x"))
+    return transactions.join(repo, began)
+
+
+WRITES: dict[str, Callable[[Repository], object]] = {
+    "begin": lambda repo: transactions.begin(repo, "run", 1),
+    "join": join,
+    "restore": lambda repo: commits.restore(repo, list_commits(repo).live()[0]),
+    "tag": lambda repo: tags.set_tag(repo, "other", list_commits(repo).live()[0]),
+    "hold": lambda repo: hold(repo, "other", list_commits(repo).live()[0], 60),
+    "untag": lambda repo: tags.delete_tag(repo, "best"),
+    "settings": lambda repo: repo.change_settings(min_age_seconds=5),
+    "repair": repair,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_who_does_not_know_a_demand_writes_nothing(repo: Repository, write: Callable[[Repository], object]) -> None:
+    tags.set_tag(repo, "best", commit_bare(repo))
+    check_requirements(repo)
+    demand(repo)
+    before = snapshot(repo)
+    with pytest.raises(Unsupported, match=r"know of rewrites, .* upgrade casckpt"):
+        write(repo)
+    new = snapshot(repo).keys() - before.keys()
+    assert {key.partition("/")[0] for key in new} <= {"commits"}, "a transaction that was refused is revoked"
+    assert len(list_commits(repo).visible()) == 1
+    assert tags.tags(repo).keys() == {"best"}
+
+
+def test_a_transaction_that_began_while_it_was_demanded_is_refused(repo: Repository, faults: FaultyStore) -> None:
+    """It asks once it is open: who demands something waits for those that are open then."""
+    faults.inject(call_first("put", meanwhile(lambda: demand(repo)), key="transactions/*"))
+    with pytest.raises(Unsupported):
+        transactions.begin(repo, "run", 1)
+    assert keys(repo, "transactions/") == set()
+
+
+def test_the_record_is_read_once(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
+    repo.change_settings(min_age_seconds=5)
+    reads = faults.count("get", "settings/*")
+    for _ in range(3):
+        check_requirements(repo)
+    check_requirements(repository(tmp_path, faults))
+    assert faults.count("get", "settings/*") == reads + 1
+
+
+def test_settings_that_cannot_be_read_may_demand_anything(repo: Repository) -> None:
+    demand(repo)
+    (key,) = keys(repo, "settings/")
+    repo.storage.replace(key, b"torn")
+    with pytest.raises(Damaged, match="Put the file back"):
+        check_requirements(repo)
+
+
+def test_other_changes_keep_a_demand(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    demand(repo)
+    monkeypatch.setattr(records, "KNOWN_REQUIREMENTS", frozenset({"rewrites"}))
+    repo.change_settings(min_age_seconds=5)
+    assert repo.settings.requires == ["rewrites"]
+    transactions.begin(repo, "run", 1).abort("who knows it may write")

@@ -1,0 +1,198 @@
+"""Tags that expire, and demands on writers, against what a gc forgets and purges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import NotFound, Unsupported
+from casckpt.format.records import changed
+from casckpt.repository import commits, tags
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.leases import hold, renew
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc.gc import execute, plan_gc
+from casckpt.upkeep.gc.retiring import GcPlan, retire_now
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
+from tests.support.repositories import meanwhile, memory, put_blob, repository, save
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory())
+
+
+@pytest.fixture
+def repo(tmp_path: Path, faults: FaultyStore) -> Repository:
+    """run@0 and run@1."""
+    made = repository(tmp_path, faults)
+    for step in range(2):
+        save(made, step=step, texts=[str(step)])
+    return made
+
+
+def first(repo: Repository) -> Commit:
+    return list_commits(repo).live()[0]
+
+
+def test_a_tag_that_expires_keeps_until_its_end_and_an_hour(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    assert run_gc(repo, LAST).forgotten == ()
+    gone = commits.forget(repo, first(repo))
+    result = run_gc(repo)
+    (waiting,) = result.waiting
+    assert (waiting.reason, waiting.tags) == ("tagged", ("eval",))
+    assert waiting.until is not None
+    assert waiting.until.timestamp() == pytest.approx(repo.clock() / 1e6 + 2 * HOUR, abs=1)
+    ticking(repo)(HOUR * 1.9)  # it is over, but the clock of its holder may be behind
+    assert run_gc(repo).purged == ()
+    ticking(repo)(HOUR * 0.2)
+    assert [one.txid for one in run_gc(repo).purged] == [gone.txid]
+
+
+def test_one_with_an_end_and_one_without_have_none(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    commits.forget(repo, commit)
+    (waiting,) = run_gc(repo).waiting
+    assert (waiting.tags, waiting.until) == (("best", "eval"), None)
+
+
+def test_a_tag_bars_by_id(repo: Repository) -> None:
+    """One that was set on a commit bars others of the same checkpoint, too."""
+    commit = first(repo)
+    again = changed(commit.committed, txid=repo.new_txid("run", 0))
+    commits.commit(repo, again)
+    twin = commits.just_committed(again)
+    hold(repo, "eval", commit, HOUR)
+    commits.forget(repo, twin)
+    commits.forget(repo, commit)
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged", "tagged"]
+    tags.delete_tag(repo, "eval")
+    assert {one.txid for one in run_gc(repo).purged} == {commit.txid, twin.txid}
+
+
+def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: FaultyStore) -> None:
+    """It forgets, and lists tags only then: one that was granted before that is in the listing."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+    faults.inject(
+        call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{commit.txid}.1")
+    )
+    result = execute(repo, plan)
+    assert (result.forgotten, result.purged) == ((), ())
+    assert first(repo).visible
+
+
+def test_what_is_set_while_a_gc_lists_tags_is_not_granted(repo: Repository, faults: FaultyStore) -> None:
+    commit = first(repo)
+    commits.forget(repo, commit)
+    plan, refused = plan_gc(repo, min_age=0.0), []
+
+    def attempt() -> None:
+        with pytest.raises(NotFound) as caught:
+            hold(repo, "eval", commit, HOUR)
+        refused.append(caught.value)
+
+    faults.inject(call_first("put", meanwhile(attempt), key=f"commits/{commit.txid}.2"))
+    assert steps(execute(repo, plan).purged) == [0]
+    assert len(refused) == 1
+
+
+def test_a_purge_takes_the_very_next_number_only(repo: Repository, faults: FaultyStore) -> None:
+    """Restored, held, and forgotten again after the tags were listed: its number is gone, and it purges nothing."""
+    commit = first(repo)
+    commits.forget(repo, commit)
+    plan = plan_gc(repo, min_age=0.0)
+
+    def back() -> None:
+        hold(repo, "eval", commits.restore(repo, first(repo)), HOUR)
+        commits.forget(repo, first(repo))
+
+    faults.inject(call_first("put", meanwhile(back), key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).purged == ()
+    assert first(repo).txid == commit.txid
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
+
+
+def test_the_clock_is_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+    """What is renewed while the listing runs may not be in it: what was seen counts by the clock before."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    plan = GcPlan((), (commits.forget(repo, commit),))
+    ticking(repo)(2 * HOUR - 1)
+    faults.inject(call_first("list", meanwhile(lambda: ticking(repo)(2)), key="tags/"))
+    assert execute(repo, plan).purged == ()
+    assert steps(execute(repo, plan).purged) == [0]
+
+
+def test_who_rotates_leaves_what_is_held(repo: Repository) -> None:
+    hold(repo, "eval", first(repo), HOUR)
+    assert retire_now(repo, [first(repo)]) == []
+    assert first(repo).visible
+
+
+def test_a_gc_cleans_up_behind_leases(repo: Repository) -> None:
+    tag, commit = hold(repo, "eval", first(repo), HOUR)
+    renew(repo, tag, commit, HOUR)
+    run_gc(repo)
+    assert len(keys(repo, "tags/")) == 2
+    ticking(repo)(2 * HOUR + 1)
+    run_gc(repo)
+    assert keys(repo, "tags/") == {"tags/eval/1"}
+
+
+# demands on writers
+
+
+def demand(repo: Repository) -> None:
+    repo.change_settings(requires=["rewrites"])
+
+
+def test_a_gc_that_does_not_know_a_demand_does_nothing(repo: Repository) -> None:
+    commits.forget(repo, first(repo))
+    put_blob(repo, repo.new_txid("x", 1), "spare")
+    demand(repo)
+    before = snapshot(repo)
+    with pytest.raises(Unsupported, match="rewrites"):
+        run_gc(repo, LAST)
+    assert snapshot(repo) == before
+    with pytest.raises(Unsupported):
+        retire_now(repo, [first(repo)])
+    assert snapshot(repo) == before
+
+
+WHEN: dict[str, Callable[[str], tuple[str, str]]] = {
+    "after it has purged": lambda txid: ("put", f"commits/{txid}.2"),
+    "while it waits": lambda txid: ("list", "objects"),
+}
+
+
+@pytest.mark.parametrize("when", WHEN.values(), ids=WHEN.keys())
+def test_what_is_demanded_while_a_gc_runs_keeps_it_from_deleting(
+    repo: Repository, faults: FaultyStore, when: Callable[[str], tuple[str, str]]
+) -> None:
+    commit = commits.forget(repo, first(repo))
+    plan = plan_gc(repo, min_age=0.0)
+    method, key = when(commit.txid)
+    faults.inject(call_first(method, meanwhile(lambda: demand(repo)), key=key))
+    before = keys(repo)
+    with pytest.raises(Unsupported):
+        execute(repo, plan)
+    assert keys(repo) == before
+
+
+def test_a_paused_gc_asks_again(repo: Repository) -> None:
+    put_blob(repo, repo.new_txid("x", 1), "spare")
+    begin_elsewhere(repo)
+    assert [one.reason for one in run_gc(repo, wait=0.0).waiting] == ["transaction"]
+    demand(repo)
+    before = snapshot(repo)
+    with pytest.raises(Unsupported):
+        run_gc(repo, revoke_after=0.0)
+    assert snapshot(repo) == before
