@@ -25,7 +25,10 @@ READERS = (2, 4)
 
 @dataclass
 class Options:
-    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run."""
+    """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
+
+    ``full``: sizes that take long.
+    """
 
     folder: Path
     peers: Sequence[type[Peer]]
@@ -33,6 +36,7 @@ class Options:
     threads: int
     size: int | None = None
     quick: bool = False
+    full: bool = False
     tell: Tell = lambda text: None
 
     def size_or(self, usual: int, *, quick: int = 4 << 20) -> int:
