@@ -66,8 +66,10 @@ def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
             return known
         if _read_on(repo, run, known):
             return known
-    log.warning(_NOT_WHAT_IT_WAS, repo.storage.url, announcement_key(run, known.head))
-    repo.forget_all(keep_marker=repo.storage.size(MARKER) is None)
+    is_gone = repo.storage.size(MARKER) is None  # then a save makes a new one, and says so
+    told = logging.INFO if is_gone else logging.WARNING
+    log.log(told, _NOT_WHAT_IT_WAS, repo.storage.url, announcement_key(run, known.head))
+    repo.forget_all(keep_marker=is_gone)
     return look(repo, run)
 
 

@@ -152,7 +152,7 @@ class Repository:
         """Forget all that this process and its host know of the store: it is not what it was."""
         marker = self.marker
         self.catalogue.reindex()
-        self.records, self.manifests, self.runs = RecordCache(), ManifestCache(), defaultdict(RunCache)
+        self.records, self.manifests = RecordCache(), ManifestCache()
         self.seen_blobs.clear()
         self.look_again()
         if keep_marker:
@@ -161,6 +161,7 @@ class Repository:
     def look_again(self) -> None:
         """Forget what this process knows of the store: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
+        self.runs = defaultdict(RunCache)
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?

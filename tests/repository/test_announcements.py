@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import StorageError
-from casckpt.format.keys import announcement_key, commit_key, parse_announcement, parse_log, run_hash
-from casckpt.format.records import Announced
+from casckpt.format.keys import announcement_key, commit_key, parse_log, run_hash
 from casckpt.repository import commits
 from casckpt.repository.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import forget, purge, restore
 from casckpt.repository.repository import Repository
+from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
 
@@ -23,10 +23,8 @@ RUN = run_hash("run")
 
 
 def told(repo: Repository, run: str = RUN) -> list[tuple[int, list[tuple[str, int, str]]]]:
-    """(number, what it tells of) of each announcement that is in the store, by number."""
-    names = [(name[1], entry.key) for entry in repo.storage.list("runs/") if (name := parse_announcement(entry.key))]
-    found = ((number, repo.get_record(key, Announced)) for number, key in sorted(names) if f"/{run}/" in key)
-    return [(number, [tuple(one) for one in record.announced]) for number, record in found]
+    """(number, what it tells of) of each announcement of a run that is in the store."""
+    return announcements(repo, run)
 
 
 def faulty(tmp_path: Path, seed: int = 1) -> tuple[Repository, FaultyStore]:

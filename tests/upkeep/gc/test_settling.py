@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,14 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.following import is_visible, newest
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import begin
+from casckpt.storage.base import ObjectStore
 from casckpt.upkeep.gc.settling import faults, settle
 from casckpt.upkeep.repair.verify import verify
-from tests.support.faulty import FaultyStore, fail_before
+from tests.support.announced import announcements, undecided, untold
+from tests.support.faulty import FaultyStore, Kind, fail_before
 from tests.support.gcs import collect
-from tests.support.repositories import Ticks, commit_bare, committed, memory, repository, save
+from tests.support.repositories import START, Ticks, commit_bare, committed, memory, repository, save
+from tests.upkeep.gc.play import finish
 
 RUN, HOUR = run_hash("run"), 3600.0
 
@@ -158,3 +163,63 @@ def test_forgetting_by_hand_is_told(repo: Repository, tmp_path: Path) -> None:
     one = commit_bare(repo)
     commits.append(repo, one, Forgotten)
     assert known(repo, tmp_path).announced == {one.txid: 1}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Deadly(FaultyStore):
+    """Ends its process right before or right after a call; ``at`` counts both."""
+
+    def __init__(self, inner: ObjectStore, at: int = 0) -> None:
+        super().__init__(inner)
+        self.at, self.steps = at, 0
+
+    @contextmanager
+    def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
+        self._die()
+        yield set()
+        self._die()
+
+    def _die(self) -> None:
+        self.steps += 1
+        if self.steps == self.at:
+            raise Killed
+
+
+def saved(repo: Repository, step: int) -> commits.Commit:
+    transaction = begin(repo, "run", step)
+    finish(repo, transaction, [f"of {step}"], [])
+    made = commits.read_log(repo, transaction.txid)
+    assert made is not None
+    return made
+
+
+def change_all(repo: Repository) -> None:
+    """A save, what may become of it, and a gc that purges two at once."""
+    one, two, three = (saved(repo, step) for step in range(3))
+    commits.restore(repo, commits.forget(repo, one))
+    for commit in (two, three):
+        commits.forget(repo, commit)
+    collect(repo, min_age=0)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whoever_dies_at_any_call_leaves_nothing_untold_and_a_gc_leaves_nobody_waiting(
+    tmp_path: Path, part: int, full: bool
+) -> None:
+    whole = Deadly(memory())
+    change_all(repository(tmp_path / "whole", whole))
+    assert undecided(repository(tmp_path / "whole", whole.inner)) == []
+    for at in range(1 + part, whole.steps + 1, 4 if full else 12):
+        storage = Deadly(memory(), at)
+        with pytest.raises(Killed):
+            change_all(repository(tmp_path / f"{at}", storage))
+        after = repository(tmp_path / f"{at} after", storage.inner, seed=2, clock=Ticks(START + 10**9))
+        assert untold(after) == []
+        collect(after, min_age=0, revoke_after=0)
+        assert undecided(after) == []
+        assert untold(after) == []
+        numbers = [number for number, _ in announcements(after, RUN)]
+        assert numbers == list(range(len(numbers)))
