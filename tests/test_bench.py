@@ -170,3 +170,28 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     measured = {(group, who) for (group, who, _), row in rows.items() if row["rounds"]}
     assert measured >= {(group, who) for group in ("save", "load") for who in ("casckpt", "s3fs")}
     assert not list((tmp_path / "work").iterdir())
+
+
+def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
+    """What it asks of the storage, exactly: after 100 saves of its run, and after 1,200."""
+    results = tmp_path / "history.json"
+    done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
+    assert done.returncode == 0, done.stderr
+    asked = {
+        (group, what): {tuple(one["extra"][name] for name in ("requests", "names", "nbytes")) for one in row["rounds"]}
+        for (group, _, what), row in rows_of(results, "history").items()
+    }
+    saves = {
+        "": 13,
+        ", another writer's clock is 10 minutes ahead": 15,  # whose announcement is read, and what comes next
+        ", old commits copied": 33,  # 20 of them
+        ", one restored": 15,
+    }
+    ahead = {"bucket": {", another writer's clock is 10 minutes ahead": 1, ", old commits copied": 2}}  # at a time
+    for group in ("folder", "bucket"):
+        for what, requests in saves.items():
+            wanted = {(requests + ahead.get(group, {}).get(what, 0), 0, 0)}
+            assert asked.pop((group, f"save 101{what}")) == asked.pop((group, f"save 1,201{what}")) == wanted
+        (latest,) = asked.pop((group, "latest on a new host, under 1,200 commits of other runs"))
+        assert latest[:2] == (6, 2)
+    assert not asked

@@ -53,7 +53,7 @@ LAYERS = (
 STRUCTS = (
     records.Marker, records.Settings, records.Process, records.Began, records.SignOfLife, records.Committed,
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
-    records.Mirrored,
+    records.Mirrored, records.Kept, records.Announced,
     manifest.ManifestBody, manifest.Blobs, manifest.StreamEntry, manifest.ObjectEntry, manifest.Attachment,
     manifest.BlobUploaders,
     extents.PackedExtents, extents.PackedWhole,

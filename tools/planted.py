@@ -18,20 +18,84 @@ class Planted:
 
 PLANTED = (
     Planted(
-        "a save lists commits before its transaction begins",
+        "a save reads what lives before its transaction begins",
         "casckpt/checkpoint/saving/leader.py",
-        """        self._commits = list_commits(self.repo)
-        return self._transaction.txid""",
-        """        self._commits = earlier
-        return self._transaction.txid""",
+        """        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
+        self._parent = newest_reusable(self.repo, run)
+""",
+        """        self._parent = newest_reusable(self.repo, run)
+        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
+""",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
         "a save reuses what only a purged checkpoint names",
+        "casckpt/repository/following.py",
+        "    return commit.live\n",
+        "    return commit.last != 'revoked'\n",
+        "tests/checkpoint/saving/test_promises.py tests/repository/test_following.py",
+    ),
+    Planted(
+        "a gc takes what was purged for live",
         "casckpt/repository/commits.py",
         "[commit for commit in self._sorted if commit.live]",
         "[commit for commit in self._sorted if commit.last != 'revoked']",
-        "tests/checkpoint/saving/test_promises.py tests/upkeep/gc/test_gc.py",
+        "tests/upkeep/gc/test_gc.py",
+    ),
+    Planted(
+        "a record is announced when it is there",
+        "casckpt/repository/commits.py",
+        """    announce(repo, [Announcement(record.txid, 0, COMMITTED)], seen=seen)
+    try:
+        repo.put_record(key, record)
+""",
+        """    try:
+        repo.put_record(key, record)
+        announce(repo, [Announcement(record.txid, 0, COMMITTED)], seen=seen)
+""",
+        "tests/repository/test_announcements.py",
+    ),
+    Planted(
+        "a purge is not announced",
+        "casckpt/repository/commits.py",
+        "    announce(repo, [Announcement(commit.txid, number, wanted)])\n",
+        "    announce(repo, [Announcement(commit.txid, number, wanted)] if kind is not Purged else [])\n",
+        "tests/repository/test_announcements.py",
+    ),
+    Planted(
+        "what was announced last is taken for the latest",
+        "casckpt/repository/following.py",
+        "if one is not None and one.seen is not None and one.seen >= low - 1)",
+        "if one is not None)",
+        "tests/repository/test_following.py",
+    ),
+    Planted(
+        "a number without an answer is skipped",
+        "casckpt/repository/announcements.py",
+        "            except Conflict:\n                (found,)",
+        "            except CasckptError:\n                (found,)",
+        "tests/repository/test_announcements.py",
+    ),
+    Planted(
+        "what was announced and is not there yet is forgotten",
+        "casckpt/repository/following.py",
+        "    if commit is not None and not commit.live:\n",
+        "    if commit is None or not commit.live:\n",
+        "tests/repository/test_announcements.py",
+    ),
+    Planted(
+        "another store in the place of one is not noticed by who follows it",
+        "casckpt/repository/announcements.py",
+        "    if head is None or (isinstance(head, Announced) and before not in (None, head)):\n",
+        "    if False:\n",
+        "tests/repository/test_announcements.py",
+    ),
+    Planted(
+        "nobody takes a number that was announced and never came",
+        "casckpt/upkeep/gc/settling.py",
+        "            if number:\n                keep(repo, txid, number)\n",
+        "            if number:\n                continue\n",
+        "tests/upkeep/gc/test_settling.py",
     ),
     Planted(
         "forgotten checkpoints are no roots of a gc",

@@ -7,6 +7,7 @@
     transactions/<txid>[.N]                   commits/<txid>[.N]
     tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>
     mirrored/<txid>[.N]                       signatures/<id>/<key id>
+    runs/<run hash>/<six digits>/<three digits>
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 
 MARKER = "casckpt.json"
 MAX_STEP = 2**63 - 1
+MAX_NUMBER = 999_999_999
+"""Of what is numbered."""
 _MAX_ATTACHMENT_NAME = 1024
 
 _DATE = r"[0-9]{4}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])T(?:[01][0-9]|2[0-3])[0-5][0-9][0-5][0-9][0-9]{6}Z"
@@ -41,6 +44,7 @@ _DAMAGED_RE = re.compile(rf"damaged/({_TXID})/({_HEX64})/({_NUMBER})")
 _MIRRORED_RE = re.compile(rf"mirrored/({_TXID})(?:\.([1-9][0-9]{{0,8}}))?")
 _SIGNATURE_RE = re.compile(rf"signatures/({_HEX64})/({_HEX64})")
 _SETTINGS_RE = re.compile(rf"settings/({_NUMBER})")
+_ANNOUNCEMENT_RE = re.compile(r"runs/([0-9a-f]{16})/([0-9]{6})/([0-9]{3})")
 _UNFIT_RE = re.compile("[\0-\x1f\\\\\ud800-\udfff]")  # no UTF-8 has a lone surrogate
 _TIME = "%Y%m%dT%H%M%S%f"
 
@@ -222,6 +226,23 @@ def parse_settings(key: str) -> int | None:
     """Parse the generation of a key under settings/. Returns None for any other key."""
     found = _SETTINGS_RE.fullmatch(key)
     return int(found[1]) if found else None
+
+
+def announcement_key(run: str, number: int) -> str:
+    """Return the key of an announcement; ``run``: its hash. The highest number sorts first, a folder holds 1,000."""
+    digits = f"{MAX_NUMBER - number:09}"
+    return f"{run_folder(run)}/{digits[:6]}/{digits[6:]}"
+
+
+def run_folder(run: str) -> str:
+    """Return the folder of the announcements of a run, by its hash."""
+    return f"runs/{run}"
+
+
+def parse_announcement(key: str) -> tuple[str, int] | None:
+    """Parse (hash of the run, number) of a key under runs/. Returns None for any other key."""
+    found = _ANNOUNCEMENT_RE.fullmatch(key)
+    return (found[1], MAX_NUMBER - int(found[2] + found[3])) if found else None
 
 
 def mirrored_key(txid: TxId, restored: int = 0) -> str:

@@ -15,7 +15,7 @@ from msgspec.json import Decoder
 
 from casckpt.errors import Damaged, Refused, Unsupported
 from casckpt.format.digest import hex_digest
-from casckpt.format.keys import check_hash, check_run, check_step, check_txid
+from casckpt.format.keys import MAX_NUMBER, check_hash, check_run, check_step, check_txid
 from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
@@ -56,7 +56,15 @@ def _check_time(time: int) -> None:
         raise Refused(f"{time} microseconds since the epoch are no date of the years 1970 to 9999")
 
 
+def _check_announced(announced: list[tuple[TxId, int, str]]) -> None:
+    for txid, number, _ in announced:
+        check_txid(txid)
+        if not 0 <= number <= MAX_NUMBER:
+            raise Refused(f"{number} is not the number of a record")
+
+
 _CHECKS: dict[str, Callable[[Any], object]] = {
+    "announced": _check_announced,
     "txid": check_txid,
     "uploader": check_txid,
     "manifest": check_hash,
@@ -185,6 +193,24 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
     time: int
 
 
+class Kept(Record, tag="kept", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: nothing. Whoever announced this number never came, and nobody waits for him any more."""
+
+    txid: TxId
+    time: int
+
+
+class Announced(Record, tag="announced", frozen=True, kw_only=True):
+    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number, type) of each.
+
+    ``seen``: of a save, whose txid is later than all that were announced up to this number; -1 if there were none.
+    """
+
+    time: int
+    announced: list[tuple[TxId, int, str]]
+    seen: int | None = None
+
+
 class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
     """mirrored/<txid>[.N]: since record N of its log the checkpoint was seen in the store at ``mirror`` (a URL) too."""
 
@@ -194,7 +220,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
 
 
 FirstRecord = Committed | RevokedRecord
-LaterRecord = Forgotten | Restored | Purged
+LaterRecord = Forgotten | Restored | Purged | Kept
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):

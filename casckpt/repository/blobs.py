@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.format.keys import blob_key, damaged_key, parse_damaged
+from casckpt.format.keys import blob_key, damaged_key, parse_damaged, parse_object
 from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
@@ -108,6 +108,18 @@ def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> 
 def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
     """Say that a marked blob is whole again. Nothing is done if it is not marked. Raises `StorageError`."""
     _mark_as(repo, uploader, blob, REPAIRED, why)
+
+
+def remove_marks(repo: Repository, deleted: Collection[str]) -> None:
+    """Remove all marks of what was ``deleted`` (keys) because nothing needs it: no key is ever used again.
+
+    Raises `StorageError`.
+    """
+    names = {(name.uploader, name.hash) for key in deleted if (name := parse_object(key))}
+    for entry in list(repo.storage.list(PREFIX, known=parse_damaged)) if names else ():
+        mark = parse_damaged(entry.key)
+        if mark is not None and mark[:2] in names:
+            repo.storage.delete(entry.key)
 
 
 def _mark_as(repo: Repository, uploader: TxId, blob: BlobHash, state: str, why: str) -> None:

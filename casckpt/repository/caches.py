@@ -1,7 +1,7 @@
-"""What a process remembers of a store: decoded records, and the last few manifests.
+"""What a process remembers of a store: decoded records, what was announced of runs, and the last few manifests.
 
-Each save lists commits/ twice, and of ten thousand records one is new. It compares with the parent that was just
-written, and a load follows a look.
+Of ten thousand records that are listed one is new. A save compares with the parent that was just written, and a load
+follows a look.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from casckpt.format.keys import parse_txid
 from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import Announced
 from casckpt.storage.base import ListedObject
 from casckpt.storage.forking import PerProcess
 
@@ -54,6 +56,46 @@ class RecordCache:
         if len(self._entries) >= MAX_RECORDS:
             self._entries.clear()
         self._entries[entry.key] = (shown(entry), record)
+
+
+class RunCache:
+    """What was announced of one run, as far as this process has read it: see `casckpt.repository.announcements`.
+
+    ``head``: the highest number that is taken, -1 for none. ``records``: by number, None for those ``unreadable``.
+    ``announced``: of each transaction in them the highest number of a record. ``at``: transactions by their step.
+    ``newest``: the greatest of them. ``ended``: those that never live again. Hold ``lock`` to go on from ``head``.
+    """
+
+    def __init__(self) -> None:
+        self.lock = PerProcess(threading.RLock)
+        self.is_loaded = False
+        self.head = -1
+        self.records: dict[int, Announced | None] = {}
+        self.unreadable: set[int] = set()
+        self.announced: dict[TxId, int] = {}
+        self.at: dict[int, list[TxId]] = {}
+        self.newest: TxId | None = None
+        self.ended: set[TxId] = set()
+
+    def add(self, number: int, record: Announced | None) -> None:
+        """Take note of what was read."""
+        self.head = max(self.head, number)
+        self.records[number] = record
+        if record is None:
+            self.unreadable.add(number)
+        else:
+            self.unreadable.discard(number)
+        for txid, of_log, _ in () if record is None else record.announced:
+            if txid not in self.announced:
+                self.at.setdefault(parse_txid(txid).step, []).append(txid)
+                self.newest = max(self.newest or txid, txid)
+            self.announced[txid] = max(self.announced.get(txid, 0), of_log)
+
+    def unread(self, low: int = 0) -> list[int]:
+        """Return the numbers from ``low`` on that nobody has read yet, the highest first."""
+        if len(self.records) == self.head + 1:
+            return []
+        return [number for number in range(self.head, low - 1, -1) if number not in self.records]
 
 
 class ManifestCache:

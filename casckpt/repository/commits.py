@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -12,8 +12,10 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, R
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import Committed, FirstRecord, Forgotten, LaterRecord, Purged, Restored
+from casckpt.format.records import Committed, FirstRecord, Forgotten, Kept, LaterRecord, Purged, Restored
 from casckpt.lazy import cached_property
+from casckpt.parallel import in_parallel
+from casckpt.repository.announcements import COMMITTED, Announcement, announce
 from casckpt.repository.caches import Shown, shown
 from casckpt.repository.reading import Read, key_of, read_records
 from casckpt.repository.repository import Repository
@@ -47,7 +49,8 @@ class Commit:
     """One transaction's log in commits/, folded.
 
     ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest one of the log.
-    ``changed_at``: time of the last record, in microseconds since the epoch.
+    ``changed_at``: time of the last record, in microseconds since the epoch. A `kept` record only takes a number.
+    ``restored``: number of the last `restored` record, 0 for none; what cannot be read counts as one.
     """
 
     txid: TxId
@@ -55,6 +58,7 @@ class Commit:
     last: str
     number: int
     changed_at: int
+    restored: int = 0
 
     @property
     def live(self) -> bool:
@@ -65,11 +69,6 @@ class Commit:
     def visible(self) -> bool:
         """Live and not forgotten."""
         return self.last in ("committed", "restored")
-
-    @property
-    def restored(self) -> int:
-        """Number of the last `restored` record, 0 for none: behind the first one they take turns with `forgotten`."""
-        return max(0, self.number - {"forgotten": 1, "purged": 2}.get(self.last, 0))
 
     @property
     def committed(self) -> Committed:
@@ -193,6 +192,28 @@ def list_names(repo: Repository) -> set[TxId]:
     return {name[0] for entry in repo.storage.list(PREFIX, known=parse_log) if (name := parse_log(entry.key))}
 
 
+def read_log(repo: Repository, txid: TxId) -> Commit | None:
+    """Return what a transaction's log says now, read by its keys; None where it has no record.
+
+    As good as a listing of commits/ that begins now. Raises `Damaged` or `Refused` as `refresh`, `StorageError`.
+    """
+    keys = [(commit_key(txid), FirstRecord), (commit_key(txid, 1), LaterRecord)]
+    first, second = in_parallel(repo.storage.traits.requests, lambda key: _record(repo, txid, *key), keys)
+    if isinstance(first, NotFound):
+        return None
+    if isinstance(first, CasckptError):
+        raise first
+    commit = _folded(txid, {0: first})
+    return commit if commit is None or isinstance(second, NotFound) else refresh(repo, commit)
+
+
+def _record(repo: Repository, txid: TxId, key: str, kind: Any) -> Read:
+    try:
+        return _checked(repo.get_record(key, kind), txid, key)
+    except (NotFound, Damaged, Refused) as error:
+        return error
+
+
 def refresh(repo: Repository, commit: Commit) -> Commit:
     """Return the commit as its log is now. Reads the records behind the one that ``commit`` knows.
 
@@ -214,16 +235,21 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
     doubt = _doubt(log)
     if doubt is not None:
         raise doubt
-    return _folded(commit.txid, log) or commit
+    now = _folded(commit.txid, log)
+    if now is None or all(isinstance(record, Kept) for of, record in log.items() if of):
+        return replace(commit, number=number)
+    return replace(now, restored=max(now.restored, commit.restored))
 
 
-def commit(repo: Repository, record: Committed) -> None:
-    """Make a checkpoint visible: create commits/<txid>. Its own record, put before, is success.
+def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
+    """Make a checkpoint visible: announce it, and create commits/<txid>. Its own record, put before, is success.
 
-    Raises `Revoked` if the transaction was revoked, `Conflict` if something else has its name, `StorageError` if the
-    storage does not say: then the commit may still happen, until `casckpt.repository.transactions.revoke` wins.
+    ``seen``: see `casckpt.repository.announcements.announce`. Raises `Revoked` if the transaction was revoked,
+    `Conflict` if something else has its name, `StorageError` if the storage does not say: then the commit may still
+    happen, until `casckpt.repository.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
+    announce(repo, [Announcement(record.txid, 0, COMMITTED)], seen=seen)
     try:
         repo.put_record(key, record)
     except Conflict:
@@ -241,7 +267,7 @@ def commit(repo: Repository, record: Committed) -> None:
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
-    """Add a record of ``kind`` to the log, and return the commit as it is then; as it is, if it is in that state.
+    """Announce and add a record of ``kind``, and return the commit as it is then; as it is, if it is in that state.
 
     Of several that append at once exactly one wins. Raises `Conflict` if the log does not allow it, or if somebody
     else was first with another record; `StorageError`.
@@ -253,15 +279,19 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return commit
     _check_allowed(commit, wanted)
     record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
+    announce(repo, [Announcement(commit.txid, number, wanted)])
     try:
         repo.put_record(commit_key(commit.txid, number), record)
     except Conflict:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
+        if (now.last, now.changed_at) == (commit.last, commit.changed_at):  # the number was taken, and no more
+            return append(repo, now, kind)
         message = f"{commit} was {now.last} by somebody else just now, so it was not {wanted}; look again"
         raise Conflict(message, checkpoints=(commit.id,)) from None
-    return replace(commit, last=wanted, number=number, changed_at=record.time)
+    restored = number if kind is Restored else commit.restored
+    return replace(commit, last=wanted, number=number, changed_at=record.time, restored=restored)
 
 
 def forget(repo: Repository, commit: Commit) -> Commit:
@@ -297,6 +327,23 @@ def purge(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Purged)
 
 
+def announce_all(repo: Repository, commits: Iterable[Commit], kind: LaterKind) -> None:
+    """Announce at once what `append` is about to add to each log. Raises `StorageError`."""
+    announce(repo, [Announcement(commit.txid, commit.number + 1, _STATES[kind]) for commit in commits])
+
+
+def keep(repo: Repository, txid: TxId, number: int) -> bool:
+    """Take a number that was announced and never came: whoever may come yet finds it taken. False if it is by now.
+
+    Safe at any time. Raises `StorageError`.
+    """
+    try:
+        repo.put_record(commit_key(txid, number), Kept(txid=txid, time=repo.clock()))
+    except Conflict:
+        return False
+    return True
+
+
 def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """End a transaction of which no first record can be read, so that gc works again.
 
@@ -304,6 +351,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
+    announce(repo, [Announcement(txid, number + 1, "purged")])
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
 
 
@@ -369,8 +417,10 @@ def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
     if isinstance(first, records.RevokedRecord):
         return Commit(txid, first, "revoked", max(log), first.time)
     readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
-    last = next((record for record in readable if isinstance(record, Purged)), readable[-1])
-    return Commit(txid, first, _STATES[type(last)], max(log), last.time)
+    telling = [record for record in readable if not isinstance(record, Kept)]
+    last = next((record for record in telling if isinstance(record, Purged)), telling[-1])
+    restored = [number for number, record in log.items() if isinstance(record, (Restored, CasckptError))]
+    return Commit(txid, first, _STATES[type(last)], max(log), last.time, max(restored, default=0))
 
 
 def _is_whole(log: Mapping[int, Read]) -> bool:

@@ -17,9 +17,10 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run
 from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.following import is_visible, newest, newest_of_runs
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import get_tag, named_by, no_tag
 
@@ -45,8 +46,12 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
     if isinstance(ref, Commit):
         return _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
     _check_text(ref)
-    found = list_commits(repo) if commits is None else commits
     run, at, where = ref.rpartition("@")
+    if commits is None and where == LATEST and not ref.startswith(TAG):
+        followed = _followed(repo, run if at else None)
+        if followed is not None:
+            return followed
+    found = list_commits(repo) if commits is None else commits
     if ref.startswith(TAG):
         return _tagged(repo, found, ref.removeprefix(TAG))
     if at:
@@ -71,6 +76,16 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
         chosen = (not isinstance(ref, Commit) and _range(repo, found, ref)) or [resolve(repo, ref, found)]
         named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
+
+
+def _followed(repo: Repository, run: str | None) -> Commit | None:
+    """Return the newest visible commit of a run, or of all; None where announcements do not show one."""
+    try:
+        if run is not None:
+            return newest(repo, check_run(run), is_visible)
+        return next(iter(newest_of_runs(repo, is_visible)), None)
+    except (Damaged, Refused):
+        return None
 
 
 def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:

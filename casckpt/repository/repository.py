@@ -6,6 +6,7 @@ import os
 import re
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache
-from casckpt.repository.caches import ManifestCache, RecordCache
+from casckpt.repository.caches import ManifestCache, RecordCache, RunCache
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
 from casckpt.storage.base import AlreadyExists, ObjectStore
@@ -45,7 +46,7 @@ class Repository:
     ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
     ``mirror``: URL of the store that this one is copied to, which its settings say before anything is saved.
     ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
-    ``last_commit``: key of the last record of its own.
+    ``last_commit``: key of the last record of its own. ``runs``: what was announced, by the hash of the run.
     Thread-safe, usable in forked children; pickles.
     """
 
@@ -61,6 +62,9 @@ class Repository:
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
     last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
+    runs: dict[str, RunCache] = field(
+        default_factory=lambda: defaultdict(RunCache), init=False, repr=False, compare=False
+    )
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
@@ -69,10 +73,12 @@ class Repository:
 
     def __getstate__(self) -> dict[str, Any]:
         mine: dict[str, Any] = {"seen_blobs": set(), "listeners": []}
-        return self.__dict__ | mine | {"manifests": None, "records": None, "_catalogue": None, "_blob_cache": None}
+        caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache")
+        return self.__dict__ | mine | dict.fromkeys(caches)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
+        self.runs = defaultdict(RunCache)
 
     @property
     def marker(self) -> Marker:
@@ -155,6 +161,7 @@ class Repository:
     def look_again(self) -> None:
         """Forget what this process knows of the store: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
+        self.runs = defaultdict(RunCache)
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?

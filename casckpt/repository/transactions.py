@@ -1,6 +1,6 @@
 """Transactions: saves in progress, their signs of life, and how one that is dead is given up on.
 
-A transaction is begun before its save lists commits or uploads anything, and its files go only after a record stands
+A transaction is begun before its save asks what lives or uploads anything, and its files go only after a record stands
 in commits/: what a gc relies on (see "Commit and gc protocol" in docs/format.md).
 """
 
@@ -75,13 +75,20 @@ class Transaction:
     """A save in progress of this process, which gives signs of life until it ends, or until nobody refers to it.
 
     ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life of one that another
-    process has begun, None for one of our own.
+    process has begun, None for one of our own. ``seen``: see `casckpt.repository.announcements.announce`.
     """
 
     def __init__(
-        self, repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS, joined: int | None = None
+        self,
+        repo: Repository,
+        began: Began,
+        *,
+        seconds: float = SIGN_OF_LIFE_SECONDS,
+        joined: int | None = None,
+        seen: int | None = None,
     ) -> None:
         self.began = began
+        self._seen = seen
         self.joined = joined is not None
         self._repo = repo
         self._has_committed = False
@@ -103,7 +110,7 @@ class Transaction:
         otherwise, `StorageError`.
         """
         try:
-            commit(self._repo, record)
+            commit(self._repo, record, seen=self._seen)
         except Revoked:
             raise
         except Conflict:
@@ -188,18 +195,25 @@ class OpenTransaction:
 
 
 def begin(
-    repo: Repository, run: str, step: int, *, after: Iterable[TxId] = (), seconds: float = SIGN_OF_LIFE_SECONDS
+    repo: Repository,
+    run: str,
+    step: int,
+    *,
+    after: Iterable[TxId] = (),
+    seen: int | None = None,
+    seconds: float = SIGN_OF_LIFE_SECONDS,
 ) -> Transaction:
-    """Begin a save: before it lists commits, and before it uploads anything.
+    """Begin a save: before it asks what lives, and before it uploads anything.
 
-    ``after``: ids that the new one sorts behind. ``seconds``: between signs of life. Raises `InvalidInput`,
-    `StorageError`, `Unsupported`, also where the store demands of writers what this version does not know.
+    ``after``: ids that the new one sorts behind; ``seen``: all that were announced up to this number of the run are
+    among them. ``seconds``: between signs of life. Raises `InvalidInput`, `StorageError`, `Unsupported`, also where the
+    store demands of writers what this version does not know.
     """
     repo.declare_mirror()
     txid = repo.new_txid(run, step, after)
     began = Began(txid=txid, run=run, step=step, time=repo.clock(), process=this_process())
     repo.put_record(transaction_key(txid), began)
-    return _allowed(repo, Transaction(repo, began, seconds=seconds))
+    return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
 
 
 def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECONDS) -> Transaction | None:

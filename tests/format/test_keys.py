@@ -57,9 +57,25 @@ def test_keys_come_back(txid: TxId, number: int) -> None:
     assert keys.parse_settings(keys.settings_key(number)) == number
     assert keys.parse_mirrored(keys.mirrored_key(txid, number)) == (txid, number)
     assert keys.parse_signature(f"signatures/{HASH}/{HASH[::-1]}") == HASH
+    assert keys.parse_announcement(keys.announcement_key("0123456789abcdef", number)) == ("0123456789abcdef", number)
     assert keys.parse_object(keys.blob_key(txid, BlobHash(HASH))) == keys.ObjectName(txid, HASH, "safetensors")
     assert keys.parse_object(keys.manifest_key(txid, ManifestId(HASH))) == keys.ObjectName(txid, HASH, "manifest")
     assert keys.blob_key(txid, BlobHash(HASH)).startswith(keys.uploader_folder(txid) + "/")
+
+
+@given(st.integers(0, 999_999_998))
+def test_the_highest_announcement_sorts_first_and_a_folder_holds_a_thousand(number: int) -> None:
+    one, other = (keys.announcement_key("0123456789abcdef", of) for of in (number, number + 1))
+    assert other < one
+    assert len(one) == len(other)
+    assert (one.rpartition("/")[0] == other.rpartition("/")[0]) == (number % 1000 != 999)
+
+
+def test_announcements_look_so() -> None:
+    assert keys.announcement_key("0123456789abcdef", 0) == "runs/0123456789abcdef/999999/999"
+    assert keys.announcement_key("0123456789abcdef", 1000) == "runs/0123456789abcdef/999998/999"
+    for name in ("runs/0123456789abcdef/999999", "runs/0123456789abcdef/999999/9999", "runs/x/999999/999"):
+        assert keys.parse_announcement(name) is None
 
 
 @given(st.sampled_from(HOSTILE) | st.text(max_size=30))

@@ -14,11 +14,13 @@ from casckpt.format import records
 from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import (
+    Announced,
     Began,
     Committed,
     DamageRecord,
     FirstRecord,
     Forgotten,
+    Kept,
     LaterRecord,
     Marker,
     Process,
@@ -66,6 +68,8 @@ EXAMPLES: list[Record] = [
     Forgotten(txid=TXID, time=1),
     Restored(txid=TXID, time=1),
     Purged(txid=TXID, time=1),
+    Kept(txid=TXID, time=1),
+    Announced(time=1, announced=[(TXID, 0, "committed"), (TXID, 2, "purged")], seen=-1),
     TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
     TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
     DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),

@@ -53,6 +53,8 @@ OWN_MUTANTS = {
     "open_before_commits": "a gc lists open transactions before commits",
     "resume_without_waiting": "a resumed gc does not wait for the transactions that stood in its way",
     "resume_with_new_purged": "a resumed gc takes what is purged by now for what was purged then",
+    "trusts_announcements": "a writer reuses what lived when it learned of it, and does not read its log",
+    "reads_logs_early": "a writer reads the log of what it reuses before its transaction has begun",
     "unreadable_root_ignored": "a root whose manifest cannot be read is left out",
 }
 
@@ -151,8 +153,8 @@ class Model:
                 yield from self.choices(state, after, seen)
             else:
                 yield "lists page 1", after._replace(listed=seen), state
-        elif action == "read":
-            yield from self.read(state, writer, after)
+        elif action in ("read", "learn", "pick", "log"):
+            yield from getattr(self, f"writer_{action}")(state, writer, after)
         elif action.startswith("put:"):
             yield from self.put(state, action[4:], tx, after)
         elif action == "drop":
@@ -172,7 +174,27 @@ class Model:
             unread = frozenset(of(tx, "manifest") for tx in used) if self.setup.reads else NOTHING
             yield f"will reuse {sorted(refs)}", after._replace(refs=refs, unread=unread, listed=()), state
 
-    def read(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
+    def writer_learn(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
+        yield "learns what there is", after._replace(listed=state.logs), state
+
+    def writer_pick(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
+        """Each content may come from one checkpoint, which lived when the writer learned of it."""
+        yield "will reuse nothing", after._replace(listed=()), state
+        for tx, log in writer.listed:
+            for picks in product(*[("", of(tx, what)) for what in self.contents]) if log.live else ():
+                if refs := frozenset(picks) & log.names:
+                    yield (
+                        f"will reuse {sorted(refs)}",
+                        after._replace(refs=refs, unread=frozenset({tx}), listed=()),
+                        state,
+                    )
+
+    def writer_log(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
+        lives = all(dict(state.logs)[tx].live for tx in writer.unread)
+        refs = writer.refs if lives else NOTHING
+        yield f"reads the log of {sorted(writer.unread)}", after._replace(refs=refs, unread=NOTHING), state
+
+    def writer_read(self, state: State, writer: Writer, after: Writer) -> Iterator[tuple[str, Writer, State]]:
         if not writer.unread:
             yield "has read all", after, state
             return
@@ -411,6 +433,8 @@ def _programs(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What a writer does, in its first attempt and in its retry."""
     pages = ("list1", "list2") if setup.pages else ("list0",)
     lists = (*pages, "read") if setup.reads else pages
+    if setup.logs:
+        lists = ("pick",) if setup.mutant == "trusts_announcements" else ("pick", "log")
     puts = tuple(f"put:{what}" for what in ("a", "b")[: setup.contents])
     end = ("put:manifest", "commit", "drop")
     first = {
@@ -418,5 +442,8 @@ def _programs(setup: Setup) -> tuple[tuple[str, ...], tuple[str, ...]]:
         "upload_first": (*puts, "begin", *end),
         "drop_file_early": ("begin", *lists, *puts, "put:manifest", "drop", "commit"),
     }.get(setup.mutant, ("begin", *lists, *puts, *end))
+    if setup.logs:
+        early = setup.mutant == "reads_logs_early"
+        first = ("learn", *(lists if early else ()), "begin", *(() if early else lists), *puts, *end)
     keeps = ("begin", *puts, *end)
     return first, keeps if setup.mutant.startswith("retry_keeps") else first

@@ -19,7 +19,8 @@ class Setup:
     one by one, else with the listing. ``duplicates``: PUTs may arrive a second time, late. ``purger``: somebody else
     purges, at any time, what is forgotten: all that one gc sees of the first step of another. ``late_start``: the
     store is empty but for the uploads of the first writer, who is about to commit. ``shared``: the writers copy one
-    checkpoint, in one transaction; of their manifests, the first one that is put stands.
+    checkpoint, in one transaction; of their manifests, the first one that is put stands. ``logs``: a writer learns at
+    any time, before it has begun too, what there is, and reads the log of the one that it reuses after that.
     """
 
     writers: int = 1
@@ -35,6 +36,7 @@ class Setup:
     purger: bool = False
     late_start: bool = False
     shared: bool = False
+    logs: bool = False
     mutant: str = ""
 
 

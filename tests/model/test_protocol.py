@@ -22,6 +22,8 @@ SAFE = {
     "late duplicates": Setup(contents=2, runs=2, duplicates=True),
     "a resumed gc and two writers": Setup(writers=2, purger=True, resume=True, runs=2, late_start=True),
     "two that copy in one transaction": Setup(writers=2, toggles=2, shared=True, retry=True),
+    "saves that read logs": Setup(contents=2, toggles=2, logs=True, purger=True),
+    "saves that read logs, a gc that resumes": Setup(writers=2, toggles=1, runs=2, resume=True, logs=True),
     "unreadable roots": Setup(writers=2, gcs=2, reads=True, late_start=True),
 }
 LARGE = {
@@ -45,6 +47,8 @@ NEEDS = {
     "open_before_commits": Setup(purger=True),
     "resume_without_waiting": Setup(runs=2, resume=True),
     "resume_with_new_purged": Setup(writers=2, purger=True, resume=True, runs=2, late_start=True),
+    "trusts_announcements": Setup(contents=2, toggles=2, logs=True),
+    "reads_logs_early": Setup(contents=2, toggles=2, logs=True),
     "unreadable_root_ignored": Setup(writers=2, gcs=2, reads=True, late_start=True),
 }
 

@@ -33,6 +33,8 @@ def test_credentials_that_end_in_a_save(code: str, moto_server: Server, tmp_path
             if not isinstance(saved, StorageError):
                 break
             failed += 1
+            for save in store.transactions():  # whose end could not be written; else each later save asks for it
+                store.revoke(save.txid)
             assert says.get(code, "does not know this access key") in str(saved)
             assert servers.SECRET not in f"{saved} {saved.__cause__!r} {store.repository.storage!r}"
             assert steps(store) == [("default", 0)]

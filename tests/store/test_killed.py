@@ -12,6 +12,7 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
 from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
+from tests.support.announced import undecided
 from tests.support.killed_saves import WAYS, check_all, open_folder, state
 from tests.support.saves import same_state, steps
 
@@ -65,6 +66,7 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
 def _check_clean(store: Store) -> None:
     """Nothing is left but what is needed."""
     keys = {entry.key for entry in store.repository.storage.list("")}
+    assert undecided(store.repository) == []
     assert {key for key in keys if key.startswith("objects/")} == needed(store)
     assert not {key for key in keys if key.startswith("transactions/")}
     folder = Path(store.url)

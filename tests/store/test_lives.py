@@ -67,12 +67,12 @@ def test_a_save_to_a_bucket_is_finished_when_the_interpreter_ends(moto_server: S
     code = (
         "import sys, json, threading, casckpt, torch\n"
         "from casckpt.checkpoint.saving import background, leader\n"
-        "ending, real = threading.Event(), leader.list_commits\n"
+        "ending, real = threading.Event(), leader.look_at_all\n"
         "threading._register_atexit(ending.set)\n"
-        "def late(repo):\n"
+        "def late(*args):\n"
         "    ending.wait()\n"
-        "    return real(repo)\n"
-        "leader.list_commits = late\n"
+        "    return real(*args)\n"
+        "leader.look_at_all = late\n"
         "options = {'storage_options': json.loads(sys.argv[2]), 'cache_dir': sys.argv[3]}\n"
         "casckpt.open(sys.argv[1], **options).save_async({'w': torch.arange(3_000_000)}, step=1)\n"
     )
@@ -86,12 +86,12 @@ def test_a_forked_child_ends_beside_a_save_of_its_parent(store_path: Path) -> No
     code = (
         "import os, sys, threading, warnings, casckpt, torch\n"
         "from casckpt.checkpoint.saving import leader\n"
-        "begun, go, real = threading.Event(), threading.Event(), leader.list_commits\n"
-        "def late(repo):\n"
+        "begun, go, real = threading.Event(), threading.Event(), leader.look_at_all\n"
+        "def late(*args):\n"
         "    begun.set()\n"
         "    go.wait()\n"
-        "    return real(repo)\n"
-        "leader.list_commits = late\n"
+        "    return real(*args)\n"
+        "leader.look_at_all = late\n"
         "store = casckpt.open(sys.argv[1])\n"
         "store.save_async({'w': torch.ones(3)}, step=1)\n"
         "begun.wait()\n"
@@ -129,14 +129,14 @@ else:
     os._exit(0)
 
 atexit.register(print, "second", flush=True)
-ended, real = threading.Event(), leader.list_commits
-def failing(repo):
+ended, real = threading.Event(), leader.look_at_all
+def failing(*args):
     ended.wait()
     raise casckpt.errors.StorageError("no space left")
-def late(repo):
+def late(*args):
     assert end._ending.wait(100)
     raise casckpt.errors.StorageError("no space left")
-def gone(repo):
+def gone(*args):
     raise casckpt.errors.StorageError("long ago")
 store = casckpt.open(sys.argv[1])
 exec(ending)
@@ -151,10 +151,10 @@ def endings(path: Path, *codes: str) -> list[tuple[str, int]]:
 
 
 SAVE = "one = store.save_async({'w': torch.ones(3)}, step=1, overwrite=True); "
-LAST = f"leader.list_commits = failing; {SAVE}threading._register_atexit(ended.set); "
-EARLY = f"leader.list_commits = gone; {SAVE}store._saver.get().background.wait(); "
+LAST = f"leader.look_at_all = failing; {SAVE}threading._register_atexit(ended.set); "
+EARLY = f"leader.look_at_all = gone; {SAVE}store._saver.get().background.wait(); "
 
-LATE = "leader.list_commits = late; "
+LATE = "leader.look_at_all = late; "
 LATE += "dcp.async_save({'w': torch.ones(3)}, storage_writer=StorageWriter(store, step=1)); "
 
 

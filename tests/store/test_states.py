@@ -386,7 +386,7 @@ def test_any_state_comes_back_and_is_written_once(state: dict[Any, Any]) -> None
         second = store.save(state, step=2)
     assert second.stats.bytes_written == second.stats.blobs_written == 0
     assert second.stats.bytes_total == first.stats.bytes_total
-    assert io.puts == 3  # the transaction, the manifest, the commit
+    assert io.puts == 4  # the transaction, the manifest, the announcement, the commit
     assert same_state(store.read("default@2", verify=False), state)
     assert store.diff("default@1", "default@2").unchanged == tuple(first.tensors)
 

@@ -21,6 +21,7 @@ from tests.support.far import FarStore, far
 from tests.support.saves import cells, small
 
 FEW, MANY = 4, 24
+AHEAD = 4  # requests at a time
 Work = Callable[[Store], object]
 
 
@@ -78,17 +79,19 @@ def test_what_a_store_holds_costs_nothing(tmp_path: Path, work: Work) -> None:
         gc(Store(Repository(storage, host)))  # this host has seen it all
         found.append(requests(storage, host, work))
     assert found[0] == found[1]
-    assert found[0]["list"] <= 19
+    assert found[0]["list"] <= 21
 
 
-@pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 1, 2), strict=True)], ids=NAMES[:4])
+@pytest.mark.parametrize(("work", "reads"), [*zip(WORKS[:4], (1, 2, 2, 3), strict=True)], ids=NAMES[:4])
 def test_what_is_new_costs_as_much_as_it_is(tmp_path: Path, work: Work, reads: int) -> None:
-    """A commit record for each new checkpoint; for stats and gc its manifest too."""
+    """A commit record for each new checkpoint; its announcement where these are followed, and some that are not there
+    yet; for stats and gc its manifest too.
+    """
     storage, host = far(), tmp_path / "host"
     grown(storage, host, FEW)
     gc(Store(Repository(storage, host)))
     work(Store(Repository(storage, host)))
     seen = requests(storage, host, work)
     grown(storage, tmp_path / "another host", 3, first=FEW)
-    assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1  # the tag was set anew
+    assert requests(storage, host, work)["get"] <= seen["get"] + 3 * reads + 1 + AHEAD  # the tag was set anew
     assert requests(storage, host, work) == seen

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--from", dest="results", type=Path, action="append", metavar="FILE",
         help="run nothing: show, draw or write these earlier results")  # fmt: skip
     add("--quick", action="store_true", help="a smoke run: tiny states, 2 rounds, figures that mean nothing")
+    add("--full", action="store_true", help="history: 100,001 saves instead of 10,001")
     return parser
 
 
@@ -109,6 +110,7 @@ def _run(chosen: argparse.Namespace) -> Report:
                 threads=len(os.sched_getaffinity(0)),
                 size=chosen.size,
                 quick=chosen.quick,
+                full=chosen.full,
                 tell=tell,
             )
             found = _timed(name, options)

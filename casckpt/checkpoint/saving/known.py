@@ -11,9 +11,11 @@ from casckpt.checkpoint.saving.shares import Share, Streams
 from casckpt.errors import CasckptError
 from casckpt.format.manifest import BlobRef, Manifest, decode
 from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.lazy import cached_property
 from casckpt.plan.reuse import CellSource, KnownCells, ManifestCells
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList
+from casckpt.repository.commits import Commit
+from casckpt.repository.following import is_live, newest_of_runs
 from casckpt.repository.repository import Repository
 
 log = logging.getLogger(__name__)
@@ -50,26 +52,33 @@ def nothing_known() -> KnownCells:
 
 
 class ReusableManifests:
-    """The manifests that a save may reuse, as ``commits`` (listed after the transaction began) has it.
+    """The manifests that a save may reuse: of ``parent``, and of other runs for what that one lacks.
 
-    ``commits``: those of the parent, if there is one, and of the bases.
+    Both were live after the transaction began: ``parent`` was read then, and others are read now. ``commits``: those of
+    the parent, if there is one, and of the bases.
     """
 
-    def __init__(self, repo: Repository, commits: CommitList, streams: Streams, *, run: str, dedup: str) -> None:
-        self._repo, self._marks = repo, blobs.marks(repo) if commits.live() else []
-        self._marked = {(mark.uploader, mark.blob) for mark in self._marks}
-        parent = commits.newest_live(run)
+    def __init__(self, repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> None:
+        self._repo = repo
         self.parent = None if parent is None else self._read(parent, warn=True)
         self.bases: list[Manifest] = []
         self.commits: list[Commit] = [] if parent is None or self.parent is None else [parent]
         if dedup == "store" and _lacks(self.parent, streams):
-            newest = {commit.run: commit for commit in commits.live() if commit.run != run}
-            recent = sorted(newest.values(), key=lambda commit: commit.txid, reverse=True)[:_MAX_BASES]
+            recent = newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
             found = [(commit, base) for commit in recent if (base := self._read(commit, warn=False)) is not None]
             self.bases = [base for _, base in found]
             self.commits += [commit for commit, _ in found]
-        damaged = ((mark.uploader, mark.blob) for mark in self._marks if mark.state != blobs.REPAIRED)
+        marks = self._marks if self.commits else ()
+        damaged = ((mark.uploader, mark.blob) for mark in marks if mark.state != blobs.REPAIRED)
         self.damaged = frozenset({*damaged, *(_name(commit) for commit in self.commits if self._was_moved(commit))})
+
+    @cached_property
+    def _marks(self) -> list[blobs.DamageMark]:
+        return blobs.marks(self._repo)
+
+    @cached_property
+    def _marked(self) -> set[tuple[TxId, BlobHash]]:
+        return {(mark.uploader, mark.blob) for mark in self._marks}
 
     def are_remembered(self, told: set[TxId | None]) -> bool:
         """Is all there is the parent, and its transaction what every rank has ``told`` that it remembers its share of?

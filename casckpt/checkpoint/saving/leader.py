@@ -16,7 +16,7 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.pickled import say_pickled
 from casckpt.checkpoint.saving.shares import Share, Streams, mark_worn, merge
-from casckpt.errors import CasckptError, Conflict, InvalidInput
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format.manifest import (
     TENSOR,
     Attachment,
@@ -32,7 +32,9 @@ from casckpt.format.records import FORMAT_VERSION, Committed
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, forget, list_commits
+from casckpt.repository.caches import RunCache
+from casckpt.repository.commits import Commit, forget, read_log
+from casckpt.repository.following import at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, begin
 
@@ -110,23 +112,24 @@ class Leader:
         self.repo, self.size, self.memory, self.options, self.reuse = repo, size, memory, options, reuse
         self._started = repo.clock()
         self._transaction: Transaction | None = None
-        self._commits = CommitList({}, {})
+        self._parent: Commit | None = None
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
 
     def start(self) -> TxId:
-        """Steps 1 and 2: only after the transaction has begun are commits listed. This order is what makes gc safe."""
+        """Steps 1 and 2: after the transaction has begun it is read what lives. This order is what makes gc safe."""
         encode_metadata(self.options.metadata or {})  # refused before anything is written
         made = not self.repo.exists() and self.repo.create()
-        earlier = list_commits(self.repo)
-        if not made and not earlier.commits:  # an emptied folder has no marker either, and nobody would find this save
+        run, step = self.options.run, self.options.step
+        announced = look_at_all(self.repo, run)
+        if not made and announced.head < 0:  # an emptied folder has no marker either, and nobody would find this save
             known = self.repo.marker
             if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
                 log.warning(_MADE_AGAIN, self.repo.storage.url)
-        self._replaced = self._existing(earlier)
-        after = [one.txid for one in earlier.commits.values()]
-        self._transaction = begin(self.repo, self.options.run, self.options.step, after=after)
-        self._commits = list_commits(self.repo)
+        self._replaced = self._existing(announced)
+        latest, seen = greatest(self.repo, announced, run), announced.head
+        self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
+        self._parent = newest_reusable(self.repo, run)
         return self._transaction.txid
 
     def begin(self, hellos: Sequence[BeginRequest]) -> list[BeginAnswer]:
@@ -187,10 +190,10 @@ class Leader:
                     rank=rank,
                 )
 
-    def _existing(self, commits: CommitList) -> list[Commit]:
+    def _existing(self, announced: RunCache) -> list[Commit]:
         """The visible commits of this run and step: what an overwrite replaces."""
         run, step = self.options.run, self.options.step
-        found = [one for one in commits.visible() if (one.run, one.step) == (run, step)]
+        found = at_step(self.repo, announced, run, step, is_visible)
         if found and not self.options.overwrite:
             raise Conflict(
                 f"{run}@{step} exists already ({found[-1].id}); save another step, or overwrite it "
@@ -201,7 +204,7 @@ class Leader:
 
     def sources(self, streams: Streams) -> ReusableManifests:
         """The manifests that these streams may be found in."""
-        return ReusableManifests(self.repo, self._commits, streams, run=self.options.run, dedup=self.options.dedup)
+        return ReusableManifests(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
 
     def _knowledge(self, remembered: set[TxId | None]) -> Knowledge:
         if not self.reuse:
@@ -215,11 +218,9 @@ class Leader:
         self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
         """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
-        live = frozenset(one.txid for one in self._commits.live())
-        refs = mark_worn(described, self.options.run, live | {txid})
+        refs = mark_worn(described, self.options.run, self._lives)
         blobs, places = packed_blobs(refs)
         raw, short = encode_metadata(self.options.metadata or {})
-        parent = self._commits.newest_live(self.options.run)
         body = ManifestBody(
             format=FORMAT_VERSION,
             casckpt=__version__,
@@ -227,7 +228,7 @@ class Leader:
             run=self.options.run,
             step=self.options.step,
             created_at=self.repo.clock(),
-            parent=None if parent is None else parent.id,
+            parent=None if self._parent is None else self._parent.id,
             world_size=self.size,
             cell_bytes=self.repo.marker.cell_bytes,
             metadata=raw,
@@ -268,6 +269,14 @@ class Leader:
             healthy=self.options.healthy,
             metrics=stored_metrics(self.options.metrics),
         )
+
+    def _lives(self, uploader: TxId) -> bool:
+        """Does the checkpoint that uploaded a blob of another run live? Where that cannot be read, it may."""
+        try:
+            commit = read_log(self.repo, uploader)
+        except (Damaged, Refused):
+            return True
+        return commit is not None and commit.live
 
     def abort(self, error: BaseException) -> None:
         """Give the transaction up, if it has begun and was not committed."""

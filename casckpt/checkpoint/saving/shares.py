@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -154,15 +154,17 @@ def _meets(region: Region, one: Region, other: Region) -> bool:
     return bool(intersect(region, one) and intersect(region, other)) or region in (one, other)
 
 
-def mark_worn(described: Share, run: str, live: frozenset[TxId]) -> list[BlobRef]:
+def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list[BlobRef]:
     """The blobs, with those marked that the next save of the run is to leave behind.
 
-    Worn is a blob of the run itself, or of a checkpoint that no longer lives, of which less than half is used.
+    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used.
     """
     used = used_bytes(list(described.tables()), len(described.refs))
-    mine = run_hash(run)
+    mine, ours = run_hash(run), dict[TxId, bool]()
     marked = []
     for ref, nbytes in zip(described.refs, used.tolist(), strict=True):
-        ours = ref.uploader not in live or parse_txid(ref.uploader).run_hash == mine
-        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, ours and 2 * nbytes < ref.size - DATA_OFFSET))
+        half_empty = 2 * nbytes < ref.size - DATA_OFFSET
+        if half_empty and ref.uploader not in ours:
+            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
+        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
     return marked

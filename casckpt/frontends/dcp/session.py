@@ -37,7 +37,8 @@ from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit
+from casckpt.repository.following import newest_reusable
 from casckpt.repository.repository import Repository
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
@@ -227,8 +228,8 @@ class WriterSession:
             return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
         if isinstance(told, GlobalStorageData):
             told.home.check(self.repo)
-        commits = list_commits(self.repo)  # after the plan came, so after the coordinator has begun
-        sources = ReusableManifests(self.repo, commits, _streams([plan]), run=options.run, dedup=options.dedup)
+        parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
+        sources = ReusableManifests(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
         return self.repo.new_txid(options.run, options.step), sources.known()
 
 

@@ -30,6 +30,7 @@ from casckpt.format.names import TxId
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
+from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -40,6 +41,7 @@ from casckpt.upkeep.gc import paused as paused_state
 from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.paused import Paused
 from casckpt.upkeep.gc.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.lost import check_recorded
 from casckpt.upkeep.stock import BLOB, Stock, Sums, sums_of, take_stock
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
-_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes")
+_RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes", "runs")
 
 Tell = Callable[[Sequence[Waiting]], None]
 
@@ -192,6 +194,7 @@ def execute(
     gc = _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
     gc.run()
     _tidy(repo, gc.tally)
+    settle(repo, revoke_after)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
     return gc.tally.result(repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
 
@@ -310,6 +313,7 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
     remove_old_generations(repo)
+    blobs.remove_marks(repo, tally.deleted)
     for folder in _RECORDS:
         repo.storage.sweep(folder, below=bool(folder))
 

@@ -17,10 +17,10 @@ from casckpt.errors import Conflict
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Settings, time_of
+from casckpt.format.records import Forgotten, Purged, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
-from casckpt.repository.commits import Commit, CommitList, forget, purge, restore
+from casckpt.repository.commits import Commit, CommitList, announce_all, forget, purge, restore
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -136,7 +136,9 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     What somebody else changed or tagged since is left alone. Raises `StorageError`, `Unsupported` where the store
     demands of writers what this version does not know.
     """
-    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+    chosen = _untagged(repo, plan.forget)
+    announce_all(repo, chosen, Forgotten)
+    forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
     tagged = _tagged(repo, [*plan.purge, *forgotten])
     _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
@@ -147,6 +149,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     records.check_requirements(settings, repo.storage.url)
     unsafe = {commit.txid for commit in unmirrored(repo, due, settings.mirror)}
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
+    announce_all(repo, left, Purged)
     return forgotten, _each_unless_changed(repo, purge, left)
 
 

@@ -20,6 +20,7 @@ from casckpt.repository.fetching import compare_size
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import list_tags
+from casckpt.upkeep.gc.settling import faults
 from casckpt.upkeep.lost import ADVICE, lost_records
 from casckpt.upkeep.repair.checking import Checked, check_blobs
 from casckpt.upkeep.stock import list_objects
@@ -126,6 +127,7 @@ def verify(
     if refs is None:
         why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
         records += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
+        records += faults(repo, listed, anew=mode == "full")
     found = survey(repo, chosen, with_extents=mode == "full")
     wanted = _sampled(repo, found.refs(), sample)
     log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))

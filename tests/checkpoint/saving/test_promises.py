@@ -5,24 +5,37 @@ from __future__ import annotations
 import pytest
 import torch
 
+from casckpt.format.keys import commit_key
 from casckpt.tensors.memory import TensorMemory
 from tests.support.faulty import FaultyStore
 from tests.support.repositories import memory
 from tests.support.saves import cells, same_state, small
 
 
-def test_commits_are_listed_between_the_beginning_of_a_transaction_and_the_first_upload() -> None:
+def test_the_parents_log_is_read_between_the_beginning_of_a_transaction_and_the_first_upload() -> None:
     """What is live then, and the transaction is seen by every gc that might think otherwise."""
     storage = FaultyStore(memory(near=False))
     store = small(storage)
-    store.save({"w": cells(3)}, step=1)
+    parent = store.save({"w": cells(3)}, step=1)
     before = len(storage.calls)
     store.save({"w": cells(3)}, step=2)
     calls = [(call.method, call.key) for call in storage.calls[before:]]
     begun = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("transactions/"))
     uploaded = next(i for i, (method, key) in enumerate(calls) if method == "put" and key.startswith("objects/"))
     assert begun < uploaded
-    assert ("list", "commits/") in calls[begun:uploaded]
+    log = [("get", commit_key(parent.commit.txid, number)) for number in range(2)]
+    assert [call for call in calls if "commits/" in call[1] and call[0] != "put"] == log
+    assert [call for call in calls[begun:uploaded] if call in log] == log
+
+
+def test_a_save_never_lists_all_commits() -> None:
+    storage = FaultyStore(memory(near=False))
+    store = small(storage)
+    for step in range(3):
+        store.save({"w": cells(3), "kept": cells(2, seed=0)}, step=step)
+    store.save({"w": cells(3), "kept": cells(2, seed=0), "other": cells(1)}, run="another", step=0)
+    assert store.get("another@latest").stats.blobs_reused
+    assert ("list", "commits/") not in {(call.method, call.key) for call in storage.calls}
 
 
 def test_what_is_written_is_what_was_hashed_though_the_tensor_changes_meanwhile(

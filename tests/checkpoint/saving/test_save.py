@@ -208,7 +208,7 @@ def test_a_save_leaves_no_transaction_behind() -> None:
     store = small()
     store.save(STATE, step=1)
     keys = sorted(entry.key.split("/")[0] for entry in store.repository.storage.list(""))
-    assert keys == ["casckpt.json", "commits", "objects", "objects"]
+    assert keys == ["casckpt.json", "commits", "objects", "objects", "runs"]
     with pytest.raises(Conflict):
         store.save(STATE, step=1)
     assert sorted(entry.key.split("/")[0] for entry in store.repository.storage.list("")) == keys

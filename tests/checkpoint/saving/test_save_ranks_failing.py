@@ -191,9 +191,10 @@ def save_with_a_fault(rank: int, size: int, path: Path, who: int, at: tuple[str,
 
 FAULTS = [("put", "objects/*.safetensors", who) for who in range(4)] + [
     ("put", "transactions/*", 0),
-    ("list", "commits/", 0),
+    ("list", "runs/*", 0),
     ("settle", "objects/*", 3),
     ("put", "objects/*.manifest", 0),
+    ("put", "runs/*", 0),
     ("put", "commits/*", 0),
 ]
 
@@ -267,12 +268,13 @@ def test_a_save_that_is_given_up_on_again_fails_on_all(ranks: Pool, path: Path) 
 
 DEATHS = [
     ("put", "transactions/*", 0),
-    ("list", "commits/", 0),
+    ("get", "runs/*", 0),
     ("put", "objects/*.safetensors", 0),
     ("put", "objects/*.safetensors", 2),
     ("size", "objects/*", 3),
     ("settle", "objects/*", 1),
     ("put", "objects/*.manifest", 0),
+    ("put", "runs/*", 0),
     ("put", "commits/*", 0),
 ]
 

@@ -14,6 +14,7 @@ from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import manifest_key
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.following import newest_reusable
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.newfile import temporary_name
@@ -278,7 +279,7 @@ def test_other_hosts_learn_where_a_manifest_that_was_put_back_has_its_blobs(
     repo.storage.delete(manifest_key(one.txid, one.id))
     fresh = repository(tmp_path / "elsewhere", storage, seed=5)
     assert repair(fresh, sources=[other]).manifests == (one.id,)
-    sources = ReusableManifests(saving, list_commits(saving), {}, run=one.run, dedup="run")
+    sources = ReusableManifests(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
     assert sources.parent is not None
     assert {ref.uploader for ref in sources.parent.blobs} == {one.txid}
     assert not sources.are_remembered({one.txid})

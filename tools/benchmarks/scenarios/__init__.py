@@ -9,6 +9,7 @@ from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.dcp import through_dcp
+from benchmarks.scenarios.history import history
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
@@ -30,6 +31,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "plan": plan,
     "manifest": manifest,
     "catalogue": catalogue,
+    "history": history,
     "memory": memory,
     "s3": s3,
 }

@@ -28,7 +28,7 @@ READERS = (2, 4)
 class Options:
     """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
 
-    ``before``: the tree of the peer of that name.
+    ``before``: the tree of the peer of that name. ``full``: sizes that take long.
     """
 
     folder: Path
@@ -38,6 +38,7 @@ class Options:
     size: int | None = None
     before: Path | None = None
     quick: bool = False
+    full: bool = False
     tell: Tell = lambda text: None
 
     def size_or(self, usual: int, *, quick: int = 4 << 20) -> int:

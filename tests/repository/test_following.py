@@ -1,0 +1,292 @@
+"""Following runs shows what a listing of commits/ shows, whatever order things are announced and happen in."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casckpt.errors import Conflict, NotFound
+from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
+from casckpt.format.names import TxId
+from casckpt.format.records import time_of
+from casckpt.repository import commits as log
+from casckpt.repository.announcements import look
+from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.following import (
+    MANY_RUNS,
+    at_step,
+    greatest,
+    is_live,
+    is_visible,
+    look_at_all,
+    newest,
+    newest_of_runs,
+    newest_reusable,
+)
+from casckpt.repository.refs import resolve
+from casckpt.repository.repository import Repository
+from casckpt.repository.transactions import Transaction, begin
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.memory import MemoryStore
+from tests.support.faulty import Call, FaultyStore
+from tests.support.repositories import START, Ticks, commit_bare, committed, memory, repository
+
+RUNS = ["a", "b/c"]
+AHEAD = 600  # seconds
+LATER = {"forget": log.forget, "restore": log.restore, "purge": log.purge}
+
+
+def saved(repo: Repository, run: str, step: int) -> Transaction:
+    """A save that has begun, as the leader of one begins."""
+    known = look_at_all(repo, run)
+    latest = greatest(repo, known, run)
+    return begin(repo, run, step, after=[latest] if latest else [], seen=known.head)
+
+
+def finish(repo: Repository, save: Transaction) -> Commit:
+    return save.commit(committed(repo, save.began.run, save.began.step, txid=save.txid))
+
+
+def old_txid(draw: random.Random, run: str, step: int) -> TxId:
+    """What a copy keeps."""
+    when = time_of(START) - timedelta(minutes=draw.randrange(1000))
+    return make_txid(when, draw.randbytes(8), run, step)
+
+
+class Hosts:
+    """Hosts with clocks that differ, which save, copy, forget and look; one forgets all between its looks."""
+
+    def __init__(self, folder: Path, storage: ObjectStore, draw: random.Random) -> None:
+        self.folder, self.storage, self.draw = folder, storage, draw
+        self.hosts = [
+            repository(folder / f"host {n}", storage, seed=n, clock=Ticks(START + n * AHEAD * 10**6)) for n in range(2)
+        ]
+        self.open: list[tuple[Repository, Transaction]] = []
+
+    def fresh(self) -> Repository:
+        seed = self.draw.randrange(1 << 30)
+        return repository(self.folder / f"new {seed}", self.storage, seed=seed)
+
+    def another_process(self) -> Repository:
+        return repository(self.folder / "host 0", self.storage, seed=self.draw.randrange(1 << 30))
+
+    def act(self, what: str) -> None:
+        repo, run = self.draw.choice(self.hosts), self.draw.choice(RUNS)
+        if what == "begin":
+            self.open.append((repo, saved(repo, run, self.draw.randrange(3))))
+        elif what == "save":
+            finish(repo, saved(repo, run, self.draw.randrange(3)))
+        elif what == "copy":
+            step = self.draw.randrange(3)
+            commit_bare(repo, run, step, txid=old_txid(self.draw, run, step))
+        elif what == "end" and self.open:
+            finish(*self.open.pop(self.draw.randrange(len(self.open))))
+        elif what == "give up" and self.open:
+            self.open.pop(self.draw.randrange(len(self.open)))[1].abort("given up")
+        elif what in LATER and (live := list_commits(repo).live()):
+            try:
+                LATER[what](repo, self.draw.choice(live))
+            except Conflict:
+                return
+
+    def close(self) -> None:
+        for _, save in self.open:
+            save.leave()
+
+
+def check(repo: Repository, run: str) -> None:
+    """What following shows is what a listing shows."""
+    listed = list_commits(repo)
+    visible = [one for one in listed.visible() if one.run == run]
+    live = [one for one in listed.live() if one.run == run]
+    assert newest(repo, run, is_visible) == (visible[-1] if visible else None)
+    assert newest_reusable(repo, run, anew=True) == (live[-1] if live else None)
+    known = look_at_all(repo, run)
+    every = [txid for txid, one in listed.commits.items() if run_hash(run) in txid and one.last != "revoked"]
+    latest = greatest(repo, known, run)
+    assert latest is None or latest >= max(every, default=latest)
+    assert latest is not None or not every
+    for step in range(3):
+        assert at_step(repo, known, run, step, is_visible) == [one for one in visible if one.step == step]
+
+
+CHANGES = ["begin", "save", "save", "copy", "end", "give up", "forget", "forget", "restore", "purge"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(CHANGES), max_size=25), st.integers(0, 1 << 30))
+def test_what_is_followed_is_what_is_listed(changes: list[str], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(Path(folder), MemoryStore(f"following-{seed}-{folder}"), random.Random(seed))
+        for change in changes:
+            hosts.act(change)
+            for repo in (*hosts.hosts, hosts.another_process(), hosts.fresh()):
+                for run in RUNS if hosts.draw.random() < 0.5 else ():
+                    check(repo, run)
+        newest_ones = [one.txid for one in newest_of_runs(hosts.fresh(), is_live)]
+        live = {one.run: one.txid for one in list_commits(hosts.hosts[0]).live()}
+        assert newest_ones == sorted(live.values(), reverse=True)
+        hosts.close()
+
+
+class Meddled(FaultyStore):
+    """Before its calls, now and then, something else happens."""
+
+    def __init__(self, inner: ObjectStore, hosts: Hosts) -> None:
+        super().__init__(inner)
+        self.hosts, self.is_on = hosts, False
+        self.seen: list[TxId] = []
+
+    def _hit(self, call: Call) -> list[object]:  # type: ignore[override]  # there are no faults
+        if self.is_on and self.hosts.draw.random() < 0.4:
+            self.hosts.act(self.hosts.draw.choice(["begin", "save", "copy", "end", "end"]))
+        return []
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_look_misses_nothing_that_was_there_when_it_began(tmp_path: Path, seed: int, is_new: bool) -> None:
+    missed = 0
+    for round_ in range(60):
+        draw = random.Random(seed + round_)
+        storage = memory()
+        hosts = Hosts(tmp_path / str(round_), storage, draw)
+        for _ in range(draw.randrange(8)):
+            hosts.act(draw.choice(["begin", "save", "copy", "end"]))
+        meddled = Meddled(storage, hosts)
+        reader = repository(tmp_path / str(round_) / "reader", meddled, seed=99)
+        if not is_new:
+            look_at_all(reader, "a")
+        hosts.act("end")
+        before = [one.txid for one in list_commits(hosts.fresh()).visible() if one.run == "a"]
+        meddled.is_on = True
+        found = newest(reader, "a", is_visible)
+        meddled.is_on = False
+        if before:
+            assert found is not None
+            assert found.txid >= before[-1]
+        known = look_at_all(reader, "a")
+        missed += len(set(before) - known.announced.keys())
+        hosts.close()
+    assert not missed
+
+
+def requests(storage: FaultyStore) -> list[str]:
+    return [call.key for call in storage.calls if call.method in ("get", "list", "size") and call.key != "casckpt.json"]
+
+
+@pytest.mark.parametrize("length", [3, 1100])
+def test_a_first_look_costs_a_handful(tmp_path: Path, length: int) -> None:
+    """However long the run is, and whatever others did since."""
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path / "writer", storage)
+    for step in range(length):
+        finish(repo, saved(repo, "a", step))
+    for step in range(50):
+        commit_bare(repo, f"other-{step % 5}", step)
+    host = repository(tmp_path / "host", storage, seed=2)
+    storage.calls.clear()
+    found = resolve(host, "a@latest")
+    assert found.step == length - 1
+    run, at = run_hash("a"), announcement_key(run_hash("a"), length - 1)
+    assert requests(storage) == [
+        f"runs/{run}",
+        at.rpartition("/")[0],
+        at,
+        commit_key(found.txid),
+        commit_key(found.txid, 1),
+    ]
+
+
+def test_latest_asks_each_run_or_lists_where_there_are_many(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    last = [commit_bare(repo, f"run-{number}") for number in range(MANY_RUNS)][-1]
+    storage.calls.clear()
+    assert resolve(repo, "latest").txid == last.txid
+    assert storage.count("list", "commits/") == 0
+    other = commit_bare(repo, "one-more")
+    storage.calls.clear()
+    assert resolve(repo, "latest").txid == other.txid
+    assert storage.count("list", "commits/") == 1
+    assert next(one.txid for one in newest_of_runs(repo, is_live, but="one-more")) == last.txid
+
+
+def test_where_nothing_is_announced_all_is_listed(tmp_path: Path) -> None:
+    """And the error names what there is."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one = commit_bare(repo, "a", 1)
+    for entry in list(storage.list("runs/")):
+        storage.delete(entry.key)
+    assert resolve(repository(tmp_path / "new", storage), "a@latest").txid == one.txid
+    assert resolve(repository(tmp_path / "newer", storage), "latest").txid == one.txid
+    with pytest.raises(NotFound, match="there are a"):
+        resolve(repo, "other@latest")
+
+
+def test_a_save_that_was_announced_with_a_later_clock_hides_nothing(tmp_path: Path) -> None:
+    """Its writer had looked, so what it says of all before it is true; who had not looked says nothing."""
+    storage = memory()
+    ahead = repository(tmp_path / "ahead", storage, clock=Ticks(START + AHEAD * 10**6))
+    repo = repository(tmp_path / "behind", storage, seed=2)
+    one = finish(ahead, saved(ahead, "a", 1))
+    two = finish(repo, saved(repo, "a", 2))
+    late = saved(repo, "a", 3)
+    copied = commit_bare(repo, "a", 4, txid=make_txid(time_of(START) + timedelta(days=1), bytes(8), "a", 4))
+    three = finish(repo, late)
+    assert one.txid < two.txid < three.txid < copied.txid
+    assert newest(repository(tmp_path / "new", storage), "a", is_visible) == copied
+
+
+def test_what_cannot_be_read_is_looked_for_in_the_listing(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    made = [finish(repo, saved(repo, "a", step)) for step in range(4)]
+    key = announcement_key(run_hash("a"), 3)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    host = repository(tmp_path / "new", storage)
+    assert newest(host, "a", is_visible) == made[3]
+    assert greatest(host, look_at_all(host, "a"), "a") == made[3].txid
+    assert [one.step for one in at_step(host, look_at_all(host, "a"), "a", 3, is_visible)] == [3]
+
+
+def test_a_log_that_cannot_be_read_is_passed_by_or_told_of(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one, two = (finish(repo, saved(repo, "a", step)) for step in range(2))
+    storage.delete(commit_key(two.txid))
+    storage.put(commit_key(two.txid), b"torn")
+    assert newest_reusable(repo, "a", anew=True) == one
+    assert resolve(repo, "a@latest").txid == one.txid
+    assert at_step(repo, look_at_all(repo, "a"), "a", 1, is_visible) == []
+
+
+def test_what_has_ended_is_not_read_again(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    one = finish(repo, saved(repo, "a", 0))
+    gone = [finish(repo, saved(repo, "a", step)) for step in range(1, 4)]
+    for commit in gone:
+        log.purge(repo, log.forget(repo, commit))
+    assert newest(repo, "a", is_visible) == one
+    storage.calls.clear()
+    assert newest(repo, "a", is_visible) == one
+    assert not [key for key in requests(storage) if any(commit.txid in key for commit in gone)]
+
+
+def test_a_damaged_head_is_no_reason_to_forget_all(tmp_path: Path) -> None:
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    made = [finish(repo, saved(repo, "a", step)) for step in range(2)]
+    key = announcement_key(run_hash("a"), 1)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    assert look(repo, run_hash("a")).head == 1
+    assert newest(repo, "a", is_visible) == made[1]
