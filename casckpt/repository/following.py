@@ -84,13 +84,17 @@ def newest_of_runs(
     return sorted(found, key=lambda commit: commit.txid, reverse=True)
 
 
-def at_step(repo: Repository, known: RunCache, run: str, step: int, wanted: Wanted) -> list[Commit]:
+def at_step(
+    repo: Repository, known: RunCache, run: str, step: int, wanted: Wanted, *, skip_doubtful: bool = False
+) -> list[Commit]:
     """Return those of a step that are ``wanted``, oldest first, of what `look_at_all` has read; logs are read now.
 
-    Those whose log cannot be read are left out. Raises `StorageError`.
+    ``skip_doubtful``: leave out those whose log cannot be read, else that raises as in `newest`.
     """
     hidden = (txid for txid in _hidden(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
-    found = (_log_of(repo, known, txid, skip_doubtful=True) for txid in sorted({*known.at.get(step, ()), *hidden}))
+    found = (
+        _log_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in sorted({*known.at.get(step, ()), *hidden})
+    )
     return [commit for commit in found if commit is not None and wanted(commit)]
 
 

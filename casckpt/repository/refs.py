@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run
 from casckpt.repository.commits import Commit, CommitList, list_commits
-from casckpt.repository.following import is_visible, newest, newest_of_runs
+from casckpt.repository.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import get_tag, named_by, no_tag
 
@@ -47,8 +47,8 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
         return _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
     _check_text(ref)
     run, at, where = ref.rpartition("@")
-    if commits is None and where == LATEST and not ref.startswith(TAG):
-        followed = _followed(repo, run if at else None)
+    if commits is None and not ref.startswith(TAG) and (at or ref == LATEST):
+        followed = _followed(repo, check_run(run) if at else None, where)
         if followed is not None:
             return followed
     found = list_commits(repo) if commits is None else commits
@@ -78,12 +78,19 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
     return list(named.values())
 
 
-def _followed(repo: Repository, run: str | None) -> Commit | None:
-    """Return the newest visible commit of a run, or of all; None where announcements do not show one."""
+def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
+    """Return the newest visible commit of all runs (None), or the newest or that of a step of one, as announced.
+
+    None where announcements show none: then a listing says what there is instead.
+    """
     try:
-        if run is not None:
-            return newest(repo, check_run(run), is_visible)
-        return next(iter(newest_of_runs(repo, is_visible)), None)
+        if run is None:
+            return next(iter(newest_of_runs(repo, is_visible)), None)
+        if where == LATEST:
+            return newest(repo, run, is_visible)
+        if not _STEP.fullmatch(where):
+            return None
+        return next(reversed(at_step(repo, look_at_all(repo, run), run, int(where), is_visible)), None)
     except (Damaged, Refused):
         return None
 

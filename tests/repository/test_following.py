@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.errors import Conflict, NotFound
+from casckpt.errors import Conflict, Damaged, NotFound
 from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.records import time_of
@@ -265,7 +265,10 @@ def test_a_log_that_cannot_be_read_is_passed_by_or_told_of(tmp_path: Path) -> No
     storage.put(commit_key(two.txid), b"torn")
     assert newest_reusable(repo, "a", anew=True) == one
     assert resolve(repo, "a@latest").txid == one.txid
-    assert at_step(repo, look_at_all(repo, "a"), "a", 1, is_visible) == []
+    known = look_at_all(repo, "a")
+    assert at_step(repo, known, "a", 1, is_visible, skip_doubtful=True) == []
+    with pytest.raises(Damaged):
+        at_step(repo, known, "a", 1, is_visible)
 
 
 def test_what_has_ended_is_not_read_again(tmp_path: Path) -> None:

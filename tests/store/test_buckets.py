@@ -341,11 +341,12 @@ def test_requests_of_one_save_and_one_load(moto_server: Server, tmp_path: Path) 
         store.save({"w": torch.full((MIB,), 2.0)}, step=2)
         mine = proxy.seen[before:]
         puts = [one.path.split("/store/")[1].split("/")[0] for one in mine if one.method == "PUT"]
-        assert puts == ["transactions", "objects", "objects", "commits"]
-        assert len(mine) <= 12
+        assert puts == ["transactions", "objects", "objects", "runs", "commits"]
+        assert len(mine) <= 14
         before = len(proxy.seen)
         store.load({"w": torch.empty(MIB)}, "default@2")
-        assert [one.method for one in proxy.seen[before:]] == ["GET"] * 3, "a listing, the commit's record, a range"
+        gets = ["GET"] * 5  # what was announced last, and next; the commit's record, and the next; a range
+        assert [one.method for one in proxy.seen[before:]] == gets
 
 
 @pytest.mark.parametrize("trouble", list(Trouble))

@@ -109,21 +109,21 @@ def test_what_is_declared_frozen_is_sampled(meter: Meter) -> None:
 
 
 def test_a_load_reads_and_hashes_each_byte_once_and_copies_none(meter: Meter) -> None:
-    meter.store.save(state(), step=0)
-    meter.store.get("default@0")  # the record of the commit is read once by a process
+    saved = meter.store.save(state(), step=0)
+    meter.store.checkpoints()  # the record of the commit is read once by a process
     target = {name: torch.zeros_like(data) for name, data in state().items()}
-    cost = meter.of(lambda: meter.store.load(target, "default@0"))
+    cost = meter.of(lambda: meter.store.load(target, saved))
     assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B)
     assert part(cost, "reads", "requests") == (1, 3)  # the listing, the open, the read
-    cost = meter.of(lambda: meter.store.load(target, "default@0", verify=False))
+    cost = meter.of(lambda: meter.store.load(target, saved, verify=False))
     assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B)
 
 
 def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
-    meter.store.save(state(), step=0)
-    meter.store.get("default@0")
+    saved = meter.store.save(state(), step=0)
+    meter.store.checkpoints()
     target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()
-    cost = meter.of(lambda: meter.store.load({"w": target}, "default@0"))
+    cost = meter.of(lambda: meter.store.load({"w": target}, saved))
     assert part(cost, "hashed", "copied", "bytes_read") == (W, W, W)
     assert torch.equal(target, state()["w"])
 
@@ -133,3 +133,11 @@ def test_looking_again_costs_one_listing(meter: Meter) -> None:
     meter.store.checkpoints()
     cost = meter.of(meter.store.checkpoints)
     assert part(cost, "requests", "reads", "bytes_read") == (1, 0, 0)
+
+
+@pytest.mark.parametrize("ref", ["default@latest", "default@0"])
+def test_looking_for_a_checkpoint_costs_four_small_reads(meter: Meter, ref: str) -> None:
+    """What was announced last, and what may be next; the record of the commit, and what may be next."""
+    meter.store.save(state(), step=0)
+    cost = meter.of(lambda: meter.store.get(ref))
+    assert part(cost, "requests", "reads") == (4, 4)

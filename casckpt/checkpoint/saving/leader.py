@@ -193,7 +193,7 @@ class Leader:
     def _existing(self, announced: RunCache) -> list[Commit]:
         """The visible commits of this run and step: what an overwrite replaces."""
         run, step = self.options.run, self.options.step
-        found = at_step(self.repo, announced, run, step, is_visible)
+        found = at_step(self.repo, announced, run, step, is_visible, skip_doubtful=True)
         if found and not self.options.overwrite:
             raise Conflict(
                 f"{run}@{step} exists already ({found[-1].id}); save another step, or overwrite it "

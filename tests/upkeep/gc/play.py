@@ -12,6 +12,7 @@ from casckpt.format.manifest import BlobRef
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.following import newest_reusable
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction
@@ -129,16 +130,27 @@ def named(repo: Repository, found: CommitList) -> Iterator[str]:
 
 
 def write(play: Play, repo: Repository, name: str) -> None:
-    """A save, by the protocol: what is known comes from commits that were listed after it began; one retry."""
+    """A save, by the protocol: what is known comes from what it reads after it began; one retry."""
+    draw = play.draw.choice([draw_known, draw_from_log])
     for attempt in range(2):
         transaction = transactions.begin(repo, "run", play.draw.randrange(2, 5))
-        known = draw_known(play, repo) if attempt == 0 else []
+        known = draw(play, repo) if attempt == 0 else []
         try:
             finish(repo, transaction, [f"{name} {attempt}"], known)
         except Revoked:
             transaction.close()
             continue
         return
+
+
+def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:
+    """Some blobs of the newest live checkpoint, by its log."""
+    newest = newest_reusable(repo, "run", anew=True)
+    try:
+        refs = [] if newest is None else list(manifests.get(repo, newest).blobs)
+    except Conflict:
+        return []
+    return play.draw.sample(refs, play.draw.randint(0, len(refs)))
 
 
 def draw_known(play: Play, repo: Repository) -> list[BlobRef]:

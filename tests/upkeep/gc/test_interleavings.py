@@ -18,7 +18,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc, retiring
 from casckpt.upkeep.gc.waiting import Waited
 from tests.support.repositories import put_blob
-from tests.upkeep.gc.play import ROUNDS, Lost, Play, draw_known, finish
+from tests.upkeep.gc.play import ROUNDS, Lost, Play, draw_from_log, draw_known, finish
 
 # what actors do
 
@@ -107,6 +107,15 @@ def lists_first(play: Play, repo: Repository, name: str) -> None:
         transaction.close()
 
 
+def reads_logs_first(play: Play, repo: Repository, name: str) -> None:
+    known = draw_from_log(play, repo)
+    transaction = transactions.begin(repo, "run", 9)
+    try:
+        finish(repo, transaction, [name], known)
+    except Revoked:
+        transaction.close()
+
+
 def uploads_first(play: Play, repo: Repository, name: str) -> None:
     early = put_blob(repo, repo.new_txid("run", 9), name)
     transaction = transactions.begin(repo, "run", 9)
@@ -137,7 +146,7 @@ def is_lost(tmp_path: Path, seed: int, cast: Callable[[Play], None], switches: f
     return False
 
 
-@pytest.mark.parametrize("program", [lists_first, uploads_first, reuses_orphans])
+@pytest.mark.parametrize("program", [lists_first, reads_logs_first, uploads_first, reuses_orphans])
 def test_a_writer_that_breaks_the_protocol_loses_data(
     tmp_path: Path, seed: int, program: Callable[[Play, Repository, str], None]
 ) -> None:

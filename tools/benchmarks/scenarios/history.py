@@ -17,7 +17,7 @@ _COUNTS = ("requests", "names", "nbytes")
 
 
 def history(options: Options) -> ScenarioResult:
-    """Requests, and names and bytes that listings return, are counted; the bucket is one in memory, with its pages."""
+    """Requests are counted, and names and bytes that listings return; the bucket is a folder that says it is far."""
     many = _QUICK if options.quick else _FULL if options.full else _MANY
     copies = 20 if options.quick else 1000
     with Bench(options) as bench:

@@ -38,7 +38,7 @@ class Asked:
 
 
 class Counting:
-    """A storage that counts. ``remote``: as a bucket looks from above, with pages of 1,000 names."""
+    """A folder that counts what is asked of it. ``remote``: as a bucket looks from above, with pages of 1,000 names."""
 
     def __init__(self, inner: Any, *, remote: bool) -> None:
         self.inner, self.asked, self._remote = inner, Asked(), remote
@@ -167,12 +167,8 @@ def _measured(meter: Meter, now: Asked, before: Asked) -> Measured:
 
 def _storage(where: str, folder: str) -> Counting:
     from casckpt.storage.local.store import LocalStore
-    from casckpt.storage.memory import MemoryStore
 
-    number = next(_NUMBERS)
-    if where == FOLDER:
-        return Counting(LocalStore(Path(folder) / str(number)), remote=False)
-    return Counting(MemoryStore(f"history-{number}"), remote=True)
+    return Counting(LocalStore(Path(folder) / str(next(_NUMBERS))), remote=where == BUCKET)
 
 
 def _open(storage: Counting, folder: str, ahead: int) -> Store:
@@ -221,10 +217,7 @@ def _synthesize(
 
 
 def _write(inner: Any, key: str, data: bytes) -> None:
-    """Put an object; in a folder without making it durable."""
-    if not hasattr(inner, "path"):
-        inner.put(key, data)
-        return
+    """Put an object, without making it durable."""
     path = Path(inner.path) / key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
