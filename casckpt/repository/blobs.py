@@ -8,9 +8,9 @@ from random import Random
 
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.format.keys import blob_key, damaged_key, parse_damaged
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
 from casckpt.repository.reading import Read, check_no_file, read_records
 from casckpt.repository.repository import Repository

@@ -11,7 +11,9 @@ from casckpt.checkpoint.saving.known import ReusableManifests
 from casckpt.cli.describe import plain
 from casckpt.errors import Damaged, StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import manifest_key
+from casckpt.format.draft import placed
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.refs import resolve
@@ -33,7 +35,7 @@ from tests.support.checkpoints import (
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import collect, run_gc
-from tests.support.repositories import meanwhile, memory, repository
+from tests.support.repositories import committed_encoded, meanwhile, memory, repository
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
 
@@ -46,11 +48,6 @@ def other(tmp_path: Path) -> Repository:
 
 def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
     """The same checkpoint in another store, under uploaders of its own."""
-    from casckpt.format import manifest as format_manifest
-    from casckpt.format.keys import blob_key
-    from casckpt.format.manifest import BlobRef
-    from tests.support.repositories import commit_bare
-
     manifest = manifests.get(repo, commit)
     txid = other.new_txid(commit.run, commit.step)
     refs = []
@@ -58,9 +55,10 @@ def copy_into(other: Repository, repo: Repository, commit: Commit) -> None:
         data = repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size)
         blobs.put(other, txid, ref.hash, data)
         refs.append(BlobRef(ref.hash, ref.size, txid))
-    _, places = format_manifest.packed_blobs(refs)
-    assert manifests.put(other, txid, manifest.body, places) == commit.id
-    commit_bare(other, commit.run, commit.step, manifest=commit.id, txid=txid)
+    made = manifests.put_encoded(other, txid, placed(manifest, encode_blobs(refs)))
+    assert made.id == commit.id
+    created = commit.committed.created_at
+    commits.commit(other, committed_encoded(other, txid, made, commit.run, commit.step, created_at=created))
 
 
 def damage(repo: Repository, key: str, how: str) -> None:

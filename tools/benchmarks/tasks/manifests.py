@@ -21,8 +21,8 @@ def make(here: Here, tensors: int, shards: int) -> int:
 
     No two cells of a tensor follow each other in a blob: each is an extent. How many there are.
     """
-    from casckpt.format.manifest import BlobRef, packed_blobs
     from casckpt.format.names import BlobHash, TxId
+    from casckpt.format.sections.blobs import BlobRef
 
     draw = random.Random(1)  # noqa: S311 - names for a benchmark
     uploader = TxId(f"20261122T000000000000Z-{'0' * 16}-{'0' * 16}-0")
@@ -64,7 +64,8 @@ def encode(here: Here) -> Measured:
     """The bytes of the manifest, from the tables."""
     from casckpt._version import __version__
     from casckpt.format import manifest
-    from casckpt.format.manifest import TENSOR, ManifestBody, encode_metadata, packed_entry
+    from casckpt.format.sections.index import TENSOR, ManifestBody
+    from casckpt.format.sections.metadata import encode_metadata
 
     blobs, places = here.kept["blobs"]
     metadata = encode_metadata({})[0]
