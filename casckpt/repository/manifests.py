@@ -141,7 +141,8 @@ def _telling(commit: Commit) -> Iterator[None]:
         yield
     except (NotFound, ShortObject, Damaged) as error:
         key, why = _key(commit.committed), "is gone" if isinstance(error, NotFound) else "is damaged"
-        more = f" ({error})" if isinstance(error, Damaged) else ""
+        reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
+        more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
             "Put it back with `casckpt repair`, or give it up: `casckpt forget`, and `casckpt gc --min-age 0`"

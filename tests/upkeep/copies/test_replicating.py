@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,10 +70,16 @@ def test_a_damaged_manifest_is_named(source: Repository, target: Repository) -> 
     check_clean(target)
 
 
+def as_of(record: records.Committed) -> dict[str, Any]:
+    """What names the manifest of another commit."""
+    names = ("manifest", "uploader", "head", "manifest_bytes", "created_at", "parent")
+    return {name: getattr(record, name) for name in names}
+
+
 def test_a_commit_that_says_other_than_its_manifest_is_refused(source: Repository, target: Repository) -> None:
     commit = resolve(source, "run@2").committed
     for run, step in (("other", 2), ("run", 9)):
-        made = commit_bare(source, run, step, manifest=commit.manifest, uploader=commit.uploader)
+        made = commit_bare(source, run, step, **as_of(commit))
         with pytest.raises(Refused, match="not that of its manifest"):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits
@@ -83,7 +90,7 @@ def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, ta
     ahead = TxId(f"2999{commit.txid[4:]}")
     other = source.new_txid("other", 2)
     for txid, why in ((ahead, "in the future"), (other, "not one of its run and step")):
-        made = commit_bare(source, "run", 2, manifest=commit.manifest, uploader=commit.uploader, txid=txid)
+        made = commit_bare(source, "run", 2, txid=txid, **as_of(commit))
         with pytest.raises(Refused, match=why):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits
