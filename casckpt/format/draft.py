@@ -89,7 +89,9 @@ def encode(draft: Draft) -> Encoded:
         world_size=draft.world_size,
         cell_bytes=draft.cell_bytes,
         metadata=draft.metadata,
-        entry_columns=entry_columns({name: (dtype, table.shape) for name, (dtype, table) in draft.streams.items()}),
+        entry_columns=entry_columns(
+            list(draft.streams), [dtype for dtype, _ in draft.streams.values()], [table.shape for table in tables]
+        ),
         object_columns=ObjectColumns(
             keys=[one.key for one in draft.objects],
             rank=pack_ranks(one.rank for one in draft.objects),

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +25,7 @@ from casckpt.lazy import cached_property
 DIGEST_BYTES = 32
 
 
-class Whole(NamedTuple):
+class Whole(msgspec.Struct, frozen=True, gc=False):
     """The extents of most tensors: a single one, which is the whole tensor."""
 
     blob: int

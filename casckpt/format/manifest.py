@@ -15,6 +15,7 @@ Index, objects and cells are the same in every store that holds the checkpoint; 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ from casckpt.format.sections.head import (
 )
 from casckpt.format.sections.index import TENSOR, ManifestBody, StoredAttachment, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
-from casckpt.format.sections.tables import Frame, decode_table
+from casckpt.format.sections.tables import decode_table, frame_of
 from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)
@@ -66,7 +67,8 @@ class Manifest:
     """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
 
     ``front``: its sections of `FRONT`, proved. ``read``: how to get the others, whose pieces are proved when they are
-    asked for. ``data``: all of its bytes, where they are at hand. It pickles without ``read``: see `attach`.
+    asked for. ``data``: all of its bytes, where they are at hand. It pickles, for other ranks, without ``read``: see
+    `attach`.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Manifest:
     def __reduce__(self) -> tuple[Any, ...]:
         if self._data is not None:
             return decode, (bytes(self._data), self.id)
-        return Manifest, (self.head, {name: bytes(part) for name, part in self._front.items()})
+        return _told, (self.head, zlib.compress(b"".join(self._front[name] for name in FRONT), 1))
 
     def attach(self, read: Read) -> None:
         """Say how to get what is not at hand."""
@@ -194,7 +196,7 @@ class Manifest:
         """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does."""
         try:
             cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
-            frame = Frame(entry.shape, entry.itemsize, self.body.cell_bytes // entry.itemsize)
+            frame = frame_of(entry.shape, entry.itemsize, self.body.cell_bytes)
             return decode_table(cells, rows, frame, self.blob_list.sizes)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
@@ -258,6 +260,12 @@ class Manifest:
                 pieces.held_bytes for pieces in (self._cells, self._rows, self._objects)
             )
         return held + 200 * (len(self.body.entry_columns.keys) + len(self.body.object_columns.keys))
+
+
+def _told(head: Head, packed: bytes) -> Manifest:
+    """Return what another rank has told of a manifest."""
+    front, first = memoryview(zlib.decompress(packed)), head[FRONT[0]].offset
+    return Manifest(head, {name: front[head[name].offset - first : head[name].end - first] for name in FRONT})
 
 
 def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:

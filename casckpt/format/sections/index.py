@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -217,21 +217,24 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
-def entry_columns(streams: Mapping[Name, tuple[str, Shape]]) -> EntryColumns:
-    """Return the columns of streams: dtype and shape of each. Raises InvalidInput for what no reader would take."""
-    if long := next((key for _, key, _, _ in streams if len(key) > MAX_KEY_CHARACTERS), None):
+def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[Shape]) -> EntryColumns:
+    """Return the columns of streams, with the dtype and shape of each.
+
+    Raises InvalidInput for a key that no reader would take, Refused for a dtype that is not known.
+    """
+    keys = [key for _, key, _, _ in names]
+    if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
-    kinds, types = list(dict.fromkeys(name[0] for name in streams)), list(dict.fromkeys(d for d, _ in streams.values()))
-    kind_of, type_of = ({name: number for number, name in enumerate(names)} for names in (kinds, types))
-    shapes = [shape for _, shape in streams.values()]
+    kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(name[0] for name in names))}
+    type_of = {dtype: number for number, dtype in enumerate(dict.fromkeys(types))}
     return EntryColumns(
-        kinds=kinds,
-        kind=pack([kind_of[kind] for kind, _, _, _ in streams]),
-        keys=[key for _, key, _, _ in streams],
-        index=pack([index for _, _, index, _ in streams]),
-        rank=pack_ranks(rank for _, _, _, rank in streams),
-        dtypes=[(name, dtypes.itemsize(name)) for name in types],
-        dtype=pack([type_of[dtype] for dtype, _ in streams.values()]),
+        kinds=list(kind_of),
+        kind=pack([kind_of[kind] for kind, _, _, _ in names]),
+        keys=keys,
+        index=pack([index for _, _, index, _ in names]),
+        rank=pack_ranks(rank for _, _, _, rank in names),
+        dtypes=[(name, dtypes.itemsize(name)) for name in type_of],
+        dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),
     )

@@ -78,14 +78,16 @@ class PieceReader:
 
     def get(self, number: int) -> memoryview:
         """Return a piece. Raises Damaged if its group does not have its hash, and what reading does."""
-        group = self._group_of[number]
-        if group not in self._held:
+        group, ends = self._group_of[number], self._ends
+        try:
+            held = self._held[group]
+        except KeyError:
             self._fetch([group])
-        held = self._held[group]
+            held = self._held[group]
         if held is None:
             raise Damaged(f"its section {self._section.name!r} does not have its hash here")
         begin = self._bounds[group]
-        return held[self._ends[number] - begin : self._ends[number + 1] - begin]
+        return held[ends[number] - begin : ends[number + 1] - begin]
 
     def is_right(self, number: int) -> bool:
         """Tell whether a piece, which is at hand, has its hash."""

@@ -7,6 +7,7 @@ store that holds it. Each begins with a byte that tells its form.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -54,11 +55,26 @@ _ROWS: Decoder[RowColumns] = Decoder(RowColumns)
 
 
 class Frame(NamedTuple):
-    """What is known of a tensor without its extents. ``cell``: elements of a cell."""
+    """What is known of a tensor without its extents; many have the same.
+
+    ``cell``: elements of a cell. ``boxes``: the whole tensor. ``nbytes``: of it; ``digest_bytes``: of the digests that
+    it has if it is cut as a whole.
+    """
 
     shape: Shape
     itemsize: int
     cell: int
+    boxes: tuple[Box, ...]
+    nbytes: int
+    digest_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def frame_of(shape: Shape, itemsize: int, cell_bytes: int) -> Frame:
+    """Return the frame of tensors of one shape, with cells of ``cell_bytes``."""
+    boxes, cell = only_box(shape), cell_bytes // itemsize
+    count = boxes[0].numel
+    return Frame(shape, itemsize, cell, boxes, count * itemsize, -(-count // cell) * DIGEST_BYTES)
 
 
 def encode_cells(table: ExtentTable) -> bytes:
@@ -97,9 +113,9 @@ def decode_table(cells: Buffer, rows: Buffer, frame: Frame, blob_sizes: Ints) ->
     No number of the returned table points outside the tensor, a box, a blob or the digests. Raises too what msgspec
     does for bytes that are no columns.
     """
-    form, shape = bytes(cells[:1]), frame.shape
-    if form in (WHOLE, WHOLE_UNHASHED) and len(rows) == _ROW.size and bytes(rows[:1]) == ONE_ROW:
+    if len(rows) == _ROW.size and len(cells) and cells[0] <= 1 and rows[0] == 0:
         return _whole(cells, rows, frame, blob_sizes)
+    form = bytes(cells[:1])
     boxes, spans, digests = _decoded_cells(form, cells, frame)
     counts = -(-spans.hi // frame.cell) - spans.lo // frame.cell
     if len(digests) != int(counts.sum()) * DIGEST_BYTES:
@@ -109,22 +125,20 @@ def decode_table(cells: Buffer, rows: Buffer, frame: Frame, blob_sizes: Ints) ->
     _check_places(columns.hi - columns.lo, blob, offset, frame.itemsize, blob_sizes)
     found = np.frombuffer(digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
     made = Columns(columns.box, columns.lo, columns.hi, blob, offset, found, columns.unhashed)
-    return ExtentTable(shape, frame.itemsize, frame.cell, boxes, made)
+    return ExtentTable(frame.shape, frame.itemsize, frame.cell, boxes, made)
 
 
 def _whole(cells: Buffer, rows: Buffer, frame: Frame, blob_sizes: Ints) -> ExtentTable:
     """Decode what most tensors have, without making columns."""
     _, blob, offset = _ROW.unpack(rows)
-    boxes, digests = only_box(frame.shape), bytes(cells[1:])
-    count = boxes[0].numel
-    if not count or len(digests) != -(-count // frame.cell) * DIGEST_BYTES:
+    shape, itemsize, cell, boxes, nbytes, digest_bytes = frame
+    if not nbytes or len(cells) != 1 + digest_bytes:
         raise Refused("an extent table has another number of digests than of cells")
     if not blob < len(blob_sizes) or offset < DATA_OFFSET:
         raise Refused("an extent names a blob that the manifest does not have, or lies in its header")
-    if count * frame.itemsize > int(blob_sizes[blob]) - offset:
+    if nbytes > blob_sizes.item(blob) - offset:
         raise Refused("an extent lies outside its blob")
-    form = Whole(blob, offset, digests, bytes(cells[:1]) == WHOLE_UNHASHED)
-    return ExtentTable(frame.shape, frame.itemsize, frame.cell, boxes, form)
+    return ExtentTable(shape, itemsize, cell, boxes, Whole(blob, offset, bytes(cells[1:]), cells[0] == 1))
 
 
 class _Spans(NamedTuple):
@@ -137,7 +151,7 @@ class _Spans(NamedTuple):
 
 
 def _decoded_cells(form: bytes, cells: Buffer, frame: Frame) -> tuple[tuple[Box, ...], _Spans, bytes]:
-    tensor = only_box(frame.shape)
+    tensor = frame.boxes
     if form == SPANS:
         return _decoded_spans(_CELLS.decode(cells[1:]), frame.shape)
     if form not in (b"", WHOLE, WHOLE_UNHASHED):

@@ -16,7 +16,7 @@ from casckpt.format.columns import pack, unpack
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, build
 from casckpt.format.regions import Box, Region, Shape, full_box
 from casckpt.format.sections.blobs import DECODE_ERRORS
-from casckpt.format.sections.tables import CellColumns, Frame, RowColumns, decode_table, encode_cells, encode_rows
+from casckpt.format.sections.tables import CellColumns, RowColumns, decode_table, encode_cells, encode_rows, frame_of
 from tests.support.forging import columns_of, long_form
 from tests.support.geometry import Case, cases, digest, elements, full_shapes, stored_cell
 
@@ -24,7 +24,7 @@ SPANS, ROWS = ("boxes", "box", "lo", "hi"), ("cells", "blob", "offset")
 
 
 def decoded(case: Case, cells: bytes, rows: bytes) -> ExtentTable:
-    return decode_table(cells, rows, Frame(case.shape, case.itemsize, case.cell), case.blob_sizes)
+    return decode_table(cells, rows, frame_of(case.shape, case.itemsize, case.cell * case.itemsize), case.blob_sizes)
 
 
 @given(cases())
@@ -45,7 +45,7 @@ def test_cells_are_stored_alike_wherever_they_lie(case: Case, data: st.DataObjec
     moved = build(case.shape, case.itemsize, case.cell, elsewhere)
     assert encode_cells(moved) == encode_cells(case.table)
     sizes = np.full(3, 1 << 30, dtype=np.int64)
-    frame = Frame(case.shape, case.itemsize, case.cell)
+    frame = frame_of(case.shape, case.itemsize, case.cell * case.itemsize)
     again = decode_table(encode_cells(case.table), encode_rows(moved), frame, sizes)
     assert sorted(again.stored_cells(), key=repr) == sorted(elsewhere, key=repr)
 
@@ -192,7 +192,7 @@ def _packed(**columns: list[int]) -> tuple[CellColumns, RowColumns]:
 
 def _huge(shape: Shape, itemsize: int, cell: int, packed: tuple[CellColumns, RowColumns]) -> None:
     with pytest.raises(Refused):
-        decode_table(*long_form(*packed), Frame(shape, itemsize, cell), np.array([8192], dtype=np.int64))
+        decode_table(*long_form(*packed), frame_of(shape, itemsize, cell * itemsize), np.array([8192], dtype=np.int64))
 
 
 def test_sums_that_wrap_around_are_refused() -> None:
@@ -214,7 +214,7 @@ def _with_digests(packed: tuple[CellColumns, RowColumns], count: int) -> tuple[b
 
 
 def test_a_scalar_has_one_box() -> None:
-    frame, sizes = Frame((), 4, 256), np.array([8192], dtype=np.int64)
+    frame, sizes = frame_of((), 4, 1024), np.array([8192], dtype=np.int64)
     one = {"box": [0], "lo": [0], "hi": [1], "cells": [1], "blob": [0], "offset": [4096]}
     assert len(decode_table(*_with_digests(_packed(**one), 1), frame, sizes)) == 1
     with pytest.raises(Refused, match="differ in length"):
@@ -224,13 +224,13 @@ def test_a_scalar_has_one_box() -> None:
 def test_overlapping_spans_of_one_box_are_refused() -> None:
     columns = {"box": [0, 0], "lo": [0, 5], "hi": [8, 10], "cells": [1, 1], "blob": [0, 0], "offset": [4096, 4104]}
     with pytest.raises(Refused, match="overlap"):
-        decode_table(*_with_digests(_packed(**columns), 2), Frame((10,), 1, 256), np.array([9000]))
+        decode_table(*_with_digests(_packed(**columns), 2), frame_of((10,), 1, 256), np.array([9000]))
 
 
 def test_a_row_of_two_spans_is_refused() -> None:
     columns = {"box": [0, 0], "lo": [0, 5], "hi": [5, 10], "cells": [2], "blob": [0], "offset": [4096]}
     with pytest.raises(Refused, match="two spans"):
-        decode_table(*_with_digests(_packed(**columns), 2), Frame((10,), 1, 256), np.array([9000]))
+        decode_table(*_with_digests(_packed(**columns), 2), frame_of((10,), 1, 256), np.array([9000]))
 
 
 @pytest.mark.parametrize("missing", [0, 1, 4])
@@ -238,10 +238,10 @@ def test_an_extent_ends_where_its_blob_does_and_not_after(missing: int) -> None:
     columns = {"box": [0, 0], "lo": [0, 4], "hi": [4, 10], "cells": [1, 1], "blob": [0, 1], "offset": [4096, 4096]}
     parts, sizes = _with_digests(_packed(**columns), 2), np.array([4096 + 16, 4096 + 24 - missing])
     if not missing:
-        assert len(decode_table(*parts, Frame((10,), 4, 256), sizes)) == 2
+        assert len(decode_table(*parts, frame_of((10,), 4, 1024), sizes)) == 2
         return
     with pytest.raises(Refused):
-        decode_table(*parts, Frame((10,), 4, 256), sizes)
+        decode_table(*parts, frame_of((10,), 4, 1024), sizes)
 
 
 @pytest.mark.parametrize(

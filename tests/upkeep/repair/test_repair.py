@@ -307,7 +307,7 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
 def test_where_nobody_knows_the_places_the_checkpoint_is_committed_anew(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
-    """Two uploaders have the blob that was reused, so a guess goes wrong. Ids, tags and reads by id stay as they are."""
+    """Two uploaders have the blob that was reused, so a guess goes wrong. Ids, tags and reads by id stay."""
     bases = [save_arrays(repo, {"a": STATE["a"], "old": array(9)}, step=step) for step in range(2)]
     one = save_arrays(repo, STATE, step=2, reuse=bases[1])
     later = save_arrays(repo, {"x": array(20)}, step=3)
