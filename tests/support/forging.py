@@ -101,13 +101,14 @@ def with_column(name: str, change_column: Callable[[list[int]], Sequence[int]]) 
     """A column of the first entry's extents, in the long form."""
 
     def change(parts: Parts, manifest: Manifest) -> None:
-        both = columns_of(manifest.extents(manifest.entries[0]))
-        made = [
-            msgspec.structs.replace(one, **{name: pack(change_column(unpack(getattr(one, name)).tolist()))})
-            if name in one.__struct_fields__
-            else one
-            for one in both
-        ]
-        parts.pieces["cells"][0], parts.pieces["rows"][0] = long_form(*made)
+        cells, rows = columns_of(manifest.extents(manifest.entries[0]))
+        if name in cells.__struct_fields__:
+            cells = msgspec.structs.replace(cells, **{name: other(getattr(cells, name))})
+        else:
+            rows = msgspec.structs.replace(rows, **{name: other(getattr(rows, name))})
+        parts.pieces["cells"][0], parts.pieces["rows"][0] = long_form(cells, rows)
+
+    def other(column: bytes) -> bytes:
+        return pack(change_column(unpack(column).tolist()))
 
     return change

@@ -101,7 +101,8 @@ def committed(
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
     fields = {"time": now, "uploader": txid, "created_at": now, "bytes_total": 0} | fields
-    fields = {"head": hex_digest(b"no head"), "manifest_bytes": 0} | fields
+    fields.setdefault("head", hex_digest(b"no head"))
+    fields.setdefault("manifest_bytes", 0)
     return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
 
 
@@ -114,9 +115,14 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:
     """A manifest without tensors that names ``refs``."""
-    fields = {"created_at": START, "parent": None, "metadata": msgspec.Raw(msgspec.msgpack.encode({}))} | fields
-    fields = {"cell_bytes": 1 << 20, "streams": {}} | fields
-    return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **fields)
+    values: dict[str, Any] = {
+        "created_at": START,
+        "parent": None,
+        "metadata": msgspec.Raw(msgspec.msgpack.encode({})),
+        "cell_bytes": 1 << 20,
+        "streams": {},
+    }
+    return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **(values | fields))
 
 
 def save(

@@ -13,7 +13,9 @@ from benchmarks.worker import WrongBytes
 if TYPE_CHECKING:
     from benchmarks.worker import Here
     from casckpt.format.draft import Draft
+    from casckpt.format.extents import ExtentTable
     from casckpt.format.sections.blobs import BlobRef
+    from casckpt.format.sections.index import Name
     from casckpt.repository.repository import Repository
 
 _BLOB = 1 << 20
@@ -67,7 +69,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
     from casckpt.format.sections.metadata import encode_metadata
 
     shape = (_BLOB // 4,)
-    streams = {}
+    streams: dict[Name, tuple[str, ExtentTable]] = {}
     for number in range(len(refs)):
         place = StoredCell(number, 4096, _BLOB, full_box(shape), 0, shape[0], CellDigest(draw.randbytes(32)))
         streams[TENSOR, f"model.{number:05}", 0, None] = ("float32", build(shape, 4, shape[0], [place]))
