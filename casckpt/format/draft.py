@@ -11,11 +11,23 @@ import msgspec
 from casckpt.format.columns import pack
 from casckpt.format.digest import Buffer
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import Manifest, Places
+from casckpt.format.manifest import Manifest, Places, of_bytes
 from casckpt.format.names import ManifestId
 from casckpt.format.records import FORMAT_VERSION
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
-from casckpt.format.sections.head import BLOBS, CELLS, COPIED, INDEX, OBJECTS, PLACES, ROWS, Section, assemble
+from casckpt.format.sections.head import (
+    BLOBS,
+    CELLS,
+    COPIED,
+    INDEX,
+    KNOWN,
+    OBJECTS,
+    PLACES,
+    ROWS,
+    Head,
+    Section,
+    assemble,
+)
 from casckpt.format.sections.index import ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells, encode_rows
@@ -65,11 +77,24 @@ class Draft:
 
 
 class Encoded(NamedTuple):
-    """An encoded manifest. ``head``: the hash that the commit record names."""
+    """An encoded manifest."""
 
-    id: ManifestId
-    head: str
+    decoded_head: Head
     data: bytes
+
+    @property
+    def id(self) -> ManifestId:
+        """The id of the checkpoint."""
+        return ManifestId(self.decoded_head[INDEX].digest.hex())
+
+    @property
+    def head(self) -> str:
+        """The hash that the commit record names."""
+        return self.decoded_head.digest
+
+    def manifest(self) -> Manifest:
+        """Return it as if it had been read."""
+        return of_bytes(self.decoded_head, self.data, ours=True)
 
 
 def encode(draft: Draft) -> Encoded:
@@ -128,5 +153,4 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
 
 
 def _assembled(parts: Mapping[str, Buffer], foreign: Sequence[tuple[Section, Buffer]] = ()) -> Encoded:
-    head, data = assemble(((name, parts[name]) for name in (INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS)), foreign)
-    return Encoded(ManifestId(head[INDEX].digest.hex()), head.digest, data)
+    return Encoded(*assemble(((name, parts[name]) for name in KNOWN), foreign))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from msgspec.msgpack import Decoder
@@ -66,27 +66,50 @@ _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 class Manifest:
     """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
 
-    ``front``: its sections of `FRONT`, proved. ``read``: how to get the others, whose pieces are proved when they are
-    asked for. ``data``: all of its bytes, where they are at hand. It pickles, for other ranks, without ``read``: see
-    `attach`.
+    ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
+    ``data``: all of its bytes, where they are at hand. ``ours``: this process encoded them, so nothing is proved. It
+    pickles, for other ranks, without ``read``: see `attach`.
     """
 
     def __init__(
-        self, head: Head, front: Mapping[str, Buffer], read: Read | None = None, *, data: Buffer | None = None
+        self,
+        head: Head,
+        front: Mapping[str, Buffer],
+        read: Read | None = None,
+        *,
+        data: Buffer | None = None,
+        ours: bool = False,
     ) -> None:
-        self.head = head
+        self.head, self._ours = head, ours
         self.id = ManifestId(head[INDEX].digest.hex())
         self._front, self._read, self._data = front, read, data
+
+    def check(self) -> Self:
+        """Prove and decode what is in front; the manifest itself. Raises Damaged, or Refused where it is unusable."""
         try:
             for name in FRONT:
-                check_section(head[name], front[name])
-            head.check_known()
-            self.body = _BODY.decode(front[INDEX])
-            self.places = _PLACES.decode(front[PLACES])
+                check_section(self.head[name], self._front[name])
+            self.head.check_known()
             self.body.check()
-            self.blob_list = BlobList(front[BLOBS])
+            _ = self.places, self.blob_list
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error) from error
+        return self
+
+    @cached_property
+    def body(self) -> ManifestBody:
+        """The index."""
+        return _BODY.decode(self._front[INDEX])
+
+    @cached_property
+    def places(self) -> Places:
+        """Why the bytes lie where they do."""
+        return _PLACES.decode(self._front[PLACES])
+
+    @cached_property
+    def blob_list(self) -> BlobList:
+        """The blobs that hold them."""
+        return BlobList(self._front[BLOBS])
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._data is not None:
@@ -168,7 +191,7 @@ class Manifest:
 
     def _pieces(self, name: str, table: Pieces, count: int) -> PieceReader:
         try:
-            return PieceReader(table, count, self.head[name], self.read)
+            return PieceReader(table, count, self.head[name], self.read, proved=self._ours)
         except InvalidInput as error:
             raise _unfit(self.id, error) from error
 
@@ -252,20 +275,14 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes, in bytes."""
-        if self._data is not None:
-            held = len(self._data)
-        else:
-            held = sum(map(len, self._front.values())) + sum(
-                pieces.held_bytes for pieces in (self._cells, self._rows, self._objects)
-            )
-        return held + 200 * (len(self.body.entry_columns.keys) + len(self.body.object_columns.keys))
+        """About how much memory it takes, in bytes, without what is made of it when it is asked for."""
+        return sum(map(len, self._front.values())) if self._data is None else len(self._data)
 
 
 def _told(head: Head, packed: bytes) -> Manifest:
     """Return what another rank has told of a manifest."""
     front, first = memoryview(zlib.decompress(packed)), head[FRONT[0]].offset
-    return Manifest(head, {name: front[head[name].offset - first : head[name].end - first] for name in FRONT})
+    return Manifest(head, {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}).check()
 
 
 def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
@@ -279,8 +296,13 @@ def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
         check_size(found, len(data))
     except Damaged as error:
         raise _unfit(id, error) from error
+    return of_bytes(found, data).check()
+
+
+def of_bytes(head: Head, data: Buffer, *, ours: bool = False) -> Manifest:
+    """Return a manifest of all of its bytes; see `Manifest`."""
     view = memoryview(data)
-    return Manifest(found, {name: view[found[name].offset : found[name].end] for name in FRONT}, data=data)
+    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data, ours=ours)
 
 
 def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:

@@ -46,16 +46,14 @@ def put(repo: Repository, uploader: TxId, draft: Draft) -> Encoded:
 def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
     """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
     key = manifest_key(uploader, made.id)
-    manifest = decode(made.data, made.id)  # refuses what nobody could read
     if len(made.data) > MAX_MANIFEST_BYTES:
-        body = manifest.body
-        raise InvalidInput(f"the manifest of {body.run}@{body.step} is larger than {MAX_MANIFEST_BYTES} bytes")
+        raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
         repo.storage.put(key, made.data)
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
             raise StorageError(f"{key} is there with another size; save again", key=key) from None
-    repo.manifests.add(uploader, manifest)
+    repo.manifests.add(uploader, made.manifest())
     return made
 
 
@@ -97,7 +95,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
             with repo.storage.open(_key(record)) as reader:
                 head = _head(reader, record)
                 front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
-            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit))
+            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
         _check_record(record, manifest)
     repo.manifests.add(commit.txid, manifest)
     return manifest

@@ -13,7 +13,6 @@ from casckpt.format.columns import pack, unpack
 from casckpt.format.draft import Encoded
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import ManifestId
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import CellColumns, RowColumns
@@ -51,8 +50,7 @@ class Parts:
             where[field] = [table.lengths, table.groups, table.hashes]
         maps = {"index": self.index, "places": self.places, "blobs": self.blobs}
         sections |= {name: msgspec.msgpack.encode(fields) for name, fields in maps.items()}
-        head, data = assemble((name, sections[name]) for name in KNOWN)
-        return Encoded(ManifestId(head["index"].digest.hex()), head.digest, data)
+        return Encoded(*assemble((name, sections[name]) for name in KNOWN))
 
 
 def taken_apart(manifest: Manifest) -> Parts:

@@ -116,7 +116,7 @@ def decode_head(data: Buffer, wanted: str | None = None) -> Head:
         raise Refused("it does not begin as a manifest does")
     count = int.from_bytes(head[8:16], "little")
     end = 16 + count * _RECORD.size
-    if count > _MOST or any(head[end:_HASHED]):
+    if count > _MOST or head[end:_HASHED].strip(b"\0"):
         raise Refused("its head lists more sections than fit, or has something behind them")
     sections = [_section(*row) for row in _RECORD.iter_unpack(head[16:end])]
     _check(sections)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from casckpt.format.sections.head import Read, Section
 
 _HASH = 32
 _GROUP_BYTES, _FEW = 16 << 10, 256
+_SMALL = 64 << 10  # bytes of a section that is read at once
 
 
 class Pieces(msgspec.Struct, frozen=True, array_like=True):
@@ -31,54 +33,55 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True):
 
 def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
     """Return the table of ``pieces``, and the section that holds them one after the other."""
-    data = b"".join(pieces)
-    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
-    starts = np.cumsum(lengths) - lengths
-    step = max(1, min(_GROUP_BYTES, len(data) // _FEW))
-    firsts = np.flatnonzero(np.diff(starts // step, prepend=-1))
-    view, ends = memoryview(data), [*starts[firsts[1:]].tolist(), len(data)]
-    hashes = [cell_digest(view[lo:hi]) for lo, hi in zip(starts[firsts].tolist(), ends, strict=False)]
-    return Pieces(pack(lengths), pack(np.diff(firsts, append=len(pieces))), b"".join(hashes)), data
+    data, lengths = b"".join(pieces), list(map(len, pieces))
+    starts, firsts = _grouped(lengths, max(1, min(_GROUP_BYTES, len(data) // _FEW)))
+    view, bounds = memoryview(data), [*(starts[first] for first in firsts), len(data)]
+    hashes = [cell_digest(view[lo:hi]) for lo, hi in pairwise(bounds)]
+    groups = [end - first for first, end in pairwise([*firsts, len(pieces)])]
+    return Pieces(pack(lengths), pack(groups), b"".join(hashes)), data
+
+
+def _grouped(lengths: list[int], step: int) -> tuple[Sequence[int], list[int]]:
+    """Return where each piece starts, and the first pieces of groups: those that start in one step are together."""
+    if len(lengths) <= _FEW:
+        starts = list(accumulate(lengths, initial=0))[:-1]
+        return starts, [n for n, start in enumerate(starts) if not n or start // step != starts[n - 1] // step]
+    begins = np.cumsum([0, *lengths[:-1]])
+    return memoryview(begins.data), np.flatnonzero(np.diff(begins // step, prepend=-1)).tolist()
 
 
 class PieceReader:
-    """The ``count`` pieces of a section, each read and proved when it is asked for. Thread-safe.
+    """The ``count`` pieces of a section, each read and (unless that is ``proved``) proved when asked for. Thread-safe.
 
     Raises Refused if the table does not fit the section.
     """
 
-    def __init__(self, table: Pieces, count: int, section: Section, read: Read) -> None:
+    def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, groups = unpack(table.lengths), unpack(table.groups)
-        possible = not count or (
-            int(lengths.max()) <= section.length and 1 <= int(groups.min()) <= int(groups.max()) <= count
-        )
-        if len(lengths) != count or not possible or len(table.hashes) != _HASH * len(groups):
+        lengths, groups = unpack(table.lengths).tolist(), unpack(table.groups).tolist()
+        self._ends = list(accumulate(lengths, initial=0))
+        firsts = list(accumulate(groups, initial=0))
+        if len(lengths) != count or firsts[-1] != count or (groups and not min(groups)):
             raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
-        ends = np.concatenate([[0], np.cumsum(lengths)])
-        if int(ends[-1]) != section.length or int(groups.sum()) != count:
-            raise Refused(f"the pieces of its section {section.name!r} do not add up to it")
-        self._firsts = np.cumsum(groups) - groups
-        self._ends = memoryview(ends.data)  # its items are Python's integers, and quickly had
-        self._bounds = ends[np.concatenate([self._firsts, [count]])].tolist()
-        self._group_of = memoryview(np.repeat(np.arange(len(groups)), groups).data)
+        if self._ends[-1] != section.length or len(table.hashes) != _HASH * len(groups):
+            raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
+        self._firsts, self._bounds = firsts, [self._ends[first] for first in firsts]
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
+        self._all = memoryview(read([(section.offset, section.length)])[0]) if proved else None
 
     def __len__(self) -> int:
-        return len(self._group_of)
+        return len(self._ends) - 1
 
     def length(self, number: int) -> int:
         """Return the bytes of a piece."""
-        return int(self._ends[number + 1] - self._ends[number])
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are in memory."""
-        return sum(len(data) for data in self._held.values() if data is not None)
+        return self._ends[number + 1] - self._ends[number]
 
     def get(self, number: int) -> memoryview:
         """Return a piece. Raises Damaged if its group does not have its hash, and what reading does."""
-        group, ends = self._group_of[number], self._ends
+        ends = self._ends
+        if self._all is not None:
+            return self._all[ends[number] : ends[number + 1]]
+        group = bisect_right(self._firsts, number) - 1
         try:
             held = self._held[group]
         except KeyError:
@@ -99,26 +102,28 @@ class PieceReader:
 
     def ready(self, numbers: Iterable[int]) -> None:
         """Read what is missing of these pieces, in few reads. Raises what reading does; `get` tells what is damaged."""
-        groups = {self._group_of[number] for number in numbers}
-        self._fetch(sorted(groups - self._held.keys()))
+        if self._all is not None:
+            return
+        groups = {bisect_right(self._firsts, number) - 1 for number in numbers}
+        if missing := groups - self._held.keys():
+            self._fetch(sorted(missing))
 
     def _fetch(self, groups: Sequence[int]) -> None:
+        """Read groups, those that lie together at once, and prove each. Of a small section that is all of them."""
         bounds, start = self._bounds, self._section.offset
-        spans: list[tuple[int, int]] = []  # of bytes
+        if self._section.length <= _SMALL:
+            groups = range(len(bounds) - 1)
+        runs: list[list[int]] = []
         for group in groups:
-            lo, hi = bounds[group], bounds[group + 1]
-            if spans and lo == spans[-1][1]:
-                spans[-1] = (spans[-1][0], hi)
+            if runs and group == runs[-1][-1] + 1:
+                runs[-1].append(group)
             else:
-                spans.append((lo, hi))
-        if not spans:
-            return
-        wanted = [(start + lo, hi - lo) for lo, hi in spans]
-        found = self._read(wanted) if any(length for _, length in wanted) else [b""] * len(wanted)
-        begins = [lo for lo, _ in spans]
-        for group in groups:
-            span = bisect_right(begins, bounds[group]) - 1
-            at = bounds[group] - begins[span]
-            data = memoryview(found[span])[at : at + bounds[group + 1] - bounds[group]]
-            digest = self._hashes[_HASH * group : _HASH * (group + 1)]
-            self._held[group] = data if cell_digest(data) == digest else None
+                runs.append([group])
+        spans = [(start + bounds[run[0]], bounds[run[-1] + 1] - bounds[run[0]]) for run in runs]
+        found = self._read(spans) if any(length for _, length in spans) else [b""] * len(spans)
+        for run, data in zip(runs, found, strict=True):
+            view, begin = memoryview(data), bounds[run[0]]
+            for group in run:
+                part = view[bounds[group] - begin : bounds[group + 1] - begin]
+                right = cell_digest(part) == self._hashes[_HASH * group : _HASH * (group + 1)]
+                self._held[group] = part if right else None

@@ -273,7 +273,7 @@ class _Copy:
             self.places = {ref.hash: ref for ref in there.blobs}
             if blobs.check(self.target, there.blobs):
                 raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key) from None
-            made = Encoded(id, there.head.digest, data)
+            made = Encoded(there.head, data)
         return made
 
     def _record(self, started: int, made: Encoded) -> Committed:
