@@ -59,7 +59,7 @@ class PieceReader:
     def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
         lengths, groups = unpack(table.lengths).tolist(), unpack(table.groups).tolist()
-        self._ends = list(accumulate(lengths, initial=0))
+        self._ends: list[int] = list(accumulate(lengths, initial=0))
         firsts = list(accumulate(groups, initial=0))
         if len(lengths) != count or firsts[-1] != count or (groups and not min(groups)):
             raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
