@@ -121,11 +121,6 @@ class Manifest:
         self._read = read
 
     @property
-    def blob_count(self) -> int:
-        """Number of blobs."""
-        return len(self.blob_list)
-
-    @property
     def blob_sizes(self) -> Ints:
         """Bytes of each blob's file."""
         return self.blob_list.sizes

@@ -242,7 +242,8 @@ def _is_right(reader: Reader, unit: Unit) -> bool:
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
     """The error for bytes that are not there as they were written: Conflict if the checkpoint was purged meanwhile."""
     commits = list_commits(repo)
-    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.id == manifest.id]
+    head = manifest.head.digest  # others of the same id may lie elsewhere
+    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
     name = f"{manifest.body.run}@{manifest.body.step}"
     if mine and not any(commit.live for commit in mine):
         return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)

@@ -75,9 +75,9 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     was purged there meanwhile, or if another checkpoint has its run and step in ``target``. Then nothing of it is
     visible. After a `StorageError` too, but the next call goes on where this one ended.
     """
-    manifest = manifests.get(source, commit)
+    data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
+    manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     _check(target, commit)
-    manifest.encoded()  # what is damaged is told before anything is put
     attempt = 0
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
