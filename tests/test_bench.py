@@ -158,7 +158,7 @@ def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) ->
     done = bench("manifest", "--quick", "--dir", tmp_path, "--json", results)
     assert done.returncode == 0, done.stderr
     rows = rows_of(results, "manifest")
-    assert [what for _, _, what in rows] == ["encode", "decode", "plan of one of 8 ranks"]
+    assert [what for _, _, what in rows] == ["encode", "decode", "plan of one of 8 ranks", "a part for one of 20 ranks"]
     assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
 
 

@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def id(self) -> str:
-        """BLAKE3 of the manifest's body: 64 hex digits."""
+        """BLAKE3 of what was saved, wherever it lies: 64 hex digits."""
         return self.commit.id
 
     @property

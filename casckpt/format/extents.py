@@ -2,7 +2,7 @@
 
 An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells are cut at the multiples of the
 cell size in the row-major order of the extent's box, so their ends need not be stored: a boundary elsewhere begins a
-new extent. Extents are kept and written as columns of numbers.
+new extent. Extents are kept as columns of numbers; how they are stored is said in `casckpt.format.sections.tables`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.errors import Refused
-from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.columns import Ints, pack, unpack
+from casckpt.format.columns import Ints
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.lazy import cached_property
@@ -27,29 +25,13 @@ from casckpt.lazy import cached_property
 DIGEST_BYTES = 32
 
 
-class PackedExtents(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """Extents as they are stored: columns, see `ExtentTable`. ``boxes``: offset and shape of box 1, of box 2, ..."""
-
-    boxes: bytes
-    box: bytes
-    lo: bytes
-    hi: bytes
-    blob: bytes
-    offset: bytes
-    digests: bytes
-    unhashed: bytes = b""
-
-
-class PackedWhole(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The extents of most tensors, as they are stored: a single one, which is the whole tensor."""
+class Whole(msgspec.Struct, frozen=True, gc=False):
+    """The extents of most tensors: a single one, which is the whole tensor."""
 
     blob: int
     offset: int
     digests: bytes
     unhashed: bool = False
-
-
-Packed: TypeAlias = PackedExtents | PackedWhole
 
 
 class StoredCell(NamedTuple):
@@ -116,12 +98,12 @@ class ExtentTable:
     itemsize: int
     cell: int
     boxes: tuple[Box, ...]
-    _form: Columns | PackedWhole  # most tables are one extent, and need no columns unless somebody asks for them
+    form: Columns | Whole  # most tables are one extent, and need no columns unless somebody asks for them
 
     @cached_property
     def columns(self) -> Columns:
         """All columns."""
-        form = self._form
+        form = self.form
         if isinstance(form, Columns):
             return form
         one = np.array([0, 0, self.boxes[0].numel, form.blob, form.offset], dtype=np.int64)
@@ -129,13 +111,13 @@ class ExtentTable:
         return Columns(one[0:1], one[1:2], one[2:3], one[3:4], one[4:5], digests, np.array([form.unhashed]))
 
     def __len__(self) -> int:
-        return len(self._form.lo) if isinstance(self._form, Columns) else 1
+        return len(self.form.lo) if isinstance(self.form, Columns) else 1
 
     @property
     def is_whole(self) -> bool:
         """Is a single extent the whole tensor?"""
-        form = self._form
-        if isinstance(form, PackedWhole):
+        form = self.form
+        if isinstance(form, Whole):
             return True
         return len(form.lo) == 1 and not form.box[0] and not form.lo[0] and bool(form.hi[0] == self.boxes[0].numel)
 
@@ -161,15 +143,15 @@ class ExtentTable:
 
     def cells_in(self, box: int, lo: int, hi: int) -> Iterator[StoredCell]:
         """Iterate over the cells that hold any of the elements [lo, hi) of a box (by its number), in order."""
-        form = self._form
-        if isinstance(form, PackedWhole):
+        form = self.form
+        if isinstance(form, Whole):
             return self._cells_of_whole(form, lo, hi)
         return chain.from_iterable(self._cells(extent, lo, hi) for extent in self.extents_in(box, lo, hi))
 
     def extents_in(self, box: int, lo: int, hi: int) -> Iterator[Extent]:
         """Iterate over the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""
-        form, first, last = self._form, 0, len(self)
-        if isinstance(form, PackedWhole):
+        form, first, last = self.form, 0, len(self)
+        if isinstance(form, Whole):
             only = Extent(self.boxes[0], 0, self.boxes[0].numel, form.blob, form.offset, form.unhashed, 0)
             return iter((only,))
         if len(self.boxes) > 1:
@@ -198,7 +180,7 @@ class ExtentTable:
             yield StoredCell(blob, offset + (start - first) * size, nbytes, box, start, stop, digest, unhashed)
             start, at = stop, at + DIGEST_BYTES
 
-    def _cells_of_whole(self, form: PackedWhole, lo: int, hi: int) -> Iterator[StoredCell]:
+    def _cells_of_whole(self, form: Whole, lo: int, hi: int) -> Iterator[StoredCell]:
         """Iterate over the cells of the short form without making columns: most tensors are small and many."""
         box, size, step = self.boxes[0], self.itemsize, self.cell
         end = box.numel
@@ -208,25 +190,13 @@ class ExtentTable:
             place = form.offset + start * size
             yield StoredCell(form.blob, place, (stop - start) * size, box, start, stop, digest, form.unhashed)
 
-    def packed(self) -> Packed:
-        """Encode the extents as they are stored."""
-        return self._form if isinstance(self._form, PackedWhole) else self.packed_columns()
-
-    def packed_columns(self) -> PackedExtents:
-        """Encode the extents in the long form, which every table has."""
-        box, lo, hi, blob, offset, digests, unhashed = self.columns
-        numbers = [number for box in self.boxes[1:] for number in (*box.offset, *box.shape)]
-        bits = np.packbits(unhashed).tobytes() if unhashed.any() else b""
-        rows = pack(box), pack(lo), pack(hi), pack(blob), pack(offset)
-        return PackedExtents(pack(numbers), *rows, digests.tobytes(), bits)
-
 
 def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -> ExtentTable:
     """Build a table from cells in any order; cells that follow each other become one extent."""
     one, frame = cells[0] if len(cells) == 1 else None, whole(shape)
     if one is not None and (one.box, one.lo, one.hi) == (frame.box, 0, frame.hi):
-        packed = PackedWhole(one.blob, one.offset, one.digest, one.unhashed)
-        return ExtentTable(shape, itemsize, cell, _only_box(shape), packed)
+        packed = Whole(one.blob, one.offset, one.digest, one.unhashed)
+        return ExtentTable(shape, itemsize, cell, only_box(shape), packed)
     order = sorted(cells, key=lambda c: (c.box.offset, c.box.shape, c.lo))
     boxes: dict[Box, int] = {full_box(shape): 0}
     rows: list[tuple[int, int, int, int, int, bool]] = []
@@ -253,12 +223,13 @@ def _shortened(table: ExtentTable) -> ExtentTable:
     if not table.is_whole:
         return table
     _, _, _, blob, offset, digests, unhashed = table.columns
-    packed = PackedWhole(int(blob[0]), int(offset[0]), digests.tobytes(), bool(unhashed[0]))
-    return replace(table, boxes=table.boxes[:1], _form=packed)
+    packed = Whole(int(blob[0]), int(offset[0]), digests.tobytes(), bool(unhashed[0]))
+    return replace(table, boxes=table.boxes[:1], form=packed)
 
 
 @lru_cache(maxsize=4096)
-def _only_box(shape: Shape) -> tuple[Box, ...]:
+def only_box(shape: Shape) -> tuple[Box, ...]:
+    """Return the boxes of a tensor that is cut as a whole."""
     return (full_box(shape),)
 
 
@@ -279,9 +250,9 @@ def join(tables: Sequence[ExtentTable]) -> ExtentTable:
 
 def with_blobs(table: ExtentTable, numbers: Ints) -> ExtentTable:
     """Return the same extents in other blobs: ``numbers[i]`` in place of blob i."""
-    form: Columns | PackedWhole = table._form
-    if isinstance(form, PackedWhole):
-        form = PackedWhole(int(numbers[form.blob]), form.offset, form.digests, form.unhashed)
+    form: Columns | Whole = table.form
+    if isinstance(form, Whole):
+        form = Whole(int(numbers[form.blob]), form.offset, form.digests, form.unhashed)
     elif len(table):
         form = form._replace(blob=numbers[form.blob])
     return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, form)
@@ -296,72 +267,12 @@ def _reordered(table: ExtentTable, order: npt.NDArray[np.intp]) -> ExtentTable:
     return ExtentTable(table.shape, table.itemsize, table.cell, table.boxes, columns)
 
 
-def unpacked(packed: Packed, shape: Shape, itemsize: int, cell: int, blob_sizes: Ints) -> ExtentTable:
-    """Decode a stored table. Raises Refused for anything that does not fit the tensor or the blobs.
-
-    No number of the returned table points outside the tensor, a box, a blob or the digests.
-    """
-    if isinstance(packed, PackedExtents):
-        return _unpacked_columns(packed, (shape, itemsize, cell), blob_sizes)
-    boxes = _only_box(shape)
-    count = boxes[0].numel
-    if not 0 <= packed.blob < len(blob_sizes) or packed.offset < DATA_OFFSET or not count:
-        raise Refused("an extent names a blob that the manifest does not have, lies in its header, or is empty")
-    if count * itemsize > int(blob_sizes[packed.blob]) - packed.offset:
-        raise Refused("an extent lies outside its blob")
-    if len(packed.digests) != -(-count // cell) * DIGEST_BYTES:
-        raise Refused("an extent table has another number of digests than of cells")
-    return ExtentTable(shape, itemsize, cell, boxes, packed)
-
-
-def _unpacked_columns(packed: PackedExtents, frame: tuple[Shape, int, int], blob_sizes: Ints) -> ExtentTable:
-    shape, itemsize, cell = frame
-    box, lo, hi, blob, offset = map(unpack, (packed.box, packed.lo, packed.hi, packed.blob, packed.offset))
-    count, rank = len(lo), len(shape)
-    numbers = unpack(packed.boxes)
-    if {len(box), len(hi), len(blob), len(offset)} != {count} or (len(numbers) % (2 * rank) if rank else len(numbers)):
-        raise Refused("the columns of an extent table differ in length")
-    boxes = (full_box(shape), *_boxes(numbers.reshape(-1, 2, rank) if rank else numbers.reshape(0, 2, 0), shape))
-    if count and not (box.max() < len(boxes) and blob.max() < len(blob_sizes)):
-        raise Refused("an extent names a box or a blob that the manifest does not have")
-    sizes = np.array([b.numel for b in boxes], dtype=np.int64)
-    if not ((lo < hi) & (hi <= sizes[box])).all():
-        raise Refused("an extent lies outside its box")
-    room = blob_sizes[blob] - offset  # compared by division: a product of hostile numbers could wrap around
-    if not ((room >= 0) & (hi - lo <= room // itemsize)).all():
-        raise Refused("an extent lies outside its blob")
-    if (offset < DATA_OFFSET).any() or not _sorted(box, lo, hi):
-        raise Refused("an extent lies in the header of a blob, or the extents of a tensor overlap or are out of order")
-    if int((hi - lo).sum()) != boxes[0].numel:
-        raise Refused("the extents of a tensor do not add up to it")
-    cells = int((-(-hi // cell) - lo // cell).sum())
-    if len(packed.digests) != cells * DIGEST_BYTES or len(packed.unhashed) not in (0, -(-count // 8)):
-        raise Refused("an extent table has another number of digests than of cells")
-    digests = np.frombuffer(packed.digests, dtype=np.uint8).reshape(-1, DIGEST_BYTES)
-    bits = np.unpackbits(np.frombuffer(packed.unhashed, dtype=np.uint8), count=count) if packed.unhashed else None
-    unhashed = np.zeros(count, dtype=bool) if bits is None else bits.astype(bool)
-    return ExtentTable(shape, itemsize, cell, boxes, Columns(box, lo, hi, blob, offset, digests, unhashed))
-
-
-def _sorted(box: Ints, lo: Ints, hi: Ints) -> bool:
-    """Tell whether extents are sorted by (box, lo), and disjoint inside each box."""
-    same = box[1:] == box[:-1]
-    return bool(((box[1:] > box[:-1]) | (same & (lo[1:] >= hi[:-1]))).all())
-
-
-def _boxes(numbers: Ints, shape: Shape) -> Iterable[Box]:
-    outside = numbers[:, 1] > np.array(shape, dtype=np.int64) - numbers[:, 0]
-    if outside.any() or (numbers[:, 1] == 0).any():
-        raise Refused("a box of an extent table lies outside its tensor")
-    return (Box(tuple(offset), tuple(extent)) for offset, extent in numbers.tolist())
-
-
 def cell_locations(tables: Iterable[ExtentTable]) -> tuple[npt.NDArray[np.uint8], Ints, Ints]:
     """Return (digests, blobs, offsets) of all cells of some tables, in any order; digests: uint8 [cells, 32]."""
     short, found = [], []
     for table in tables:
-        form = table._form
-        if isinstance(form, PackedWhole) and len(form.digests) == DIGEST_BYTES:
+        form = table.form
+        if isinstance(form, Whole) and len(form.digests) == DIGEST_BYTES:
             short.append(form)
         else:
             found.append((table.columns.digests, *_locations(table)))
@@ -386,8 +297,8 @@ def byte_ranges(tables: Iterable[ExtentTable]) -> Ints:
     """Return (blob, first byte, byte after the last) of each extent of some tables, unordered: int64 [extents, 3]."""
     short, found = [], []
     for table in tables:
-        form = table._form
-        if isinstance(form, PackedWhole):
+        form = table.form
+        if isinstance(form, Whole):
             short.append((form.blob, form.offset, form.offset + table.boxes[0].numel * table.itemsize))
         else:
             nbytes = (form.hi - form.lo) * table.itemsize

@@ -1,190 +1,138 @@
-"""The manifest: the immutable description of one checkpoint, and its bytes.
+"""The manifest: the immutable description of one checkpoint, in sections that are read and proved apart.
 
-::
+=======  ==========================================================================================================
+head     where the sections lie, and their hashes (`casckpt.format.sections`); the commit record names its hash
+index    what was saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id
+places   why it lies where it does, and a hash for each row or few of them
+blobs    hash, size, uploader of each blob, and which are worn: all that gc, copies and statistics read
+objects  the data of objects and of short attachments
+cells    for each entry the table of its cells (`casckpt.format.sections.tables`)
+rows     for each entry where its cells lie
+=======  ==========================================================================================================
 
-    8 bytes   b"CASCKPT" and the version of this layout, 1
-    8 bytes   length of the body, little-endian
-    body      msgpack of `ManifestBody`; its BLAKE3 is the checkpoint's id
-    places    msgpack of `BlobUploaders`: whose folder holds each blob; differs between stores of the same checkpoint
-    32 bytes  BLAKE3 of the places
-
-What is large in it stays undecoded (`msgspec.Raw`) until it is wanted: the extents of each tensor, objects, the tree.
+Index, objects and cells are the same in every store that holds the checkpoint; the others may differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Any, TypeAlias
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
-from casckpt.format import dtypes
-from casckpt.format.columns import pack, unpack
-from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import ExtentTable, Packed, unpacked
-from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step, check_txid
-from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import MAX_METADATA_BYTES
-from casckpt.format.regions import check_shape
+from casckpt.format.columns import Ints
+from casckpt.format.digest import Buffer
+from casckpt.format.extents import ExtentTable
+from casckpt.format.names import ManifestId
+from casckpt.format.sections.blobs import DECODE_ERRORS, BlobList, BlobRef
+from casckpt.format.sections.head import (
+    BLOBS,
+    CELLS,
+    INDEX,
+    OBJECTS,
+    PLACES,
+    ROWS,
+    Head,
+    Read,
+    check_section,
+    check_size,
+    decode_head,
+)
+from casckpt.format.sections.index import TENSOR, ManifestBody, StoredAttachment, StoredObject, StreamEntry
+from casckpt.format.sections.pieces import PieceReader, Pieces
+from casckpt.format.sections.tables import decode_table, frame_of
 from casckpt.lazy import cached_property
 
-MAGIC = b"CASCKPT\x01"
-MAX_MANIFEST_BYTES = 4 << 30
-MAX_BLOB_BYTES = (1 << 30) + 4096
-MAX_KEY_CHARACTERS = 4096
-MAX_METADATA_DEPTH = 32
-TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
-DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that nobody vouches for."""
+FRONT = (INDEX, PLACES, BLOBS)
+"""What every load reads."""
 
 
-Name: TypeAlias = tuple[str, str, int, int | None]
-"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `StreamEntry`."""
+class Places(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The section of places. ``why``: "first", or what moved the bytes since. ``rows``: of the entries."""
 
-
-class StreamEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One stream of elements that lies in blobs.
-
-    ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
-    "attachment", a file that travels along (``key`` is its name). ``rank``: of a value that each rank has for itself
-    (`casckpt.PerRank`), else None. ``dtype``: as torch names it.
-    """
-
-    kind: str
-    key: str
-    index: int
-    rank: int | None
-    dtype: str
-    shape: tuple[int, ...]
-    extents: msgspec.Raw
-
-    @property
-    def name(self) -> Name:
-        """Identity of the stream in its manifest."""
-        return self.kind, self.key, self.index, self.rank
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as held in memory."""
-        return self.numel * dtypes.itemsize(self.dtype)
-
-
-class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One leaf that is not a tensor. ``data``: plain data (`casckpt.format.plain`); ``pickled``: it is a pickle."""
-
-    key: str
-    rank: int | None
-    data: bytes
-    parts: int = 0
-    pickled: bool = False
-
-
-class Attachment(msgspec.Struct, frozen=True, array_like=True):
-    """A short attachment, inline. Long ones are entries of kind "attachment"."""
-
-    name: str
-    data: bytes
-
-
-class Blobs(msgspec.Struct, frozen=True, array_like=True):
-    """The blobs of a checkpoint as columns: hashes (32 bytes each), sizes of the files in bytes, and which are worn."""
-
-    hashes: bytes
-    sizes: bytes
-    worn: bytes
-
-
-class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The content whose hash is the id of a checkpoint. ``created_at``: microseconds since the epoch, UTC.
-
-    ``notes``: what a front end adds for itself, as plain data under its name. Readers ignore notes they do not know.
-    """
-
-    format: int
-    casckpt: str
-    torch: str
-    run: str
-    step: int
-    created_at: int
-    parent: ManifestId | None
-    world_size: int
-    cell_bytes: int
-    metadata: msgspec.Raw
-    blobs: Blobs
-    entries: list[StreamEntry]
-    objects: list[ObjectEntry]
-    attachments: list[Attachment]
-    tree: bytes
-    notes: dict[str, bytes] = {}
-
-
-class BlobUploaders(msgspec.Struct, frozen=True, kw_only=True):
-    """The uploader whose folder holds each blob: ``uploaders[index[i]]`` for blob i."""
-
-    uploaders: list[str]
-    index: bytes
+    why: str
+    rows: Pieces
 
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
-_PLACES: Decoder[BlobUploaders] = Decoder(BlobUploaders)
-_PACKED: Decoder[Packed] = Decoder(Packed)
+_PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 """Made here, and not by the first who decodes: see `casckpt.format.records.DECODERS`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlobRef:
-    """A blob of a manifest. ``size``: of the file in bytes. ``worn``: not to be reused by the next save of the run."""
-
-    hash: BlobHash
-    size: int
-    uploader: TxId
-    worn: bool = False
-
-
 class Manifest:
-    """A decoded manifest. Everything in it was checked against the limits of the format."""
+    """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
 
-    def __init__(self, id: ManifestId, body: ManifestBody, places: BlobUploaders) -> None:
-        self.id = id
-        self.body = body
-        self._uploaders = [check_txid(uploader) for uploader in places.uploaders]
-        self._uploader_of = unpack(places.index)
-        self.blob_sizes = unpack(body.blobs.sizes)
-        self._worn = frozenset(unpack(body.blobs.worn).tolist())
-        count = len(self.blob_sizes)
-        if len(body.blobs.hashes) != 32 * count or len(self._uploader_of) != count:
-            raise Refused("its columns of blobs differ in length")
-        if count and int(self.blob_sizes.max()) > MAX_BLOB_BYTES:
-            raise Refused(f"a blob is larger than {MAX_BLOB_BYTES} bytes")
-        if count and int(self._uploader_of.max()) >= len(self._uploaders):
-            raise Refused("a blob has no uploader")
-        _check_body(body)
+    ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
+    ``data``: all of its bytes, where they are at hand. ``ours``: this process encoded them, so nothing is proved. It
+    pickles, for other ranks, without ``read``: see `attach`.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        front: Mapping[str, Buffer],
+        read: Read | None = None,
+        *,
+        data: Buffer | None = None,
+        ours: bool = False,
+    ) -> None:
+        self.head, self._ours = head, ours
+        self.id = ManifestId(head[INDEX].digest.hex())
+        self._front, self._read, self._data = front, read, data
+
+    def check(self) -> Self:
+        """Prove and decode what is in front; the manifest itself. Raises Damaged, or Refused where it is unusable."""
+        try:
+            for name in FRONT:
+                check_section(self.head[name], self._front[name])
+            self.head.check_known()
+            self.body.check()
+            _ = self.places, self.blob_list
+        except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
+            raise _unfit(self.id, error) from error
+        return self
+
+    @cached_property
+    def body(self) -> ManifestBody:
+        """The index."""
+        return _BODY.decode(self._front[INDEX])
+
+    @cached_property
+    def places(self) -> Places:
+        """Why the bytes lie where they do."""
+        return _PLACES.decode(self._front[PLACES])
+
+    @cached_property
+    def blob_list(self) -> BlobList:
+        """The blobs that hold them."""
+        return BlobList(self._front[BLOBS])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._data is not None:
+            return decode, (bytes(self._data), self.id)
+        return _told, (self.head, zlib.compress(b"".join(self._front[name] for name in FRONT), 1))
+
+    def attach(self, read: Read) -> None:
+        """Say how to get what is not at hand."""
+        self._read = read
 
     @property
-    def blob_count(self) -> int:
-        """Number of blobs."""
-        return len(self.blob_sizes)
+    def blob_sizes(self) -> Ints:
+        """Bytes of each blob's file."""
+        return self.blob_list.sizes
 
     def blob(self, index: int) -> BlobRef:
         """Return one blob."""
-        digest = self.body.blobs.hashes[32 * index : 32 * index + 32]
-        uploader = self._uploaders[int(self._uploader_of[index])]
-        return BlobRef(BlobHash(digest.hex()), int(self.blob_sizes[index]), uploader, index in self._worn)
+        return self.blob_list[index]
 
     @property
-    def blobs(self) -> Iterable[BlobRef]:
+    def blobs(self) -> Iterator[BlobRef]:
         """All blobs, in order."""
-        return (self.blob(index) for index in range(self.blob_count))
+        return (self.blob_list[index] for index in range(len(self.blob_list)))
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -195,141 +143,181 @@ class Manifest:
             raise Refused(f"manifest {self.id} is not usable: its metadata: {error}") from error
 
     @cached_property
+    def entries(self) -> Sequence[StreamEntry]:
+        """All streams. Raises Refused if they are not usable."""
+        try:
+            return self.body.entries
+        except InvalidInput as error:
+            raise _unfit(self.id, error) from error
+
+    def check_entries(self) -> None:
+        """Raise Refused if the entries are not usable."""
+        _ = self.entries
+
+    @cached_property
+    def objects(self) -> Sequence[StoredObject]:
+        """All leaves that are no tensors. Raises Refused if they are not usable."""
+        try:
+            return self.body.objects
+        except InvalidInput as error:
+            raise _unfit(self.id, error) from error
+
+    @cached_property
     def tensors(self) -> dict[str, StreamEntry]:
         """Tensors by key; of values that each rank has for itself, that of the lowest rank."""
         found: dict[str, StreamEntry] = {}
-        for entry in self.body.entries:
+        for entry in self.entries:
             if entry.kind == TENSOR:
                 found.setdefault(entry.key, entry)
         return found
 
-    def extents(self, entry: StreamEntry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused."""
+    @cached_property
+    def _cells(self) -> PieceReader:
+        return self._pieces(CELLS, self.body.cells, len(self.body.entry_columns.keys))
+
+    @cached_property
+    def _rows(self) -> PieceReader:
+        return self._pieces(ROWS, self.places.rows, len(self.body.entry_columns.keys))
+
+    @cached_property
+    def _objects(self) -> PieceReader:
+        count = len(self.body.object_columns.keys) + len(self.body.attachment_names)
+        return self._pieces(OBJECTS, self.body.data, count)
+
+    def _pieces(self, name: str, table: Pieces, count: int) -> PieceReader:
         try:
-            packed = _PACKED.decode(entry.extents)
-            itemsize = dtypes.itemsize(entry.dtype)
-            cell = self.body.cell_bytes // itemsize
-            return unpacked(packed, entry.shape, itemsize, cell, self.blob_sizes)
-        except (*DECODE_ERRORS, InvalidInput) as error:
-            raise Refused(f"manifest {self.id} is not usable: key {entry.key!r}: {error}", key=entry.key) from error
+            return PieceReader(table, count, self.head[name], self.read, proved=self._ours)
+        except InvalidInput as error:
+            raise _unfit(self.id, error) from error
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> Sequence[Buffer]:
+        """Read ranges (offset, length) of it. Raises what reading does."""
+        if self._data is not None:
+            view = memoryview(self._data)
+            return [view[offset : offset + length] for offset, length in ranges]
+        if self._read is None:
+            raise Refused(f"manifest {self.id} came from another rank, and was not attached to a store")
+        return self._read(ranges)
+
+    def ready(self, entries: Iterable[int] | None = None, objects: Iterable[int] | None = None) -> None:
+        """Fetch what `extents` and `data` give for these numbers, in few reads; None: for all.
+
+        Raises what reading does; what is damaged is told by those two.
+        """
+        if self._data is None:
+            numbers = range(len(self._cells)) if entries is None else list(entries)
+            self._cells.ready(numbers)
+            self._rows.ready(numbers)
+            self._objects.ready(range(len(self._objects)) if objects is None else objects)
+
+    def extents(self, entry: StreamEntry) -> ExtentTable:
+        """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does."""
+        try:
+            cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
+            frame = frame_of(entry.shape, entry.itemsize, self.body.cell_bytes)
+            return decode_table(cells, rows, frame, self.blob_list.sizes)
+        except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
+            raise _unfit(self.id, error, entry.key) from error
+
+    def raw_rows(self) -> list[memoryview]:
+        """Return the rows of all entries as they are stored. Raises Damaged, and what reading does."""
+        self.ready()
+        return [self._rows.get(number) for number in range(len(self._rows))]
+
+    def data(self, one: StoredObject | StoredAttachment) -> bytes:
+        """Return the data of an object or attachment. Raises Damaged, and what reading does."""
+        try:
+            return bytes(self._objects.get(one.number))
+        except Damaged as error:
+            raise _unfit(self.id, error, one.key if isinstance(one, StoredObject) else one.name) from error
+
+    def size(self, one: StoredAttachment) -> int:
+        """Return the bytes of a short attachment."""
+        return self._objects.length(one.number)
+
+    def faults(self) -> list[str]:
+        """Tell of all that does not have its hash, where, in words. Raises what reading does, and Refused."""
+        self.ready()
+        keys = [entry.key for entry in self.entries]
+        others = [*(one.key for one in self.objects), *self.body.attachment_names]
+        found = []
+        parts = (CELLS, self._cells, keys), (ROWS, self._rows, keys), (OBJECTS, self._objects, others)
+        for name, pieces, owners in parts:
+            hit = dict.fromkeys(owner for number, owner in enumerate(owners) if not pieces.is_right(number))
+            if hit:
+                found.append(f"its section {name!r} does not have its hash, which hits {_listed(list(hit))}")
+        for section in self.head.foreign:
+            (data,) = self.read([(section.offset, section.length)])
+            try:
+                check_section(section, data)
+            except Damaged as error:
+                found.append(str(error))
+        return found
+
+    def section(self, name: str) -> Buffer:
+        """Read a whole section, and prove it. Raises Damaged, and what reading does."""
+        section = self.head[name]
+        data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
+        try:
+            check_section(section, data)
+        except Damaged as error:
+            raise _unfit(self.id, error) from error
+        return data
+
+    def encoded(self) -> bytes:
+        """Return all of its bytes, each proved. Raises Damaged, and what reading does."""
+        return b"".join((self.head.data, *(self.section(section.name) for section in self.head.sections)))
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes, in bytes."""
-        body = self.body
-        parts = [len(entry.extents) + 200 for entry in body.entries] + [len(one.data) + 200 for one in body.objects]
-        return sum(parts) + len(body.tree) + 40 * self.blob_count + sum(len(one.data) for one in body.attachments)
-
-    def encoded(self) -> bytes:
-        """Return its bytes, as `encode` made them."""
-        return encode(self.body, self.places())[1]
-
-    def places(self) -> BlobUploaders:
-        """Return the table of places, as it is stored."""
-        return BlobUploaders(uploaders=list(self._uploaders), index=pack(self._uploader_of))
+        """About how much memory it takes, in bytes, without what is made of it when it is asked for."""
+        return sum(map(len, self._front.values())) if self._data is None else len(self._data)
 
 
-def _check_body(body: ManifestBody) -> None:
-    check_run(body.run)
-    check_step(body.step)
-    if body.parent is not None:
-        check_hash(body.parent)
-    if not 4096 <= body.cell_bytes <= 1 << 30 or body.cell_bytes % 64:
-        raise Refused(f"a cell of {body.cell_bytes} bytes")
-    for attachment in body.attachments:
-        check_attachment_name(attachment.name)
-    for entry in body.entries:
-        if entry.kind not in (TENSOR, PART, ATTACHMENT) or len(entry.key) > MAX_KEY_CHARACTERS:
-            raise Refused(f"an entry of kind {entry.kind[:20]!r}, key {entry.key[:80]!r}")
-        if entry.kind == ATTACHMENT:
-            check_attachment_name(entry.key)
-        check_shape(entry.shape)
-        dtypes.itemsize(entry.dtype)
-        if entry.kind != TENSOR and (entry.dtype != "uint8" or len(entry.shape) != 1):
-            raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
+def _told(head: Head, packed: bytes) -> Manifest:
+    """Return what another rank has told of a manifest."""
+    front, first = memoryview(zlib.decompress(packed)), head[FRONT[0]].offset
+    return Manifest(head, {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}).check()
 
 
-def encode(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestId, bytes]:
-    """Return the id and the bytes of a manifest."""
-    head, tail = msgspec.msgpack.encode(body), msgspec.msgpack.encode(places)
-    data = b"".join((MAGIC, len(head).to_bytes(8, "little"), head, tail, cell_digest(tail)))
-    return ManifestId(hex_digest(head)), data
+def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
+    """Decode the manifest with this id, of which all bytes are at hand; ``head``: as the commit record names it.
 
-
-def decode(data: bytes, id: ManifestId) -> Manifest:
-    """Decode the manifest with this id. Raises Damaged if its bytes have changed, Refused if it is unusable."""
-    view = memoryview(data)
-    length = int.from_bytes(view[8:16], "little")
-    head, tail, check = view[16 : 16 + length], view[16 + length : -32], view[-32:]
-    if len(data) < 48 or data[:8] != MAGIC or hex_digest(head) != id or cell_digest(tail) != bytes(check):
-        if len(data) >= 8 and data[:7] == MAGIC[:7] and data[7] > MAGIC[7]:
-            raise Refused(f"manifest {id} is of a later version of casckpt; upgrade casckpt to read it")
-        raise Damaged(f"manifest {id} is damaged: its bytes do not have the hash in its name", checkpoints=(id,))
-    try:
-        return Manifest(id, _BODY.decode(head), _PLACES.decode(tail))
-    except (*DECODE_ERRORS, InvalidInput) as error:
-        raise Refused(f"manifest {id} is not usable: {error}", checkpoints=(id,)) from error
-
-
-def moved(data: bytes, refs: Iterable[BlobRef]) -> bytes:
-    """Rewrite manifest ``data`` with its blobs at other places: ``refs``, in its order. The body keeps every byte."""
-    end = 16 + int.from_bytes(data[8:16], "little")
-    tail = msgspec.msgpack.encode(packed_blobs(refs)[1])
-    return b"".join((memoryview(data)[:end], tail, cell_digest(tail)))
-
-
-def packed_entry(
-    kind: str, key: str, dtype: str, table: ExtentTable, *, index: int = 0, rank: int | None = None
-) -> StreamEntry:
-    """Make an entry with its extents encoded."""
-    raw = msgspec.Raw(msgspec.msgpack.encode(table.packed()))
-    return StreamEntry(kind, key, index, rank, dtype, table.shape, raw)
-
-
-def encode_metadata(metadata: Mapping[str, Any]) -> tuple[msgspec.Raw, dict[str, Any] | None]:
-    """Encode the user's metadata for the manifest and for the commit record (None if that cannot hold it exactly).
-
-    Raises InvalidInput for anything but None, bool, int, float, str, and lists and str-keyed dicts of them.
+    Raises Damaged if it is not what was written, Refused if it is unusable. What is damaged in a piece shows when that
+    is asked for.
     """
-    if not isinstance(metadata, Mapping):
-        raise InvalidInput(f"metadata is a dict of names to values, not a {type(metadata).__name__}")
-    plain = _plain(metadata, "metadata", 0)
+    found = decode_front(data, id, head)
     try:
-        raw = msgspec.Raw(msgspec.msgpack.encode(plain))
-        text = msgspec.json.encode(plain)
-    except UnicodeEncodeError as error:
-        raise InvalidInput("metadata holds text with a lone surrogate, which no JSON can hold; replace it") from error
-    exact = len(text) <= MAX_METADATA_BYTES and msgspec.json.decode(text) == plain
-    return raw, plain if exact else None
+        check_size(found, len(data))
+    except Damaged as error:
+        raise _unfit(id, error) from error
+    return of_bytes(found, data).check()
 
 
-def _plain(value: Any, path: str, depth: int) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, str) or (kind is int and -(2**63) <= value < 2**63):
-        return value
-    if isinstance(value, float):
-        return float(value)
-    if depth > MAX_METADATA_DEPTH:
-        raise InvalidInput(f"{path[:80]}...: metadata is nested more than {MAX_METADATA_DEPTH} levels deep; flatten it")
-    if kind in (list, tuple):
-        return [_plain(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if type(key) is not str]:
-            raise InvalidInput(f"{path} has the key {odd[0]!r:.80}; the keys of metadata are text: give str() of it")
-        return {key: _plain(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
-    raise InvalidInput(
-        f"{path} is a {kind.__name__}; metadata holds None, bool, int (64 bits), float, str, and lists and dicts with "
-        "str keys of them. Put anything else into the state, or into an attachment"
-    )
+def of_bytes(head: Head, data: Buffer, *, ours: bool = False) -> Manifest:
+    """Return a manifest of all of its bytes; see `Manifest`."""
+    view = memoryview(data)
+    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data, ours=ours)
 
 
-def packed_blobs(blobs: Iterable[BlobRef]) -> tuple[Blobs, BlobUploaders]:
-    """Encode blobs and their places as they are stored."""
-    blobs = list(blobs)
-    uploaders = {uploader: i for i, uploader in enumerate(dict.fromkeys(blob.uploader for blob in blobs))}
-    stored = Blobs(
-        b"".join(bytes.fromhex(blob.hash) for blob in blobs),
-        pack([blob.size for blob in blobs]),
-        pack([i for i, blob in enumerate(blobs) if blob.worn]),
-    )
-    return stored, BlobUploaders(uploaders=list(uploaders), index=pack([uploaders[blob.uploader] for blob in blobs]))
+def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:
+    """Decode the head of the manifest with this id. Raises Damaged, Refused."""
+    try:
+        found = decode_head(data, head)
+        if found[INDEX].digest.hex() != id:
+            raise Damaged("it is the manifest of another checkpoint")
+        return found
+    except (Damaged, InvalidInput) as error:
+        raise _unfit(id, error) from error
+
+
+def _unfit(id: ManifestId, error: Exception, key: str | None = None) -> Damaged | Refused:
+    where = "" if key is None else f" key {key!r}:"
+    if isinstance(error, Damaged):
+        return Damaged(f"manifest {id} is damaged:{where} {error}", key=key, checkpoints=(id,))
+    return Refused(f"manifest {id} is not usable:{where} {error}", key=key, checkpoints=(id,))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more

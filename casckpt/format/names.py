@@ -8,7 +8,7 @@ TxId = NewType("TxId", str)
 """One transaction, and the uploader of its objects: ``<time>-<random>-<run hash>-<step>``; see `make_txid`."""
 
 ManifestId = NewType("ManifestId", str)
-"""BLAKE3 of a manifest's body, 64 hex digits: the id of a checkpoint."""
+"""BLAKE3 of a manifest's index, 64 hex digits: the id of a checkpoint."""
 
 BlobHash = NewType("BlobHash", str)
 """BLAKE3 of a whole blob file, 64 hex digits."""

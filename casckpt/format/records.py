@@ -68,6 +68,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "txid": check_txid,
     "uploader": check_txid,
     "manifest": check_hash,
+    "head": check_hash,
     "parent": check_hash,
     "blob": check_hash,
     "run": check_run,
@@ -138,7 +139,8 @@ class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
-    ``uploader``: whose folder holds the manifest object. ``bytes_total``: of all tensors, as held in memory.
+    ``uploader``: whose folder holds the manifest, which has ``manifest_bytes`` and begins with a head that has the hash
+    ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
     None for none.
     """
@@ -149,6 +151,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     time: int
     manifest: ManifestId
     uploader: TxId
+    head: str
+    manifest_bytes: int
     created_at: int  # of the checkpoint; differs from ``time`` in copies
     bytes_total: int
     bytes_written: int = 0

@@ -32,8 +32,8 @@ from casckpt.checkpoint.loading.load import values_at
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
-from casckpt.format.manifest import StreamEntry
 from casckpt.format.regions import Region, full_box
+from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import Resident

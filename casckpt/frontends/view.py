@@ -10,8 +10,9 @@ from typing import NamedTuple
 from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
-from casckpt.format.manifest import TENSOR, Manifest, StreamEntry
+from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
+from casckpt.format.sections.index import TENSOR, StreamEntry
 from casckpt.frontends.model_part import check_no_adapters, model_part, plain_names
 from casckpt.plan.reads import covers
 
@@ -74,13 +75,14 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
     tensors = [
-        ViewTensor(name, asked[key], manifest.body.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
+        ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
     ]
+    manifest.ready([one.number for one in tensors], ())
     for one in tensors:
         _check_whole(manifest, one.entry)
     seen = {one.number for one in tensors}
     objects = [key for key in contents.objects if _matches(key, patterns)]
-    others = [_other(entry) for number, entry in enumerate(manifest.body.entries)
+    others = [_other(entry) for number, entry in enumerate(manifest.entries)
               if entry.kind == TENSOR and number not in seen and _matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
 

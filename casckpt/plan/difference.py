@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import Manifest, StreamEntry
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.index import StreamEntry
 from casckpt.plan.notebook import html_table
 from casckpt.plan.sizes import format_size
 

@@ -10,12 +10,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.errors import Refused
+from casckpt.errors import Damaged, Refused
 from casckpt.format.columns import Ints
 from casckpt.format.extents import ExtentTable, byte_ranges, cell_locations
-from casckpt.format.manifest import BlobRef, Manifest, Name, StreamEntry
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Shape
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Name, StreamEntry
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class ManifestCells:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._entries = {entry.name: entry for entry in manifest.body.entries}
+        self._entries = {entry.name: entry for entry in manifest.entries}
         self._tables: dict[Name, ExtentTable | None] = {}
         self.refs: Sequence[BlobRef] = list(manifest.blobs)
 
@@ -62,7 +64,7 @@ class ManifestCells:
     def _decoded(self, entry: StreamEntry) -> ExtentTable | None:
         try:
             return self._manifest.extents(entry)
-        except Refused as error:
+        except (Damaged, Refused) as error:
             log.warning("this save reuses nothing of key %r of %s: %s", entry.key, self._manifest.body.run, error)
             return None
 

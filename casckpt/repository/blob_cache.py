@@ -29,7 +29,7 @@ from casckpt.storage.local.reader import LocalReader
 from casckpt.storage.local.store import LocalStore
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import BlobRef
+    from casckpt.format.sections.blobs import BlobRef
 
 FOLDER, LOCKS = "blobs", "locks"
 AT_ONCE = 8  # blobs on their way here, each with a buffer of its size

@@ -1,4 +1,4 @@
-"""Blobs as objects of a store, and the marks on damaged ones; manifests that are put back get marks, too."""
+"""Blobs as objects of a store, and the marks on damaged ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from random import Random
 
 from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.format.keys import blob_key, damaged_key, parse_damaged, parse_object
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
 from casckpt.repository.reading import Read, check_no_file, read_records
 from casckpt.repository.repository import Repository
@@ -89,12 +89,6 @@ def marks(repo: Repository) -> list[DamageMark]:
 def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
     """Return (uploader, blob) of the blobs whose last mark is not that of a repair. Raises `StorageError`."""
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
-
-
-def ever_marked(repo: Repository) -> frozenset[tuple[TxId, str]]:
-    """Return (uploader, hash or id) of what ever had a mark: one LIST. Raises `StorageError`."""
-    listed = repo.storage.list(PREFIX, known=parse_damaged)
-    return frozenset(name[:2] for entry in listed if (name := parse_damaged(entry.key)))
 
 
 def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.format.keys import parse_txid
-from casckpt.format.names import ManifestId, TxId
+from casckpt.format.names import TxId
 from casckpt.format.records import Announced
 from casckpt.storage.base import ListedObject
 from casckpt.storage.forking import PerProcess
@@ -99,30 +99,31 @@ class RunCache:
 
 
 class ManifestCache:
-    """Least recently used ones go first; bounded by number and by bytes of the objects. Thread-safe."""
+    """By transaction and head. The least recently used go first; bounded by number and bytes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = PerProcess(threading.Lock)
-        self._entries: OrderedDict[tuple[TxId, ManifestId], tuple[Manifest, int]] = OrderedDict()
+        self._entries: OrderedDict[tuple[TxId, str], tuple[Manifest, int]] = OrderedDict()
 
-    def get(self, uploader: TxId, manifest: ManifestId) -> Manifest | None:
+    def get(self, txid: TxId, head: str) -> Manifest | None:
         """Return the manifest, if it is held."""
         with self._lock.get():
-            found = self._entries.get((uploader, manifest))
+            found = self._entries.get((txid, head))
             if found is not None:
-                self._entries.move_to_end((uploader, manifest))
+                self._entries.move_to_end((txid, head))
         return found[0] if found else None
 
-    def add(self, uploader: TxId, manifest: Manifest, nbytes: int) -> None:
-        """Hold one of ``nbytes``; the newest stays whatever its size."""
+    def add(self, txid: TxId, manifest: Manifest) -> None:
+        """Hold one; the newest stays whatever its size."""
+        name = txid, manifest.head.digest
         with self._lock.get():
-            self._entries[uploader, manifest.id] = (manifest, nbytes)
-            self._entries.move_to_end((uploader, manifest.id))
+            self._entries[name] = (manifest, manifest.nbytes)
+            self._entries.move_to_end(name)
             while len(self._entries) > 1 and self._is_full():
                 self._entries.popitem(last=False)
 
-    def names(self) -> set[tuple[TxId, ManifestId]]:
-        """Return the ids of those that are held."""
+    def names(self) -> set[tuple[TxId, str]]:
+        """Return what those that are held go by."""
         with self._lock.get():
             return set(self._entries)
 

@@ -19,64 +19,26 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from casckpt.format.digest import cell_digest
-from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.names import TxId
 
-SCHEMA = 1
+SCHEMA = 2
 """Stands in user_version. A file with another one is dropped and rebuilt."""
 BUSY_SECONDS = 10.0
 
 _TABLES: dict[str, dict[str, type]] = {
     "records": {"key": str, "data": bytes, "digest": bytes},
-    "manifests": {
-        "key": str,
-        "tensors": int,
-        "bytes": int,
-        "hashes": bytes,
-        "sizes": bytes,
-        "uploaders": str,
-        "uploader_index": bytes,
-        "digest": bytes,
-    },
+    "blobs": {"key": str, "data": bytes, "digest": bytes},
     "notes": {"key": str, "data": bytes, "digest": bytes},
 }
 _INSERT = {
     "records": "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-    "manifests": "INSERT OR REPLACE INTO manifests VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+    "blobs": "INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)",
     "notes": "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)",
 }
-_MANIFEST = "SELECT tensors, bytes, hashes, sizes, uploaders, uploader_index, digest FROM manifests WHERE key = ?"
+_SELECT = {table: f"SELECT data, digest FROM {table} WHERE key = ?" for table in ("blobs", "notes")}  # noqa: S608
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ManifestSummary:
-    """What a manifest names, as the packed columns it is stored with (see `casckpt.format.manifest`).
-
-    ``committed_at``: time of the commit record. A copy that is made again, after the store was put back from a backup,
-    has the same uploader and id, and other places. ``tensors``: number of keys. ``nbytes``: of all its entries, as held
-    in memory.
-    """
-
-    uploader: TxId
-    manifest: ManifestId
-    committed_at: int
-    tensors: int
-    nbytes: int
-    hashes: bytes
-    sizes: bytes
-    uploaders: tuple[TxId, ...]
-    index: bytes
-
-    def blobs(self) -> list[tuple[TxId, BlobHash, int]]:
-        """Return (uploader, hash, size of the file in bytes) of every blob, in order."""
-        from casckpt.format.columns import unpack
-
-        digests = self.hashes.hex()
-        hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
-        uploaders = (self.uploaders[number] for number in unpack(self.index).tolist())
-        return list(zip(uploaders, hashes, unpack(self.sizes).tolist(), strict=True))
 
 
 @dataclass
@@ -84,7 +46,7 @@ class _Memory:
     """What takes over when the file cannot be used."""
 
     records: dict[str, bytes] = field(default_factory=dict)
-    manifests: dict[str, ManifestSummary] = field(default_factory=dict)
+    blobs: dict[str, bytes] = field(default_factory=dict)
     notes: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -158,44 +120,25 @@ class Catalogue:
         rows = [(key, data, _digest(key, data)) for key, data in records.items()]
         self._insert("records", rows, lambda: self._memory.records.update(records))
 
-    def manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> ManifestSummary | None:
-        """Return what is known of a manifest."""
-        key = _manifest_name(uploader, manifest, committed_at)
+    def blobs(self, txid: TxId, head: str) -> bytes | None:
+        """Return the section of blobs of the manifest that a commit names by its head, as it is stored."""
+        return self._value("blobs", f"{txid}/{head}", self._memory.blobs)
 
-        def select(connection: sqlite3.Connection) -> ManifestSummary | None:
-            row = connection.execute(_MANIFEST, (key,)).fetchone()
-            if row is None or row[-1] != _digest(key, *row[:-1]):
-                return None
-            tensors, nbytes, hashes, sizes, uploaders, index, _ = row
-            names = tuple(TxId(name) for name in uploaders.split())
-            return ManifestSummary(uploader, manifest, committed_at, tensors, nbytes, hashes, sizes, names, index)
-
-        return self._do(select, lambda: self._memory.manifests.get(key))
-
-    def add_manifest(self, summary: ManifestSummary) -> None:
-        """Keep what a manifest names."""
-        key, one = _manifest_name(summary.uploader, summary.manifest, summary.committed_at), summary
-        row = (one.tensors, one.nbytes, one.hashes, one.sizes, " ".join(one.uploaders), one.index)
-        rows = [(key, *row, _digest(key, *row))]
-        self._insert("manifests", rows, lambda: self._memory.manifests.update({key: summary}))
-
-    def drop_manifest(self, uploader: TxId, manifest: ManifestId, committed_at: int) -> None:
-        """Forget what is known of a manifest: it may not hold any more."""
-        key = _manifest_name(uploader, manifest, committed_at)
-
-        def drop(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM manifests WHERE key = ?", (key,))
-
-        self._do(drop, lambda: self._memory.manifests.pop(key, None))
+    def add_blobs(self, txid: TxId, head: str, data: bytes) -> None:
+        """Keep a section of blobs."""
+        key = f"{txid}/{head}"
+        self._insert("blobs", [(key, data, _digest(key, data))], lambda: self._memory.blobs.update({key: data}))
 
     def note(self, name: str) -> bytes | None:
         """Return a note of this host (the paused state of a gc); None if there is none."""
+        return self._value("notes", name, self._memory.notes)
 
+    def _value(self, table: str, key: str, otherwise: Mapping[str, bytes]) -> bytes | None:
         def select(connection: sqlite3.Connection) -> bytes | None:
-            row = connection.execute("SELECT data, digest FROM notes WHERE key = ?", (name,)).fetchone()
-            return row[0] if row is not None and row[1] == _digest(name, row[0]) else None
+            row = connection.execute(_SELECT[table], (key,)).fetchone()
+            return row[0] if row is not None and row[1] == _digest(key, row[0]) else None
 
-        return self._do(select, lambda: self._memory.notes.get(name))
+        return self._do(select, lambda: otherwise.get(key))
 
     def set_note(self, name: str, data: bytes | None) -> None:
         """Keep a note; None removes it."""
@@ -264,10 +207,6 @@ class Catalogue:
             except OSError as error:
                 self._turn_off(error)
                 return
-
-
-def _manifest_name(uploader: TxId, manifest: ManifestId, committed_at: int) -> str:
-    return f"{uploader}/{manifest}/{committed_at}"
 
 
 def _digest(*values: object) -> bytes:

@@ -13,8 +13,8 @@ from casckpt.plan.progress import silent
 from casckpt.storage.base import ObjectStore, Reader, ShortObject
 
 if TYPE_CHECKING:
-    from casckpt.format.manifest import BlobRef
     from casckpt.format.names import CellDigest
+    from casckpt.format.sections.blobs import BlobRef
 
 _ATTEMPTS = 2  # the network may have spoilt the first
 

@@ -1,52 +1,80 @@
-"""Manifests as objects of a store."""
+"""Manifests as objects of a store.
+
+A small one is read at once. Of a large one every reader has the sections in front; the pieces that a load needs are
+read by range, when they are asked for. Who only wants to know of blobs reads nothing but their list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format import manifest as format_manifest
+from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
-from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, BlobUploaders, Manifest, ManifestBody
-from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Committed
+from casckpt.format.sections.blobs import BlobList, BlobRef
+from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.parallel import in_parallel
 from casckpt.repository import blobs
-from casckpt.repository.catalogue import ManifestSummary
 from casckpt.repository.commits import Commit, list_commits, refresh
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import AlreadyExists
+from casckpt.storage.base import AlreadyExists, Reader, ShortObject
+
+WHOLE_BYTES = 1 << 20
+"""A manifest of at most so many bytes is read whole: more requests would take longer."""
+
+T = TypeVar("T")
 
 
-def put(repo: Repository, uploader: TxId, body: ManifestBody, places: BlobUploaders) -> ManifestId:
-    """Write a manifest, durably, under ``uploader``; one that is there already is ours. Its id.
+def put(repo: Repository, uploader: TxId, draft: Draft) -> Encoded:
+    """Write a manifest, durably, under ``uploader``, the transaction that will commit it.
 
     Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
     """
-    found, data = format_manifest.encode(body, places)
-    key = manifest_key(uploader, found)
-    manifest = Manifest(found, body, places)  # refuses what nobody could read
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise InvalidInput(f"the manifest of {body.run}@{body.step} is larger than {MAX_MANIFEST_BYTES} bytes")
+    return put_encoded(repo, uploader, encode(draft))
+
+
+def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
+    """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
+    key = manifest_key(uploader, made.id)
+    if len(made.data) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
-        repo.storage.put(key, data)
+        repo.storage.put(key, made.data)
     except AlreadyExists:
-        if repo.storage.size(key) != len(data):
+        if repo.storage.size(key) != len(made.data):
             raise StorageError(f"{key} is there with another size; save again", key=key) from None
-    repo.manifests.add(uploader, manifest, len(data))
-    return found
+    repo.manifests.add(uploader, made.manifest())
+    return made
 
 
 def get(repo: Repository, commit: Commit) -> Manifest:
     """Return the manifest of a checkpoint, verified; from memory if it was used just now.
 
     Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Conflict` if the checkpoint
-    was purged since ``commit`` was read; `StorageError`.
+    was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
     """
+    return _unless_purged(repo, commit, lambda: _read(repo, commit))
+
+
+def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
+    """Hold a manifest that came from another rank, and read in ``repo`` what it lacks."""
+    manifest.attach(partial(_read_later, repo, commit))
+    repo.manifests.add(commit.txid, manifest)
+
+
+def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
     try:
-        return _read(repo, commit)
+        return act()
     except Damaged:
         if commit.live and not refresh(repo, commit).live:
             message = f"checkpoint {commit} was purged just now; choose another one (`casckpt list`)"
@@ -55,58 +83,133 @@ def get(repo: Repository, commit: Commit) -> Manifest:
 
 
 def _read(repo: Repository, commit: Commit) -> Manifest:
-    uploader, found = commit.committed.uploader, commit.id
-    held = repo.manifests.get(uploader, found)
+    record = commit.committed
+    held = repo.manifests.get(commit.txid, record.head)
     if held is not None:
         return held
-    key = manifest_key(uploader, found)
-    try:
-        data = repo.storage.get(key, limit=MAX_MANIFEST_BYTES)
-        manifest = format_manifest.decode(data, found)
-    except (NotFound, Damaged) as error:
-        why = "is gone" if isinstance(error, NotFound) else "is damaged"
-        message = (
-            f"the manifest of checkpoint {commit.run}@{commit.step} ({found}) {why}: {key}. "
-            "Put it back with `casckpt repair`, or give it up: `casckpt forget`, and `casckpt gc --min-age 0`"
-        )
-        raise Damaged(message, key=key, checkpoints=(found,)) from error
-    except Refused as error:
-        raise Refused(f"checkpoint {commit.run}@{commit.step}: {error}", key=key, checkpoints=(found,)) from error
-    repo.manifests.add(uploader, manifest, len(data))
+    with _telling(commit):
+        if record.manifest_bytes <= WHOLE_BYTES:
+            data = repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES)
+            manifest = decode(data, record.manifest, record.head)
+        else:
+            with repo.storage.open(_key(record)) as reader:
+                head = _head(reader, record)
+                front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
+            manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
+        _check_record(record, manifest)
+    repo.manifests.add(commit.txid, manifest)
     return manifest
 
 
-def summary(repo: Repository, commit: Commit) -> ManifestSummary:
-    """Return what a manifest names, from the catalogue or the store. Raises what `get` raises, never `Conflict`."""
-    known = repo.catalogue.manifest(*_row(commit))
-    if known is None:
-        known = _summary(commit, _read(repo, commit))
-        repo.catalogue.add_manifest(known)
-    return known
+def _cut(head: Head, front: memoryview) -> dict[str, memoryview]:
+    first = head[FRONT[0]].offset
+    return {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}
+
+
+def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, int]]) -> Sequence[memoryview]:
+    """Read ranges of a manifest whose head is known."""
+
+    def read() -> list[memoryview]:
+        with _telling(commit), repo.storage.open(_key(commit.committed)) as reader:
+            return list(in_parallel(repo.storage.traits.requests, lambda span: _range(reader, *span), ranges))
+
+    return _unless_purged(repo, commit, read)
+
+
+def _key(record: Committed) -> str:
+    return manifest_key(record.uploader, record.manifest)
+
+
+def _head(reader: Reader, record: Committed) -> Head:
+    head = decode_front(_range(reader, 0, HEAD_BYTES), record.manifest, record.head)
+    check_size(head, reader.size)
+    return head
+
+
+def _range(reader: Reader, offset: int, length: int) -> memoryview:
+    data = memoryview(bytearray(length))
+    reader.read_into(offset, [data])
+    return data.toreadonly()
+
+
+@contextmanager
+def _telling(commit: Commit) -> Iterator[None]:
+    """Say of which checkpoint a manifest is gone, damaged or of no use."""
+    try:
+        yield
+    except (NotFound, ShortObject, Damaged) as error:
+        key, why = _key(commit.committed), "is gone" if isinstance(error, NotFound) else "is damaged"
+        reason = str(error).removeprefix(f"manifest {commit.id} is damaged: ")
+        more = f" ({reason})" if isinstance(error, Damaged) else ""
+        message = (
+            f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
+            "Put it back with `casckpt repair`, or give it up: `casckpt forget`, and `casckpt gc --min-age 0`"
+        )
+        raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
+    except Refused as error:
+        key, name = _key(commit.committed), f"{commit.run}@{commit.step}"
+        raise Refused(f"checkpoint {name}: {error}", key=key, checkpoints=(commit.id,)) from error
+
+
+def _check_record(record: Committed, manifest: Manifest) -> None:
+    """Raise `Refused` for a record that is not that of its manifest: a hostile one could pass for another run."""
+    body = manifest.body
+    said = (record.run, record.step, record.created_at, record.parent)
+    if said != (body.run, body.step, body.created_at, body.parent):
+        raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
+
+
+def blob_list(repo: Repository, commit: Commit) -> BlobList:
+    """Return the blobs of a checkpoint, from the catalogue or the store.
+
+    Raises `Damaged` if the manifest is not the one that the record names, `Refused`, `StorageError`; never `Conflict`.
+    """
+    head = commit.committed.head
+    known = repo.catalogue.blobs(commit.txid, head)
+    if known is not None:
+        return BlobList(known)
+    held = repo.manifests.get(commit.txid, head)
+    found = _read_blobs(repo, commit) if held is None else held.blob_list
+    repo.catalogue.add_blobs(commit.txid, head, found.data)
+    return found
+
+
+def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
+    """Return the same as it is in the store now. Raises `Conflict` too, if the checkpoint was purged meanwhile."""
+    return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
+
+
+def _read_blobs(repo: Repository, commit: Commit) -> BlobList:
+    record = commit.committed
+    with _telling(commit):
+        if record.manifest_bytes <= WHOLE_BYTES:
+            whole = memoryview(repo.storage.get(_key(record), limit=MAX_MANIFEST_BYTES))
+            head = decode_front(whole, record.manifest, record.head)
+            check_size(head, len(whole))
+            data = whole[head[BLOBS].offset : head[BLOBS].end]
+        else:
+            with repo.storage.open(_key(record)) as reader:
+                head = _head(reader, record)
+                data = _range(reader, head[BLOBS].offset, head[BLOBS].length)
+        check_section(head[BLOBS], data)
+        return BlobList(data)
 
 
 def blobs_of(repo: Repository, commit: Commit) -> list[tuple[TxId, BlobHash, int]]:
-    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises `Damaged`, `Refused`, `StorageError`."""
-    return summary(repo, commit).blobs()
+    """Return (uploader, hash, bytes) of every blob of a checkpoint. Raises what `blob_list` does."""
+    return blob_list(repo, commit).names()
 
 
 def learn(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
-    """Bring the manifests that the catalogue lacks into it, several at once; the commits whose manifest can be read.
+    """Bring the lists of blobs that the catalogue lacks into it, several at once; the commits whose list can be read.
 
-    One LIST of marks: a manifest that has one is read again, for a repair may have put it back with other places.
     Raises `StorageError`.
     """
     wanted = list(commits)
-    marked = blobs.ever_marked(repo) if wanted else frozenset()
-    reader = repo.fresh()
 
     def is_known(commit: Commit) -> bool:
-        uploader, found, time = _row(commit)
         try:
-            if (uploader, found) in marked:
-                repo.catalogue.drop_manifest(uploader, found, time)
-                repo.catalogue.add_manifest(_summary(commit, _read(reader, commit)))
-            summary(repo, commit)
+            blob_list(repo, commit)
         except (Damaged, Refused):
             return False
         return True
@@ -135,14 +238,10 @@ def locate(
 
 def _named(repo: Repository, commit: Commit, heads: npt.NDArray[np.uint64]) -> Iterator[BlobRef]:
     """Return the blobs of a checkpoint whose hash begins as one of ``heads``; all the others cost next to nothing."""
-    known = summary(repo, commit)
+    known = blob_list(repo, commit)
     column = np.frombuffer(known.hashes, dtype="<u8").reshape(-1, 4)[:, 0]
-    numbers = np.flatnonzero(np.isin(column, heads)).tolist()
-    if numbers:
-        named = known.blobs()
-        for number in numbers:
-            uploader, name, size = named[number]
-            yield BlobRef(name, size, uploader)
+    for number in np.flatnonzero(np.isin(column, heads)).tolist():
+        yield replace(known[number], worn=False)
 
 
 def reindex(repo: Repository) -> int:
@@ -156,23 +255,3 @@ def reindex(repo: Repository) -> int:
     if repo.catalogue.is_off:
         raise StorageError(f"{repo.catalogue.path} cannot be written: make room there, or name another --cache-dir")
     return len(known)
-
-
-def _row(commit: Commit) -> tuple[TxId, ManifestId, int]:
-    """Return what the catalogue knows a manifest by."""
-    return commit.committed.uploader, commit.id, commit.committed.time
-
-
-def _summary(commit: Commit, manifest: Manifest) -> ManifestSummary:
-    places, stored = manifest.places(), manifest.body.blobs
-    return ManifestSummary(
-        uploader=commit.committed.uploader,
-        manifest=manifest.id,
-        committed_at=commit.committed.time,
-        tensors=len(manifest.tensors),
-        nbytes=sum(entry.nbytes for entry in manifest.body.entries),
-        hashes=stored.hashes,
-        sizes=stored.sizes,
-        uploaders=tuple(TxId(name) for name in places.uploaders),
-        index=places.index,
-    )

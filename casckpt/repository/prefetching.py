@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from casckpt.errors import Conflict, Damaged
-from casckpt.format.manifest import BlobRef
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress
 from casckpt.repository.commits import Commit, refresh
 from casckpt.repository.fetching import Spoilt

@@ -18,8 +18,8 @@ from casckpt.checkpoint.handle import Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions
 from casckpt.errors import Conflict, InvalidInput, NotFound
-from casckpt.format.manifest import ATTACHMENT
 from casckpt.format.names import TxId
+from casckpt.format.sections.index import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.durations import Duration, seconds_of
 from casckpt.plan.progress import Progress, Shown
@@ -278,6 +278,8 @@ class Store:
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
         """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
         one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
+        for manifest in (one, other):
+            manifest.ready(objects=())
         return difference(one, other)
 
     def stats(self) -> StoreStats:
@@ -290,9 +292,9 @@ class Store:
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
-        body = manifests.get(self.repository, self._resolve(ref)).body
-        short = {one.name: len(one.data) for one in body.attachments}
-        return short | {entry.key: entry.nbytes for entry in body.entries if entry.kind == ATTACHMENT}
+        manifest = manifests.get(self.repository, self._resolve(ref))
+        short = {one.name: manifest.size(one) for one in manifest.body.attachments}
+        return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
         """The contents of one of them. Raises NotFound."""

@@ -21,7 +21,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a stored name. Raises Unsupported if this torch lacks it."""
+    """Return the dtype of a stored name. Raises Refused if it is not known, Unsupported if this torch lacks it."""
+    dtypes.itemsize(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise Unsupported(f"torch {torch.__version__} has no dtype {name}; load with a newer torch")

@@ -18,7 +18,7 @@ import torch
 
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
-from casckpt.format.manifest import MAX_KEY_CHARACTERS
+from casckpt.format.sections.index import MAX_KEY_CHARACTERS
 from casckpt.format.tree import Container, Element, Leaf, Node, Path, join, show
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor

@@ -162,7 +162,7 @@ class _Guards:
         """Of each uploader the newest commits that name something of it."""
         found: dict[TxId, list[Commit]] = defaultdict(list)
         for commit in sorted(self._readable, key=lambda one: one.txid, reverse=True):
-            for uploader in manifests.summary(self._repo, commit).uploaders:
+            for uploader in manifests.blob_list(self._repo, commit).uploaders:
                 if len(found[uploader]) < _TRIED:
                     found[uploader].append(commit)
         return found

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.format.dtypes import itemsize
-from casckpt.format.manifest import StreamEntry
+from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends import resident
 from casckpt.frontends.convert import (
     dcp_to_casckpt,
@@ -423,7 +423,9 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 def streams(kinds: list[tuple[str, int]]) -> list[ViewTensor]:
     return [
-        ViewTensor(f"k{number}", number, StreamEntry("tensor", f"k{number}", 0, None, dtype, (count,), b""))  # type: ignore[arg-type]  # a bare table
+        ViewTensor(
+            f"k{number}", number, StreamEntry("tensor", f"k{number}", 0, None, dtype, itemsize(dtype), (count,), number)
+        )
         for number, (dtype, count) in enumerate(kinds)
     ]
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import casckpt
 from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound
-from casckpt.format.manifest import TENSOR
+from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.repository import manifests
 from tests.support.dcp import causes, failure, load, save, zeros

@@ -15,8 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import casckpt
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.extents import build
-from casckpt.format.manifest import packed_entry
+from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.training_state import (
     flatten_optimizer_state,
     load_model_and_optim_state,
@@ -416,7 +415,7 @@ def test_where_a_fresh_optimizer_gets_its_state(
     store: casckpt.Store, what: str, options: dict[str, Any], on_cpu: bool
 ) -> None:
     shape = (3, 2) if what == "exp_avg" else ()
-    entry = packed_entry("tensor", "x", "float32", build(shape, 4, 1024, []))
+    entry = StreamEntry("tensor", "x", 0, None, "float32", 4, shape, 0)
     assert (is_step(entry, f"deep.{what}") and steps_on_cpu(None, options)) is on_cpu
     asgd = optim.ASGD([torch.ones(1)])
     assert not steps_on_cpu(asgd, options)  # the one optimizer of torch that counts on the device

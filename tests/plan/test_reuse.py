@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.extents import ExtentTable, build, cell_locations
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Region, Shape, full_box
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reuse import KnownCells, ManifestCells, used_bytes
 from tests.support.geometry import cells_of, full_shapes, partitions, stored_cell, table_of

@@ -11,8 +11,8 @@ import pytest
 from casckpt.errors import InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET, encode_header
 from casckpt.format.digest import hex_digest
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import silent
 from casckpt.repository import blobs
 from casckpt.repository.blob_cache import FOLDER, BlobCache

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.format.columns import pack
 from casckpt.format.names import TxId
 from casckpt.repository import catalogue as module
 from casckpt.repository import manifests
-from casckpt.repository.catalogue import SCHEMA, Catalogue, ManifestSummary
+from casckpt.repository.catalogue import SCHEMA, Catalogue
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -28,6 +27,7 @@ from tests.support.repositories import blob_hash, commit_bare, manifest_id, memo
 
 UPLOADER = TxId(f"20240101T000000000000Z-{'1' * 16}-{'2' * 16}-3")
 OTHER = TxId(f"20240102T000000000000Z-{'1' * 16}-{'2' * 16}-4")
+HEAD, LIST = manifest_id("head"), b"a list of blobs"
 
 
 @pytest.fixture
@@ -35,38 +35,24 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "catalogue.sqlite"
 
 
-def summary(text: str = "m", blobs: int = 3) -> ManifestSummary:
-    return ManifestSummary(
-        uploader=UPLOADER,
-        manifest=manifest_id(text),
-        committed_at=7,
-        tensors=4,
-        nbytes=1 << 40,
-        hashes=b"".join(bytes.fromhex(blob_hash(f"{text}{i}")) for i in range(blobs)),
-        sizes=pack(list(range(blobs))),
-        uploaders=(UPLOADER, OTHER),
-        index=pack([i % 2 for i in range(blobs)]),
-    )
-
-
 def fill(catalogue: Catalogue) -> None:
     catalogue.add_records({"commits/a": b"one", "commits/b": b"two", "tags/x/0": b"three"})
-    catalogue.add_manifest(summary())
+    catalogue.add_blobs(UPLOADER, HEAD, LIST)
     catalogue.set_note("gc", b"\0paused")
 
 
 def check_filled(catalogue: Catalogue) -> None:
     assert catalogue.records("commits/") == {"commits/a": b"one", "commits/b": b"two"}
     assert catalogue.records("tags/x/") == {"tags/x/0": b"three"}
-    assert catalogue.manifest(UPLOADER, manifest_id("m"), 7) == summary()
-    assert catalogue.manifest(OTHER, manifest_id("m"), 7) is None
+    assert catalogue.blobs(UPLOADER, HEAD) == LIST
+    assert catalogue.blobs(OTHER, HEAD) is None
     assert catalogue.note("gc") == b"\0paused"
     assert catalogue.note("other") is None
 
 
 def check_empty(catalogue: Catalogue) -> None:
     assert catalogue.records("") == {}
-    assert catalogue.manifest(UPLOADER, manifest_id("m"), 7) is None
+    assert catalogue.blobs(UPLOADER, HEAD) is None
     assert catalogue.note("gc") is None
 
 
@@ -110,15 +96,6 @@ def test_what_is_added_again_is_replaced(path: Path) -> None:
     assert catalogue.note("gc") is None
 
 
-def test_a_summary_names_its_blobs() -> None:
-    assert summary().blobs() == [
-        (UPLOADER, blob_hash("m0"), 0),
-        (OTHER, blob_hash("m1"), 1),
-        (UPLOADER, blob_hash("m2"), 2),
-    ]
-    assert summary(blobs=0).blobs() == []
-
-
 def test_an_old_schema_is_dropped_and_rebuilt(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.parent.mkdir()
     sql(path, "CREATE TABLE records (colour TEXT)", "CREATE TABLE old (x)", "PRAGMA user_version = 99")
@@ -127,7 +104,7 @@ def test_an_old_schema_is_dropped_and_rebuilt(path: Path, caplog: pytest.LogCapt
     fill(catalogue)
     check_filled(Catalogue(path))
     tables = sql(path, "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
-    assert tables == [("manifests",), ("notes",), ("records",)]
+    assert tables == [("blobs",), ("notes",), ("records",)]
     assert sql(path, "PRAGMA user_version") == [(SCHEMA,)]
     assert warnings(caplog) == []
 
@@ -152,7 +129,7 @@ def as_unreachable(path: Path) -> None:
 
 
 def as_other_tables(path: Path) -> None:
-    sql(path, "DROP TABLE records", "DROP TABLE manifests", "DROP TABLE notes")
+    sql(path, "DROP TABLE records", "DROP TABLE blobs", "DROP TABLE notes")
 
 
 DAMAGES: list[Callable[[Path], None]] = [as_garbage, as_torn, as_folder, as_unreachable, as_other_tables]
@@ -253,21 +230,18 @@ def test_a_record_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -
 @pytest.mark.parametrize(
     "change",
     [
-        "hashes = x'00' || substr(hashes, 2)",
-        "hashes = NULL",
-        "uploaders = uploader_index",
-        "uploader_index = sizes",
-        "tensors = tensors + 1",
+        "data = x'00' || substr(data, 2)",
+        "data = NULL",
         "key = replace(key, '2024', '2025')",
-        "hashes = CAST(substr(hashes, 1, 10) AS TEXT)",
+        "data = CAST(substr(data, 1, 10) AS TEXT)",
     ],
 )
-def test_a_manifest_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
+def test_a_list_of_blobs_that_the_disk_mixed_up_is_not_known(path: Path, change: str) -> None:
     fill(Catalogue(path))
-    sql(path, f"UPDATE manifests SET {change}")
+    sql(path, f"UPDATE blobs SET {change}")
     found = Catalogue(path)
-    assert found.manifest(UPLOADER, manifest_id("m"), 7) is None
-    assert found.manifest(TxId(UPLOADER.replace("2024", "2025")), manifest_id("m"), 7) is None
+    assert found.blobs(UPLOADER, HEAD) is None
+    assert found.blobs(TxId(UPLOADER.replace("2024", "2025")), HEAD) is None
 
 
 def test_a_note_that_the_disk_mixed_up_is_not_known(path: Path) -> None:

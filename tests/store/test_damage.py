@@ -6,28 +6,25 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 import casckpt
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused
-from casckpt.format import manifest as format_manifest
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest
-from casckpt.format.extents import Packed, PackedWhole
 from casckpt.format.keys import commit_key, manifest_key
-from casckpt.format.manifest import BlobUploaders, ManifestBody
+from casckpt.format.manifest import Manifest
 from casckpt.format.records import encode
+from casckpt.format.sections.head import assemble, decode_head
 from casckpt.repository import commits, manifests
 from casckpt.repository.transactions import begin
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, corrupt, truncate
-from tests.support.manifests import as_columns
+from tests.support.forging import Change, Parts, setting, taken_apart, with_column, with_piece, with_row
 from tests.support.repositories import memory
 from tests.support.saves import (
     blob_keys,
@@ -210,62 +207,115 @@ def test_a_manifest_that_is_damaged(store: Store, damage: str) -> None:
     assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
 
 
-def forge(store: Store, change: Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]) -> str:
+SECTIONS = ("index", "places", "blobs", "objects", "cells", "rows")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_flipped_byte_in_a_section_of_a_manifest(store: Store, section: str) -> None:
+    """It is named for what it is, what it does not hit is loaded, and a gc stops only where it cannot know."""
+    ckpt = store.get("a@2")
+    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    found = decode_head(content(store, key))[section]
+    if not found.length:
+        pytest.skip("there are no objects")
+    flip(store, key, found.offset + 3)
+    again = reopened(store)
+    (broken,) = again.verify().manifests
+    assert section in broken.why
+    assert broken.id == ckpt.id
+    with pytest.raises(Damaged, match=section):
+        again.read("a@2")
+    if section in ("cells", "rows"):
+        assert "'m.own'" in broken.why or "'m.shared'" in broken.why
+        right, wrong = ("m.own", "m.shared") if "'m.shared'" in broken.why else ("m.shared", "m.own")
+        assert same_state(again.read("a@2", keys=[right]), reopened(store).read("a@2", keys=[right]))
+        with pytest.raises(Damaged, match=wrong):
+            again.read("a@2", keys=[wrong])
+    assert same_state(again.read("a@1"), {"m": {"shared": cells(3, seed=1)}})
+    if section == "blobs":
+        with pytest.raises(Damaged, match="gc deletes nothing"):
+            reopened(store).gc(min_age=0)
+    else:
+        assert reopened(store).gc(min_age=0).deleted_blobs == 0
+    assert same_state(again.read("b@1"), {"own": cells(3, seed=3)})
+
+
+@pytest.mark.parametrize("change", ["swapped sections", "of another commit", "a head alone"])
+def test_a_manifest_that_does_not_fit_its_record_stops_a_gc(store: Store, change: str) -> None:
+    ckpt = store.get("a@2")
+    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    data = content(store, key)
+    head = decode_head(data)
+    parts = {name: data[head[name].offset : head[name].end] for name in SECTIONS}
+    if change == "swapped sections":
+        parts["rows"], parts["cells"] = parts["cells"], parts["rows"]
+        overwrite(store, key, assemble(parts.items())[1])
+    elif change == "of another commit":
+        other = next(one for one in manifest_keys(store) if one != key)
+        overwrite(store, key, content(store, other))
+    else:
+        overwrite(store, key, data[:4096])
+    again = reopened(store)
+    with pytest.raises(Damaged, match=r"a@2.*is damaged"):
+        again.read("a@2")
+    again.forget("b@1")
+    with pytest.raises(Damaged, match=r"gc deletes nothing.*a@2"):
+        again.gc(min_age=0)
+    assert len(blob_keys(store)) == 3
+
+
+def forge(store: Store, change: Change) -> str:
     """A checkpoint evil@1 with a changed manifest of a@2, all of its hashes right."""
     manifest = manifests.get(store.repository, store.get("a@2").commit)
-    body, places = change(manifest.body, manifest.places())
-    found, data = format_manifest.encode(body, places)
+    parts = taken_apart(manifest)
+    parts.index |= {"run": "evil", "step": 1}
+    change(parts, manifest)
+    made = parts.put_together()
     txid = store.repository.new_txid("evil", 1)
-    store.repository.storage.put(manifest_key(txid, found), data)
+    store.repository.storage.put(manifest_key(txid, made.id), made.data)
     record = msgspec.structs.replace(
-        store.get("a@2").commit.committed, txid=txid, run="evil", step=1, manifest=found, uploader=txid, metadata=None
-    )
+        store.get("a@2").commit.committed, txid=txid, run="evil", step=1, manifest=made.id, uploader=txid,
+        head=made.head, manifest_bytes=len(made.data), metadata=None,
+    )  # fmt: skip
     store.repository.storage.put(commit_key(txid), encode(record))
     return "evil@1"
 
 
-def with_entry(**fields: Any) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
-    """Change the first entry."""
-
-    def change(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
-        entries = [msgspec.structs.replace(body.entries[0], **fields), *body.entries[1:]]
-        return msgspec.structs.replace(body, entries=entries), places
-
-    return change
+def all_of(*changes: Change) -> Change:
+    return lambda parts, manifest: [change(parts, manifest) for change in changes]
 
 
-def with_whole(**fields: int) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
-    """Change the first entry's extents in their short form."""
-
-    def apply(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
-        packed = msgspec.msgpack.decode(body.entries[0].extents, type=PackedWhole)
-        raw = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(packed, **fields)))
-        return with_entry(extents=raw)(body, places)
-
-    return apply
+def shapes(*shapes: tuple[int, ...]) -> Change:
+    """Of the two entries."""
+    return all_of(
+        setting("index", "entries", "dimensions", to=pack([len(shape) for shape in shapes])),
+        setting("index", "entries", "shape", to=pack([extent for shape in shapes for extent in shape])),
+    )
 
 
-def with_column(
-    name: str, change: Callable[[list[int]], list[int]]
-) -> Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]:
-    """Change a column of the first entry's extents."""
-
-    def apply(body: ManifestBody, places: BlobUploaders) -> tuple[ManifestBody, BlobUploaders]:
-        packed = as_columns(msgspec.msgpack.decode(body.entries[0].extents, type=Packed), body.entries[0].numel)
-        column = pack(np.array(change(unpack(getattr(packed, name)).tolist()), dtype=np.int64))
-        raw = msgspec.Raw(msgspec.msgpack.encode(msgspec.structs.replace(packed, **{name: column})))
-        return with_entry(extents=raw)(body, places)
-
-    return apply
+def without_entries(parts: Parts, _: Manifest) -> None:
+    parts.index["entries"] |= dict.fromkeys(("kind", "index", "rank", "dtype", "dimensions", "shape"), b"\x01")
+    parts.index["entries"]["keys"] = []
+    parts.pieces |= {"cells": [], "rows": []}
 
 
-HOSTILE: dict[str, Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, BlobUploaders]]] = {
-    "shape": with_entry(shape=(2**40, 2**20)),
-    "shape of another size": with_entry(shape=(3071,)),
-    "larger shape": with_entry(shape=(4096,)),
-    "dtype": with_entry(dtype="float7"),
-    "wider dtype": with_entry(dtype="float64", shape=(3072,)),
-    "no extents": with_entry(extents=msgspec.Raw(b"\xc0")),
+def kinds(*names: str) -> Change:
+    return all_of(
+        setting("index", "entries", "kinds", to=list(names)), setting("index", "entries", "kind", to=pack([0, 1]))
+    )
+
+
+HOSTILE: dict[str, Change] = {
+    "shape": shapes((2**40, 2**20), (3072,)),
+    "shape of another size": shapes((3071,), (3072,)),
+    "larger shape": shapes((4096,), (3072,)),
+    "dtype": setting("index", "entries", "dtypes", to=[["float7", 4]]),
+    "another size of its elements": setting("index", "entries", "dtypes", to=[["float32", 2]]),
+    "wider dtype": setting("index", "entries", "dtypes", to=[["float64", 8]]),
+    "no cells": with_piece("cells", b"\xc0"),
+    "empty cells": with_piece("cells", b""),
+    "no rows": with_piece("rows", b"\1\xc0"),
+    "rows left out": with_piece("rows", b""),
     "offset": with_column("offset", lambda column: [column[0] + 4096]),
     "offset in the header": with_column("offset", lambda column: [0]),
     "huge offset": with_column("offset", lambda column: [2**62]),
@@ -273,25 +323,25 @@ HOSTILE: dict[str, Callable[[ManifestBody, BlobUploaders], tuple[ManifestBody, B
     "box": with_column("box", lambda column: [5]),
     "lo": with_column("lo", lambda column: [1]),
     "hi": with_column("hi", lambda column: [2**62]),
-    "whole: blob": with_whole(blob=2),
-    "whole: no blob": with_whole(blob=-1),
-    "whole: huge blob": with_whole(blob=2**64 - 1),
-    "whole: offset": with_whole(offset=8192),
-    "whole: in the header": with_whole(offset=0),
-    "whole: huge offset": with_whole(offset=2**63),
+    "cells of a row": with_column("cells", lambda column: [column[0] + 1]),
+    "whole: blob": with_row(blob=2),
+    "whole: huge blob": with_row(blob=2**32 - 1),
+    "whole: offset": with_row(offset=8192),
+    "whole: in the header": with_row(offset=0),
+    "whole: huge offset": with_row(offset=2**32 - 1),
     "rows": with_column("hi", lambda column: column * 2),
-    "uploader": lambda body, places: (body, BlobUploaders(uploaders=["../../x"] * 2, index=places.index)),
-    "uploader index": lambda body, places: (body, BlobUploaders(uploaders=places.uploaders, index=pack([9, 9]))),
-    "blob size": lambda body, places: (
-        msgspec.structs.replace(body, blobs=msgspec.structs.replace(body.blobs, sizes=pack([2**40] * 2))), places,
-    ),
-    "tree": lambda body, places: (msgspec.structs.replace(body, tree=b"\x93\x01"), places),
-    "tree without entries": lambda body, places: (msgspec.structs.replace(body, entries=[]), places),
-    "cell size": lambda body, places: (msgspec.structs.replace(body, cell_bytes=0), places),
-    "part": with_entry(kind="part", dtype="bfloat16"),
-    "another kind": with_entry(kind="attachment", dtype="uint8", shape=(12288,)),
-    "run": lambda body, places: (msgspec.structs.replace(body, run="../y"), places),
-}  # fmt: skip
+    "uploader": setting("blobs", "uploaders", to=["../../x"] * 2),
+    "uploader index": setting("blobs", "index", to=pack([9, 9])),
+    "blob size": setting("blobs", "sizes", to=pack([2**40] * 2)),
+    "tree": setting("index", "tree", to=b"\x93\x01"),
+    "tree without entries": without_entries,
+    "cell size": setting("index", "cell_bytes", to=0),
+    "part": all_of(kinds("part", "tensor"), setting("index", "entries", "dtypes", to=[["bfloat16", 2]])),
+    "another kind": kinds("attachment", "tensor"),
+    "run": setting("index", "run", to="../y"),
+    "another run": setting("index", "run", to="a"),
+    "another step": setting("index", "step", to=2),
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -357,7 +407,7 @@ def test_an_unchanged_forgery_is_read(long: bool) -> None:
     """So that the tests above do not pass for another reason."""
     store = small()
     store.save({"m": {"shared": cells(3, seed=1), "own": cells(3, seed=2)}}, run="a", step=2)
-    same = with_column("lo", lambda column: column) if long else with_whole()
+    same = with_column("lo", lambda column: column) if long else all_of()
     assert same_state(reopened(store).read(forge(store, same)), reopened(store).read("a@2"))
 
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from casckpt.format.blob import DATA_OFFSET, encode_header, order
 from casckpt.format.digest import cell_digest, hex_digest
-from casckpt.format.extents import build
+from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import TENSOR, BlobRef, Manifest, StreamEntry, packed_entry
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, cut, full_box
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import TENSOR, StreamEntry
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from tests.support.geometry import stored_cell
-from tests.support.repositories import body, commit_bare
+from tests.support.repositories import commit_draft, draft
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 CELL = 4096  # bytes
@@ -42,10 +43,9 @@ def save_arrays(
     ref, places = put_cells(repo, txid, new)
     known |= {digest: (ref, offset) for digest, offset in places.items()}
     refs = list(dict.fromkeys(known[digest][0] for _, _, digest, _ in _cells(arrays)))
-    entries = [_entry(name, data, known, refs) for name, data in sorted(arrays.items())]
-    made, table = body(refs, run, step)
-    made = msgspec.structs.replace(made, cell_bytes=CELL, entries=entries)
-    return commit_bare(repo, run, step, manifest=manifests.put(repo, txid, made, table), txid=txid, **fields)
+    streams = {(TENSOR, name, 0, None): _stream(name, data, known, refs) for name, data in sorted(arrays.items())}
+    made = draft(refs, run, step, cell_bytes=CELL, streams=streams, created_at=repo.clock())
+    return commit_draft(repo, txid, made, **fields)
 
 
 def known_cells(repo: Repository, commit: Commit) -> Known:
@@ -53,7 +53,7 @@ def known_cells(repo: Repository, commit: Commit) -> Known:
     manifest = manifests.get(repo, commit)
     return {
         place.digest: (manifest.blob(place.blob), place.offset)
-        for entry in manifest.body.entries
+        for entry in manifest.entries
         for table in [manifest.extents(entry)]
         for place in table.stored_cells()
     }
@@ -79,7 +79,7 @@ def put_cells(
 def read_arrays(repo: Repository, commit: Commit) -> dict[str, bytes]:
     """The bytes of every tensor, each cell compared with its digest."""
     manifest = manifests.get(repo, commit)
-    return {entry.key: _read(repo, manifest, entry) for entry in manifest.body.entries}
+    return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:
@@ -114,13 +114,13 @@ def _new_cells(arrays: Arrays, known: Known) -> dict[CellDigest, tuple[str, byte
     return {digest: (str(arrays[name].dtype), part) for name, _, digest, part in _cells(arrays) if digest not in known}
 
 
-def _entry(name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef]) -> StreamEntry:
+def _stream(name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef]) -> tuple[str, ExtentTable]:
     places = []
     for _, region, digest, part in _cells({name: array}):
         ref, offset = known[digest]
         places.append(stored_cell(region, refs.index(ref), offset, len(part), digest))
     size = array.dtype.itemsize
-    return packed_entry(TENSOR, name, str(array.dtype), build(array.shape, size, CELL // size, places))
+    return str(array.dtype), build(array.shape, size, CELL // size, places)
 
 
 def _read(repo: Repository, manifest: Manifest, entry: StreamEntry) -> bytes:

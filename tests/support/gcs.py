@@ -9,13 +9,12 @@ from casckpt.format.keys import transaction_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, Process
 from casckpt.plan.retention import Policy
-from casckpt.repository import commits, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Traits
 from casckpt.storage.memory import MemoryStore
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc, preview
-from tests.support.repositories import Ticks, body, committed, put_blob
+from tests.support.repositories import Ticks, commit_draft, committed_draft, draft, put_blob
 
 LAST = Policy(keep_last=1)
 
@@ -78,8 +77,7 @@ def sign(repo: Repository, txid: TxId, number: int) -> None:
 def commit_of(repo: Repository, txid: TxId, texts: Sequence[str]) -> None:
     """The end of a save that has uploaded ``texts`` under ``txid``."""
     refs = [put_blob(repo, txid, text) for text in texts]
-    found = manifests.put(repo, txid, *body(refs, "other", 7))
-    commits.commit(repo, committed(repo, "other", 7, manifest=found, txid=txid))
+    commit_draft(repo, txid, draft(refs, "other", 7))
 
 
 class RemoteStore(MemoryStore):
@@ -94,5 +92,4 @@ class RemoteStore(MemoryStore):
 
 def bare_commit(repo: Repository, txid: TxId) -> Committed:
     """A record that names no blob."""
-    found = manifests.put(repo, txid, *body([], "other", 7))
-    return committed(repo, "other", 7, manifest=found, txid=txid)
+    return committed_draft(repo, txid, draft([], "other", 7))

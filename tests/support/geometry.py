@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 import numpy as np
 from hypothesis import strategies as st
 
+from casckpt.format.columns import Ints
 from casckpt.format.extents import ExtentTable, StoredCell, build
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, normalise
-from casckpt.plan.cells import Group
+from casckpt.plan.cells import Group, plan_cells
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 6), max_size=4).map(tuple)
@@ -132,3 +134,33 @@ def flat(shape: Shape, ends: Sequence[int]) -> list[Region]:
 def normal(cells: Sequence[Region], shape: Shape) -> set[Region]:
     """Regions under the one name that each has."""
     return {normalise(cell, shape) for cell in cells}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Cells that make up a tensor, each somewhere in a blob."""
+
+    shape: Shape
+    itemsize: int
+    cell: int
+    cells: list[StoredCell]
+    blob_sizes: Ints
+
+    @property
+    def table(self) -> ExtentTable:
+        return build(self.shape, self.itemsize, self.cell, self.cells)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Any tensor, in any cells, in any blobs."""
+    shape, cell, itemsize = draw(full_shapes), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4, 8, 16]))
+    blobs = draw(st.integers(1, 3))
+    ends = [draw(st.integers(4096, 5000)) for _ in range(blobs)]
+    cells = []
+    for region in draw(partitions(shape)):
+        for one in cells_of(plan_cells(region, shape, cell, None)):
+            blob, nbytes = draw(st.integers(0, blobs - 1)), one.numel * itemsize
+            cells.append(stored_cell(one, blob, ends[blob], nbytes, digest(one), unhashed=draw(st.integers(0, 5)) == 0))
+            ends[blob] += nbytes + draw(st.sampled_from([0, 0, 0, 64]))
+    return Case(shape, itemsize, cell, cells, np.array(ends, dtype=np.int64))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-import msgspec
-
-from casckpt.format.columns import pack
-from casckpt.format.extents import Packed, PackedExtents, build
-from casckpt.format.manifest import TENSOR, BlobRef, Manifest, ManifestBody, decode, encode, packed_blobs, packed_entry
+from casckpt.format.draft import encode
+from casckpt.format.extents import build
+from casckpt.format.manifest import Manifest, decode
 from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import TENSOR
 from tests.support.geometry import stored_cell
+from tests.support.repositories import draft
 
 UPLOADER = TxId("20260102T030405000000Z-00000000000000ab-00000000000000cd-7")
 CELL = 4096  # bytes
@@ -29,40 +30,14 @@ def manifest(
     tensors: Mapping[str, tuple[str, int, Shape, Sequence[tuple[Region, bytes]]]], *, worn: bool = False
 ) -> Manifest:
     """Of each key: dtype, bytes of an element, shape, cells with their digests. All of it in one new blob."""
-    entries, end = [], CELL
+    streams, end = {}, CELL
     for key, (dtype, itemsize, shape, cells) in tensors.items():
         places = []
         for region, digest in cells:
             nbytes = region.numel * itemsize
             places.append(stored_cell(region, 0, end, nbytes, CellDigest(digest)))
             end += nbytes
-        entries.append(packed_entry(TENSOR, key, dtype, build(shape, itemsize, CELL // itemsize, places)))
+        streams[TENSOR, key, 0, None] = (dtype, build(shape, itemsize, CELL // itemsize, places))
     refs = [BlobRef(BlobHash(f"{next(_BLOBS):064x}"), end, UPLOADER, worn)]
-    blobs, table = packed_blobs(refs)
-    body = ManifestBody(
-        format=1,
-        casckpt="0",
-        torch="0",
-        run="run",
-        step=0,
-        created_at=0,
-        parent=None,
-        world_size=1,
-        cell_bytes=CELL,
-        metadata=msgspec.Raw(msgspec.msgpack.encode({})),
-        blobs=blobs,
-        entries=entries,
-        objects=[],
-        attachments=[],
-        tree=b"",
-    )
-    found, data = encode(body, table)
-    return decode(data, found)
-
-
-def as_columns(packed: Packed, numel: int) -> PackedExtents:
-    """The long form of extents, which says the same."""
-    if isinstance(packed, PackedExtents):
-        return packed
-    zero, hi, blob, offset = (pack([value]) for value in (0, numel, packed.blob, packed.offset))
-    return PackedExtents(pack([]), zero, zero, hi, blob, offset, packed.digests)
+    made = encode(draft(refs, cell_bytes=CELL, streams=streams))
+    return decode(made.data, made.id)

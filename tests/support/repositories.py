@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from casckpt.format import manifest as format_manifest
 from casckpt.format.digest import hex_digest
-from casckpt.format.manifest import BlobRef, BlobUploaders, ManifestBody
+from casckpt.format.draft import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Clock, Entropy, Repository
@@ -101,6 +101,8 @@ def committed(
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
     fields = {"time": now, "uploader": txid, "created_at": now, "bytes_total": 0} | fields
+    fields.setdefault("head", hex_digest(b"no head"))
+    fields.setdefault("manifest_bytes", 0)
     return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
 
 
@@ -111,26 +113,16 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
     return commits.just_committed(record)
 
 
-def body(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> tuple[ManifestBody, BlobUploaders]:
+def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:
     """A manifest without tensors that names ``refs``."""
-    stored, places = format_manifest.packed_blobs(refs)
-    fields = {"created_at": START, "parent": None, "metadata": msgspec.Raw(msgspec.msgpack.encode({}))} | fields
-    made = ManifestBody(
-        format=1,
-        casckpt="0",
-        torch="0",
-        run=run,
-        step=step,
-        world_size=1,
-        cell_bytes=1 << 20,
-        blobs=stored,
-        entries=[],
-        objects=[],
-        attachments=[],
-        tree=b"",
-        **fields,
-    )
-    return made, places
+    values: dict[str, Any] = {
+        "created_at": START,
+        "parent": None,
+        "metadata": msgspec.Raw(msgspec.msgpack.encode({})),
+        "cell_bytes": 1 << 20,
+        "streams": {},
+    }
+    return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **(values | fields))
 
 
 def save(
@@ -139,8 +131,26 @@ def save(
     """What a save leaves: a blob for each of ``texts``, a manifest that names them and ``reused``, a commit."""
     txid = repo.new_txid(run, step)
     refs = [put_blob(repo, txid, text) for text in texts]
-    found = manifests.put(repo, txid, *body([*refs, *reused], run, step))
-    return commit_bare(repo, run, step, manifest=found, txid=txid)
+    return commit_draft(repo, txid, draft([*refs, *reused], run, step))
+
+
+def commit_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Commit:
+    """A manifest is put and committed."""
+    record = committed_draft(repo, txid, made, **fields)
+    commits.commit(repo, record)
+    return commits.just_committed(record)
+
+
+def committed_draft(repo: Repository, txid: TxId, made: Draft, **fields: Any) -> Committed:
+    """The record of a manifest that is put."""
+    fields = {"created_at": made.created_at, "parent": made.parent} | fields
+    return committed_encoded(repo, txid, manifests.put(repo, txid, made), made.run, made.step, **fields)
+
+
+def committed_encoded(repo: Repository, txid: TxId, made: Encoded, run: str, step: int, **fields: Any) -> Committed:
+    """The record of a manifest that was put under ``txid``."""
+    fields = {"head": made.head, "manifest_bytes": len(made.data)} | fields
+    return committed(repo, run, step, manifest=made.id, txid=txid, **fields)
 
 
 def put_blob(repo: Repository, uploader: TxId, text: str) -> BlobRef:

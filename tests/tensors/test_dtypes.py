@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from casckpt.errors import InvalidInput, Unsupported
+from casckpt.errors import InvalidInput, Refused, Unsupported
 from casckpt.format.dtypes import DTYPES
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
 
@@ -20,7 +20,13 @@ def test_what_cannot_be_stored() -> None:
         dtype_name(torch.qint8)
 
 
-@pytest.mark.parametrize("name", ["float3", "Tensor", "nn", "__doc__"])
-def test_what_this_torch_lacks(name: str) -> None:
-    with pytest.raises(Unsupported, match="newer torch"):
+@pytest.mark.parametrize("name", ["float3", "qint8", "Tensor", "nn", "__doc__"])
+def test_what_is_not_known(name: str) -> None:
+    with pytest.raises(Refused, match="not known to this version"):
         torch_dtype(name)
+
+
+def test_what_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DTYPES, "float3", (1, "U8"))
+    with pytest.raises(Unsupported, match="newer torch"):
+        torch_dtype("float3")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.format.manifest import BlobRef
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits

@@ -10,7 +10,8 @@ from typing import TypeVar
 
 from casckpt.errors import NotFound, StorageError
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reads import Batch
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository

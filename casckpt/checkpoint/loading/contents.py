@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from casckpt.errors import Damaged, Refused
-from casckpt.format.manifest import PART, TENSOR, Manifest, ObjectEntry, StreamEntry
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.index import PART, TENSOR, StoredObject, StreamEntry
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.format.tree import Node, decode_tree, join, leaves
 from casckpt.lazy import cached_property
@@ -15,20 +18,31 @@ class Contents:
     def __init__(self, manifest: Manifest, rank: int) -> None:
         self.manifest = manifest
         self.numbers: dict[tuple[str, str, int], int] = {}
-        self.objects: dict[str, ObjectEntry] = {}
+        self.objects: dict[str, StoredObject] = {}
         self._ranks: dict[tuple[str, str, int], int | None] = {}
-        for number, entry in enumerate(manifest.body.entries):
+        for number, entry in enumerate(manifest.entries):
             name = (entry.kind, entry.key, entry.index)
             if name not in self.numbers or entry.rank == rank:
                 self.numbers[name] = number
-        for one in manifest.body.objects:
+        for one in manifest.objects:
             if one.key not in self.objects or one.rank == rank:
                 self.objects[one.key] = one
+
+    def ready(self, keys: Iterable[str]) -> None:
+        """Fetch what the manifest says of these keys, in few reads, for all that follows to find it at hand."""
+        entries, objects = [], []
+        for key in keys:
+            number, one = self.numbers.get((TENSOR, key, 0)), self.objects.get(key)
+            entries += [] if number is None else [number]
+            if one is not None:
+                objects.append(one.number)
+                entries += self.parts(one)
+        self.manifest.ready(entries, objects)
 
     def tensor(self, key: str) -> tuple[int, StreamEntry] | None:
         """(number, entry) of a tensor."""
         number = self.numbers.get((TENSOR, key, 0))
-        return None if number is None else (number, self.manifest.body.entries[number])
+        return None if number is None else (number, self.manifest.entries[number])
 
     def stored_tensor(self, key: str) -> tuple[int, StreamEntry]:
         """The same, of one that the tree names. Raises Refused if it is not there."""
@@ -54,7 +68,7 @@ class Contents:
         """All keys of the state: tensors and objects."""
         return [key for kind, key, _ in self.numbers if kind == TENSOR] + list(self.objects)
 
-    def parts(self, one: ObjectEntry) -> list[int]:
+    def parts(self, one: StoredObject) -> list[int]:
         """Numbers of the entries that hold the large buffers of an object."""
         try:
             return [self.numbers[PART, one.key, index] for index in range(one.parts)]

@@ -18,8 +18,9 @@ from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, normalise
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
@@ -142,7 +143,7 @@ class Download:
         """One item for each distinct range of bytes."""
         items: dict[tuple[int, int, int], _Item] = {}
         for want in wants:
-            entry, sink = self.manifest.body.entries[want.entry], want.sink
+            entry, sink = self.manifest.entries[want.entry], want.sink
             table = self.manifest.extents(entry) if want.table is None else want.table
             region = normalise(sink.region, entry.shape)
             for unit in plan_units(table, region, verify=self.verify):
@@ -241,7 +242,8 @@ def _is_right(reader: Reader, unit: Unit) -> bool:
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
     """The error for bytes that are not there as they were written: Conflict if the checkpoint was purged meanwhile."""
     commits = list_commits(repo)
-    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.id == manifest.id]
+    head = manifest.head.digest  # others of the same id may lie elsewhere
+    mine = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
     name = f"{manifest.body.run}@{manifest.body.step}"
     if mine and not any(commit.live for commit in mine):
         return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)

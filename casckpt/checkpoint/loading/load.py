@@ -23,8 +23,10 @@ from casckpt.checkpoint.loading.template import Template
 from casckpt.checkpoint.loading.unread import also_unread, on_all, tell
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import MissingKey, NotFound
-from casckpt.format.manifest import ATTACHMENT, BlobRef, Manifest
-from casckpt.format.names import ManifestId, TxId
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import TxId
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import ATTACHMENT
 from casckpt.format.tree import Leaf, Node, Path, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
@@ -38,7 +40,7 @@ class _Hello:
 
     ref: str
     host: str
-    names: set[tuple[TxId, ManifestId]]
+    names: set[tuple[TxId, str]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def load_together(
     found, mine = _find(repo, ranks, ref, options, resolve)
     commit, told = found.commit, found.manifest
     if told is not None and ranks.rank != 0:
-        repo.manifests.add(commit.committed.uploader, told, told.nbytes)
+        manifests.adopt(repo, commit, told)
     template = Template(told or manifests.get(repo, commit), mine)
 
     def plan() -> Mapping[str, str]:
@@ -120,7 +122,7 @@ def _find(
     def find(told: Sequence[_Hello]) -> list[_Found]:
         check_same([one.ref for one in told])
         commit, home = resolve(), StoreIdentity.of(repo)
-        manifest, name = manifests.get(repo, commit), (commit.committed.uploader, commit.id)
+        manifest, name = manifests.get(repo, commit), (commit.txid, commit.committed.head)
         on_host = Counter(one.host for one in told)
         answers = {}  # one object for all that are told the same
         for one in told:
@@ -148,9 +150,10 @@ def read(
     patterns = usable_patterns(keys)
     contents = Contents(manifest, options.rank)
     plan = LoadPlan(contents, options)
-    for path, _ in leaves(contents.tree):
-        if matches(key := join(path), patterns):
-            plan.new(key, device)
+    wanted = [key for path, _ in leaves(contents.tree) if matches(key := join(path), patterns)]
+    contents.ready(wanted)
+    for key in wanted:
+        plan.new(key, device)
     if patterns is not None:
         _check_used(manifest, patterns, list(_names(contents.tree, ())))
     values = plan.run(repo)
@@ -163,6 +166,7 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
     Raises MissingKey for one that is not there.
     """
     manifest, plan = contents.manifest, LoadPlan(contents, options)
+    contents.ready(keys)
     for key in keys:
         if not plan.add(key, key, LeafValue(key, (key,), None, False, False)):
             raise MissingKey(f"{manifest.body.run}@{manifest.body.step} lacks {key!r}", keys=(key,))
@@ -191,16 +195,16 @@ def read_attachment(repo: Repository, manifest: Manifest, name: str, options: Lo
     """The contents of one attachment. Raises NotFound."""
     for short in manifest.body.attachments:
         if short.name == name:
-            return short.data
+            return manifest.data(short)
     contents = Contents(manifest, options.rank)
     number = contents.numbers.get((ATTACHMENT, name, 0))
     if number is None:
-        long = [entry.key for entry in manifest.body.entries if entry.kind == ATTACHMENT]
+        long = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
         there = sorted([*long, *(short.name for short in manifest.body.attachments)])
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
         where = f"{manifest.body.run}@{manifest.body.step}"
         raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")
     plan = LoadPlan(contents, options)
-    data = plan.new_tensor(number, manifest.body.entries[number], torch.device("cpu"))
+    data = plan.new_tensor(number, manifest.entries[number], torch.device("cpu"))
     plan.run(repo)
     return data.numpy().tobytes()

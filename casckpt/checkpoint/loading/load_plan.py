@@ -15,8 +15,8 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.extents import ExtentTable
-from casckpt.format.manifest import ObjectEntry, StreamEntry
 from casckpt.format.regions import whole
+from casckpt.format.sections.index import StoredObject, StreamEntry
 from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress, Shown
@@ -104,7 +104,7 @@ class LoadPlan:
         self.contents, self.options = contents, options
         self._wants: list[StreamRequest] = []
         self._values: dict[str, Any] = {}
-        self._objects: dict[str, tuple[ObjectEntry, list[torch.Tensor]]] = {}
+        self._objects: dict[str, tuple[StoredObject, list[torch.Tensor]]] = {}
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
         self._tied = Tied()
         self.named: set[str] = set()
@@ -202,11 +202,11 @@ class LoadPlan:
         self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
         return data
 
-    def _add_object(self, key: str, one: ObjectEntry) -> None:
+    def _add_object(self, key: str, one: StoredObject) -> None:
         if one.pickled and not self.options.allow_pickle:
-            refuse_pickle(key, one.data, one.parts)  # before anything changes
+            refuse_pickle(key, self.contents.manifest.data(one), one.parts)  # before anything changes
         cpu = torch.device("cpu")
-        entries = self.contents.manifest.body.entries
+        entries = self.contents.manifest.entries
         parts = [self.new_tensor(number, entries[number], cpu) for number in self.contents.parts(one)]
         self._objects[key] = (one, parts)
 
@@ -249,13 +249,14 @@ class LoadPlan:
         values = self._built()
         return inflate(node, lambda path, _: values[f"{name}.{path}"], lambda _: True)
 
-    def _decoded(self, key: str, one: ObjectEntry, parts: Sequence[torch.Tensor]) -> Any:
+    def _decoded(self, key: str, one: StoredObject, parts: Sequence[torch.Tensor]) -> Any:
         def load(index: int) -> memoryview:
             if not 0 <= index < len(parts):
                 raise Refused(f"object {key!r} names a part that the manifest does not have", key=key)
             return parts[index].numpy().data
 
-        return decode_object(key, one.data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
+        data = self.contents.manifest.data(one)
+        return decode_object(key, data, one.pickled, allow_pickle=self.options.allow_pickle, load=load)
 
 
 def new_empty(entry: StreamEntry, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,8 @@ from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.unread import EVERYTHING, unread_subtrees
 from casckpt.errors import Mismatch, MissingKey
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.tree import Container, Element, Node, Path, find, join, leaves
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
@@ -43,6 +44,7 @@ class Template:
         options, flat = self._plan.options, flatten(state)
         name_of = renamer(options.rename)
         names = {key: name_of(key) for key in flat.leaves}
+        self._plan.contents.ready(names.values())
         errors, lacking = self._add(flat, names)
         for key, of_optimizer in _empty_mappings(flat.tree, ()):
             self._look_below(key, name_of(key), flat, of_optimizer=of_optimizer)

@@ -9,9 +9,9 @@ from typing import TypeAlias
 
 from casckpt.checkpoint.saving.shares import Share, Streams
 from casckpt.errors import CasckptError
-from casckpt.format.manifest import BlobRef, Manifest, decode
+from casckpt.format.manifest import Manifest, decode
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.lazy import cached_property
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reuse import CellSource, KnownCells, ManifestCells
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _MAX_BASES = 8
 
 DamagedBlobs: TypeAlias = frozenset[tuple[TxId, BlobHash]]
-"""Blobs that are marked as damaged, and manifests that may have been put back, with other places, meanwhile."""
+"""Blobs that are marked as damaged."""
 
 
 @dataclass(frozen=True)
@@ -68,32 +68,14 @@ class ReusableManifests:
             found = [(commit, base) for commit in recent if (base := self._read(commit, warn=False)) is not None]
             self.bases = [base for _, base in found]
             self.commits += [commit for commit, _ in found]
-        marks = self._marks if self.commits else ()
-        damaged = ((mark.uploader, mark.blob) for mark in marks if mark.state != blobs.REPAIRED)
-        self.damaged = frozenset({*damaged, *(_name(commit) for commit in self.commits if self._was_moved(commit))})
-
-    @cached_property
-    def _marks(self) -> list[blobs.DamageMark]:
-        return blobs.marks(self._repo)
-
-    @cached_property
-    def _marked(self) -> set[tuple[TxId, BlobHash]]:
-        return {(mark.uploader, mark.blob) for mark in self._marks}
+        self.damaged = frozenset(blobs.damaged_marks(repo) if self.commits else ())
 
     def are_remembered(self, told: set[TxId | None]) -> bool:
-        """Is all there is the parent, and its transaction what every rank has ``told`` that it remembers its share of?
-
-        Not where its manifest was ever marked: it may have been put back, with other places.
-        """
-        if self.parent is None or self.bases:
-            return False
-        return told == {self.commits[0].txid} and not self._was_moved(self.commits[0])
-
-    def _was_moved(self, commit: Commit) -> bool:
-        return _name(commit) in self._marked
+        """Is there the parent alone, whose transaction every rank has ``told`` that it remembers its share of?"""
+        return self.parent is not None and not self.bases and told == {self.commits[0].txid}
 
     def _read(self, commit: Commit, *, warn: bool) -> Manifest | None:
-        return _readable(self._repo, commit, warn=warn, moved=self._was_moved(commit))
+        return _readable(self._repo, commit, warn=warn)
 
     def known(self) -> KnownCells:
         """For this process."""
@@ -119,7 +101,7 @@ def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCell
 
 def known_by_reading(repo: Repository, run: str, commits: Sequence[Commit], damaged: DamagedBlobs) -> KnownCells:
     """What `ReusableManifests.commits` of rank 0 hold, on a rank that reads their manifests itself."""
-    held = ((commit, _readable(repo, commit, warn=False, moved=_name(commit) in damaged)) for commit in commits)
+    held = ((commit, _readable(repo, commit, warn=False)) for commit in commits)
     found = [(commit, read) for commit, read in held if read is not None]
     parent = next((ManifestCells(read) for commit, read in found if commit.run == run), None)
     return KnownCells(parent, [ManifestCells(read) for commit, read in found if commit.run != run], _avoid(damaged))
@@ -129,15 +111,13 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
     return lambda ref: ref.worn or (ref.uploader, ref.hash) in damaged
 
 
-def _name(commit: Commit) -> tuple[TxId, BlobHash]:
-    """What a manifest is marked by."""
-    return commit.committed.uploader, BlobHash(commit.id)
-
-
-def _readable(repo: Repository, commit: Commit, *, warn: bool, moved: bool) -> Manifest | None:
-    """A manifest, or None if it is damaged: a save goes on without it. ``moved``: not from memory."""
+def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | None:
+    """A manifest, all of it at hand, or None if it is of no use: a save goes on without it."""
     try:
-        return manifests.get(repo.fresh() if moved else repo, commit)
+        found = manifests.get(repo, commit)
+        found.ready(objects=())
+        found.check_entries()
+        return found
     except CasckptError as error:
         if warn:
             log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)

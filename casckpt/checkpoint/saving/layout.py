@@ -16,8 +16,8 @@ from casckpt.checkpoint.saving.shares import Streams
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes, tree
 from casckpt.format.digest import hex_digest
-from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.regions import Shape, normalise
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.lazy import cached_property
 from casckpt.plan.writers import HeldRegions, WriteRanges, plan_writers
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS

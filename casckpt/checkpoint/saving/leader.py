@@ -5,30 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
 
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
+from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, ReusableManifests, nothing_known
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.pickled import say_pickled
 from casckpt.checkpoint.saving.shares import Share, Streams, mark_worn, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
-from casckpt.format.manifest import (
-    TENSOR,
-    Attachment,
-    BlobRef,
-    ManifestBody,
-    ObjectEntry,
-    encode_metadata,
-    packed_blobs,
-)
+from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
-from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import FORMAT_VERSION, Committed
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Committed
+from casckpt.format.sections.index import TENSOR
+from casckpt.format.sections.metadata import encode_metadata
 from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
@@ -219,10 +215,8 @@ class Leader:
     ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
         """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
         refs = mark_worn(described, self.options.run, self._lives)
-        blobs, places = packed_blobs(refs)
         raw, short = encode_metadata(self.options.metadata or {})
-        body = ManifestBody(
-            format=FORMAT_VERSION,
+        draft = Draft(
             casckpt=__version__,
             torch=str(torch.__version__),
             run=self.options.run,
@@ -232,39 +226,41 @@ class Leader:
             world_size=self.size,
             cell_bytes=self.repo.marker.cell_bytes,
             metadata=raw,
-            blobs=blobs,
-            entries=described.entries(),
+            blobs=refs,
+            streams=described.extents,
             objects=[one for rank in stored for one in rank.objects],
             attachments=[one for rank in stored for one in rank.attachments],
             tree=tree,
             notes=notes,
         )
-        record = self._record(txid, body, manifests.put(self.repo, txid, body, places), refs, short)
-        return record, {(ref.uploader, ref.hash) for ref in refs if ref.worn}
+        with collecting_later():
+            made = manifests.put(self.repo, txid, draft)
+        return self._record(txid, draft, made, short), {(ref.uploader, ref.hash) for ref in refs if ref.worn}
 
-    def _record(
-        self, txid: TxId, body: ManifestBody, id: ManifestId, refs: Sequence[BlobRef], metadata: dict[str, Any] | None
-    ) -> Committed:
+    def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
         """What is committed, with the figures of the save over all ranks."""
-        tensors = [entry.nbytes for entry in body.entries if entry.kind == TENSOR]
-        new = [ref.size for ref in refs if ref.uploader == txid]
+        streams = draft.streams.items()
+        tensors = [prod(table.shape) * table.itemsize for name, (_, table) in streams if name[0] == TENSOR]
+        new = [ref.size for ref in draft.blobs if ref.uploader == txid]
         return Committed(
             txid=txid,
-            run=body.run,
-            step=body.step,
-            time=body.created_at,
-            manifest=id,
+            run=draft.run,
+            step=draft.step,
+            time=draft.created_at,
+            manifest=made.id,
             uploader=txid,
-            created_at=body.created_at,
+            head=made.head,
+            manifest_bytes=len(made.data),
+            created_at=draft.created_at,
             bytes_total=sum(tensors),
             bytes_written=sum(new),
             bytes_reused=max(0, sum(tensors) - sum(new)),
             blobs_written=len(new),
-            blobs_reused=len(refs) - len(new),
+            blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),
             tensors=len(tensors),
             ephemeral=self.options.ephemeral,
-            parent=body.parent,
+            parent=draft.parent,
             metadata=metadata,
             healthy=self.options.healthy,
             metrics=stored_metrics(self.options.metrics),

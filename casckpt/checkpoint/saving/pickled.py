@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import Final
 
-from casckpt.format.manifest import ObjectEntry
+from casckpt.format.draft import ObjectEntry
 
 log = logging.getLogger(__name__)
 _NAMED: Final = 8

@@ -13,9 +13,10 @@ import torch
 
 from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput
+from casckpt.format.draft import Attachment, ObjectEntry
 from casckpt.format.keys import check_attachment_name
-from casckpt.format.manifest import ATTACHMENT, PART, TENSOR, Attachment, ObjectEntry
 from casckpt.format.plain import Spill
+from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.format.tree import encode_tree
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object

@@ -17,9 +17,9 @@ from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
 from casckpt.format.digest import Hasher, cell_digest
 from casckpt.format.keys import commit_key, uploader_folder
-from casckpt.format.manifest import PART, TENSOR
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
+from casckpt.format.sections.index import PART, TENSOR
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells

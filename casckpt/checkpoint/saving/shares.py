@@ -16,9 +16,10 @@ from casckpt.format import dtypes
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.extents import ExtentTable, StoredCell, build, join, with_blobs
 from casckpt.format.keys import parse_txid, run_hash
-from casckpt.format.manifest import BlobRef, Name, StreamEntry, packed_entry
 from casckpt.format.names import TxId
 from casckpt.format.regions import Region, Shape, intersect
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Name
 from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.plan.reuse import KnownCells, used_bytes
 
@@ -44,14 +45,6 @@ class Share:
     def tables(self) -> Iterator[ExtentTable]:
         """The extents of all streams."""
         return (table for _, table in self.extents.values())
-
-    @collecting_later()
-    def entries(self) -> list[StreamEntry]:
-        """As the manifest holds them."""
-        return [
-            packed_entry(kind, key, dtype, table, index=index, rank=rank)
-            for (kind, key, index, rank), (dtype, table) in self.extents.items()
-        ]
 
 
 @collecting_later()

@@ -12,8 +12,8 @@ import torch
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.format import blob, dtypes
 from casckpt.format.extents import StoredCell
-from casckpt.format.manifest import Name
 from casckpt.format.regions import Region, Shape, normalise, whole
+from casckpt.format.sections.index import Name
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import KnownCells
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow

@@ -26,8 +26,8 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format import blob as blob_format
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.extents import StoredCell
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash, CellDigest, TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells

@@ -46,7 +46,8 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     from casckpt.repository import manifests
 
     checkpoint = store.get(ref)
-    body = manifests.get(store.repository, checkpoint.commit).body
+    manifest = manifests.get(store.repository, checkpoint.commit)
+    body = manifest.body
     chosen = _chosen(list(checkpoint.tensors), patterns)
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
@@ -55,8 +56,8 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "world_size": body.world_size,
         "versions": {"casckpt": body.casckpt, "torch": body.torch},
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
-        "objects": list(dict.fromkeys(one.key for one in body.objects)),
-        "pickled": list(dict.fromkeys(one.key for one in body.objects if one.pickled)),
+        "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
+        "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
         "tensors": [
             {"key": key, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.bytes}
             for key, one in checkpoint.tensors.items()

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import InvalidInput
-from casckpt.format.manifest import StreamEntry
 from casckpt.format.regions import Box, Region, Shape
+from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened

@@ -15,8 +15,9 @@ from casckpt.checkpoint.saving.prepare import Prepared, prepare, stored_object
 from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format import plain
-from casckpt.format.manifest import TENSOR, ObjectEntry
+from casckpt.format.draft import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
+from casckpt.format.sections.index import TENSOR
 from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream

@@ -17,8 +17,9 @@ from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load import values_at
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import ObjectEntry, StreamEntry
+from casckpt.format.records import changed
 from casckpt.format.regions import Shape
+from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
@@ -165,8 +166,7 @@ class Opened:
             return {}
         bare = Contents(self.manifest, self._options.rank)
         for key in keys:
-            one = bare.objects[key]
-            bare.objects[key] = ObjectEntry(one.key, one.rank, one.data, one.parts, False)
+            bare.objects[key] = changed(bare.objects[key], pickled=False)
         return values_at(self._repo, bare, keys, self._options)
 
 

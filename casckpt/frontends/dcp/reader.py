@@ -171,6 +171,8 @@ class StorageReader(Protocol):
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
         progress = Progress(self._shown).of(None)
         download = Download(self._store.repository, self._now.manifest, self._verify, self._threads, progress, ranks)
+        tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        self._now.manifest.ready([self._now.tensor(index)[0] for index in tensors], ())
         for window in _windows(plan.items, planner):
             self._read_tensors(download, window, planner)
         future: Future[None] = Future()

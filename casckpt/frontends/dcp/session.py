@@ -29,8 +29,8 @@ from casckpt.checkpoint.saving.save import store_share
 from casckpt.checkpoint.saving.shares import Share, Streams, joined
 from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput, RankFailed
-from casckpt.format.manifest import TENSOR, Name
 from casckpt.format.names import TxId
+from casckpt.format.sections.index import TENSOR, Name
 from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree, merge
 from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note

@@ -16,7 +16,8 @@ from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.load_plan import RankArguments
 from casckpt.checkpoint.ranks import Ranks, everyone
-from casckpt.format.manifest import Manifest, StreamEntry
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
 from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, read
 from casckpt.frontends.megatron.mapping import ShardedObject
@@ -78,8 +79,7 @@ class MegatronCheckpoint:
         facts = ranks.exchange(hello, find)
         stored = cls(places[0].store, *facts)
         if ranks.rank != 0:
-            uploader = stored.commit.committed.uploader
-            stored.store.repository.manifests.add(uploader, stored.manifest, stored.manifest.nbytes)
+            manifests.adopt(stored.store.repository, stored.commit, stored.manifest)
         return stored
 
     @property

@@ -19,8 +19,8 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import Conflict, InvalidInput, MissingKey
 from casckpt.format.dtypes import itemsize
-from casckpt.format.manifest import ATTACHMENT
 from casckpt.format.regions import Region, full_box
+from casckpt.format.sections.index import ATTACHMENT
 from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors.importing import METADATA_KEY
@@ -124,9 +124,9 @@ class _Job:
 
     def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[dict[str, ViewTensor | bytes], list[str]]:
         """Attachments by name, short ones whole; and the names of those that are of no use in the folder."""
-        body = self.manifest.body
-        found: dict[str, ViewTensor | bytes] = {one.name: one.data for one in body.attachments}
-        for number, entry in enumerate(body.entries):
+        manifest = self.manifest
+        found: dict[str, ViewTensor | bytes] = {one.name: manifest.data(one) for one in manifest.body.attachments}
+        for number, entry in enumerate(manifest.entries):
             if entry.kind == ATTACHMENT:
                 found[entry.key] = ViewTensor(entry.key, number, entry)
         skipped = [name for name in found if not wanted or self._is_skipped(name)]

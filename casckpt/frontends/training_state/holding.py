@@ -11,7 +11,7 @@ import torch
 
 from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.errors import InvalidInput
-from casckpt.format.manifest import StreamEntry
+from casckpt.format.sections.index import StreamEntry
 from casckpt.frontends.training_state.flat import FlatPart
 from casckpt.tensors.dtensors import is_dtensor, local_of
 from casckpt.tensors.dtypes import torch_dtype

@@ -15,7 +15,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.errors import Mismatch
-from casckpt.format.manifest import StreamEntry
+from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Container, Element, Node
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match

@@ -9,8 +9,9 @@ from torch.optim import ASGD, Optimizer
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Damaged, Mismatch, MissingKey
-from casckpt.format.manifest import Manifest, StreamEntry
+from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
+from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import DICT, Container, Element, Leaf, Node, decode_tree, find, join, leaves
 from casckpt.plan.reads import covers
 from casckpt.repository import manifests
@@ -116,6 +117,8 @@ class StoredTraining:
     def template(self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool]) -> dict[Element, Any]:
         """State to be filled by `Store.load`: the flat keys below ``optim.state`` that ``keep`` answers for."""
         filled: dict[Element, Any] = {}
+        keys = (f"{STATE}.{join((name, *path))}" for name, node in nodes.items() for path, _ in leaves(node))
+        self.manifest.ready([entry.number for key in keys if (entry := self.manifest.tensors.get(key))], ())
         for name, node in nodes.items():
             prefix = f"{name}."
 

@@ -17,6 +17,7 @@ from casckpt.frontends.training_state.buffers import differing, say
 from casckpt.frontends.training_state.buffers import digests as buffer_digests
 from casckpt.frontends.training_state.groups import merged
 from casckpt.frontends.training_state.stored import StoredGroups, StoredTraining
+from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
 
@@ -103,7 +104,7 @@ def find(
 
     commit, manifest, groups = ranks.exchange(hello, look)
     if ranks.rank != 0:
-        opened[0].repository.manifests.add(commit.committed.uploader, manifest, manifest.nbytes)
+        manifests.adopt(opened[0].repository, commit, manifest)
     return StoredTraining(opened[0], commit, manifest), groups
 
 

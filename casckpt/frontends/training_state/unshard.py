@@ -14,7 +14,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.load_plan import ReadArguments, new_empty
 from casckpt.checkpoint.ranks import open_ranks, this_rank
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.manifest import StreamEntry
+from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element
 from casckpt.frontends.stores import AnyStore
 from casckpt.frontends.training_state.model import is_extra_state

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import BlobHash
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, restore

@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, Refused, Revoked
 from casckpt.format import manifest as format_manifest
+from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
-from casckpt.format.manifest import MAX_MANIFEST_BYTES, BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash
 from casckpt.format.records import Began, Committed, changed, time_of
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
@@ -72,13 +75,14 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     was purged there meanwhile, or if another checkpoint has its run and step in ``target``. Then nothing of it is
     visible. After a `StorageError` too, but the next call goes on where this one ended.
     """
-    data, manifest = _read(source, commit)
-    _check(target, commit, manifest)
+    data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
+    manifest = format_manifest.decode(data, commit.id, commit.committed.head)
+    _check(target, commit)
     attempt = 0
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
         try:
-            return _Copy(source, target, commit, data, manifest, transaction, work).run()
+            return _Copy(source, target, commit, manifest, transaction, work).run()
         except Revoked:
             transaction.close()
     raise Conflict(
@@ -86,26 +90,11 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     )
 
 
-def _read(source: Repository, commit: Commit) -> tuple[bytes, Manifest]:
-    """Read the manifest, and decode all of it once: what is hostile is refused here."""
-    manifest = manifests.get(source, commit)  # raises what is wrong, in words
-    for entry in manifest.body.entries:
-        manifest.extents(entry)
-    key = manifest_key(commit.committed.uploader, commit.id)
-    try:
-        data = source.storage.get(key, limit=MAX_MANIFEST_BYTES)
-        return data, format_manifest.decode(data, commit.id)
-    except NotFound as error:
-        raise _gone(source, commit, f"manifest {key} is gone") from error
-
-
-def _check(target: Repository, commit: Commit, manifest: Manifest) -> None:
-    """Compare the commit and its id with the manifest. A hostile store could pass for another run, or block one."""
-    record, body = commit.committed, manifest.body
+def _check(target: Repository, commit: Commit) -> None:
+    """Compare the commit with its transaction. A hostile store could pass for another run, or block one."""
     name = parse_txid(commit.txid)
-    told = (record.run, record.step, name.run_hash, name.step)
-    if told != (body.run, body.step, run_hash(body.run), body.step):
-        raise Refused(f"the record of {commit} is not that of its manifest ({body.run}@{body.step}); it is not copied")
+    if (name.run_hash, name.step) != (run_hash(commit.run), commit.step):
+        raise Refused(f"the transaction of {commit} is not one of its run and step; it is not copied")
     if name.time > time_of(target.clock()) + _AHEAD:
         raise Refused(
             f"{commit} was saved in the future ({name.time:%Y-%m-%d}), and later saves could not come after it; "
@@ -145,7 +134,6 @@ class _Copy:
     source: Repository
     target: Repository
     commit: Commit
-    data: bytes
     manifest: Manifest
     transaction: Transaction
     work: Work
@@ -268,23 +256,27 @@ class _Copy:
 
     def _commit(self, started: int) -> Commit:
         """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
-        self._put_manifest()
-        made = self.transaction.commit(self._record(started))
+        made = self.transaction.commit(self._record(started, self._put_manifest()))
         self.target.storage.sweep(uploader_folder(self.transaction.txid))  # of others in it that were killed
         return made
 
-    def _put_manifest(self) -> None:
-        key = manifest_key(self.transaction.txid, self.commit.id)
-        data = format_manifest.moved(self.data, [self.places[ref.hash] for ref in self.manifest.blobs])
+    def _put_manifest(self) -> Encoded:
+        txid, id = self.transaction.txid, self.commit.id
+        key = manifest_key(txid, id)
+        refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
+        made = placed(self.manifest, encode_blobs(refs))
         try:
-            self.target.storage.put(key, data)
+            self.target.storage.put(key, made.data)
         except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
-            there = format_manifest.decode(self.target.storage.get(key, limit=MAX_MANIFEST_BYTES), self.commit.id)
+            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
+            there = format_manifest.decode(data, id)
             self.places = {ref.hash: ref for ref in there.blobs}
             if blobs.check(self.target, there.blobs):
                 raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key) from None
+            made = Encoded(there.head, data)
+        return made
 
-    def _record(self, started: int) -> Committed:
+    def _record(self, started: int, made: Encoded) -> Committed:
         first, now = self.commit.committed, self.target.clock()
         txid, refs = self.transaction.txid, list(dict.fromkeys(self.places.values()))
         new = [ref.size for ref in refs if ref.uploader == txid]
@@ -293,6 +285,8 @@ class _Copy:
             txid=txid,
             time=now,
             uploader=txid,
+            head=made.head,
+            manifest_bytes=len(made.data),
             bytes_written=sum(new),
             bytes_reused=max(0, first.bytes_total - sum(new)),
             blobs_written=len(new),

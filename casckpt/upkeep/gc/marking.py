@@ -63,10 +63,9 @@ def candidates(repo: Repository, stock: Stock, commits: CommitList, *, as_purged
     sizes = dict(stock.sizes)
     broken: list[tuple[Commit, CasckptError]] = []
     manifests.learn(repo, _trusted(repo, live))
-    reader = repo.fresh()  # what lies in the store is what counts
     for commit in live:
         try:
-            _take_away(sizes, _names_of_live(reader, repo, commit, stock))
+            _take_away(sizes, _names_of_live(repo, commit, stock))
         except Conflict as error:
             raise Unreadable(str(error)) from error
         except (Damaged, Refused) as error:
@@ -107,18 +106,18 @@ def _names(repo: Repository, commit: Commit) -> Iterator[str]:
         yield blob_key(uploader, blob)
 
 
-def _names_of_live(reader: Repository, repo: Repository, commit: Commit, stock: Stock) -> list[str]:
-    """Return the same, and look at the manifest: read it where that is cheap, else its presence is enough.
+def _names_of_live(repo: Repository, commit: Commit, stock: Stock) -> list[str]:
+    """Return the same, and look at the manifest: at its list of blobs where that is cheap, else presence is enough.
 
     Nothing where all is guarded: there is nothing to take the names away from.
     """
     key = manifest_key(commit.committed.uploader, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
         return list(_names(repo, commit)) if stock.sizes else []
-    found = manifests.get(reader, commit)
+    found = manifests.stored_blobs(repo, commit)
     if not stock.sizes:
         return []
-    return [key, *(blob_key(ref.uploader, ref.hash) for ref in found.blobs)]
+    return [key, *(blob_key(uploader, name) for uploader, name, _ in found.names())]
 
 
 def _trusted(repo: Repository, live: Iterable[Commit]) -> Iterable[Commit]:

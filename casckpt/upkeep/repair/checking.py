@@ -9,7 +9,7 @@ from functools import partial
 
 from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
 from casckpt.repository.fetching import compare, compare_size, explain
 from casckpt.repository.repository import Repository

@@ -1,27 +1,31 @@
-"""Repair of manifests, each put back from another store that holds the same checkpoint.
+"""Repair of manifests: put back to the byte, out of another store that holds the same checkpoint.
 
-The body is the same everywhere, for its hash is the checkpoint's id. Where the blobs lie differs from store to store:
-the catalogue of this host may know it, else they are looked for under the names that live checkpoints use, and what is
-not there is copied.
+What was saved is the same everywhere; where the blobs lie differs from store to store. The catalogue of this host may
+know it, else a guess is made, and the head that the commit record names tells whether it is right. Where none is, the
+checkpoint is committed anew, and the one whose places nobody knows is forgotten.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from casckpt.errors import CasckptError, Refused
-from casckpt.format import manifest as format_manifest
-from casckpt.format.keys import blob_key, manifest_key, uploader_folder
-from casckpt.format.manifest import BlobRef, Manifest
-from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.errors import CasckptError, Conflict, Damaged, Refused
+from casckpt.format.draft import placed
+from casckpt.format.keys import manifest_key, parse_object, uploader_folder
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import ManifestId, TxId
+from casckpt.format.records import Committed
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.salvage import readable
+from casckpt.upkeep.repair.superseding import commit_behind, record_of
 from casckpt.upkeep.repair.verify import DamagedManifest
-from casckpt.upkeep.stock import list_objects
+from casckpt.upkeep.stock import BLOB, list_objects
 
 
 def repair_manifests(
@@ -38,33 +42,17 @@ def repair_manifests(
 
 
 def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bool:
-    """Put back one. It is marked before places are looked for: from then on nobody takes them from a cache."""
-    key = manifest_key(commit.committed.uploader, commit.id)
-    mark = commit.committed.uploader, BlobHash(commit.id)
-    held = _held(repo, commit)
     for source, manifest in _holders(commit.id, sources):
-        blobs.mark_damaged(repo, *mark, "the manifest is gone or damaged")
-        refs = held or _places(repo, commit, source, manifest)
-        if refs is not None:
-            _, places = format_manifest.packed_blobs(refs)
-            found, data = format_manifest.encode(manifest.body, places)
-            if found == commit.id:
-                repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
-                repo.storage.replace(key, data)
-                blobs.mark_repaired(repo, *mark, "put back from another store")
-                return True
+        try:
+            data = _same_bytes(repo, commit, manifest)
+            if data is None:
+                return _commit_anew(repo, commit, source, manifest)
+        except (Damaged, Refused, Conflict):  # of the source, or somebody forgot the checkpoint just now
+            continue
+        repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
+        repo.storage.replace(manifest_key(commit.committed.uploader, commit.id), data)
+        return True
     return False
-
-
-def _held(repo: Repository, commit: Commit) -> list[BlobRef] | None:
-    """Return the places in the catalogue, if it can be believed: nobody has put others there, and all is there."""
-    own = commit.committed.uploader
-    known = repo.catalogue.manifest(own, commit.id, commit.committed.time)
-    if known is None or (own, commit.id) in blobs.ever_marked(repo):
-        return None
-    refs = [BlobRef(blob, size, uploader) for uploader, blob, size in known.blobs()]
-    sizes = list_objects(repo)
-    return refs if all(sizes.get(blob_key(ref.uploader, ref.hash)) == ref.size for ref in refs) else None
 
 
 def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tuple[Repository, Manifest]]:
@@ -74,20 +62,47 @@ def _holders(wanted: ManifestId, sources: Sequence[Repository]) -> Iterator[tupl
             yield source, manifest
 
 
-def _places(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> list[BlobRef] | None:
-    """Find the blobs of ``manifest`` in ``repo``, or copy them there; None if one cannot be had."""
+def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes | None:
+    """Return the bytes that were lost, which have the head that the record names; None if they cannot be had."""
+    wanted = commit.committed.head
+    known = repo.catalogue.blobs(commit.txid, wanted)
+    for lists in (manifest.blob_list.data, known, _guessed(repo, commit, manifest)):
+        made = None if lists is None else placed(manifest, lists)
+        if made is not None and made.head == wanted:
+            return made.data
+    return None
+
+
+def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
+    """Guess where the blobs lie: under the checkpoint's own uploader, or wherever there is one of this name."""
     own = commit.committed.uploader
-    there = manifests.locate(repo, list_commits(repo).live(), {ref.hash: ref for ref in manifest.blobs}, damaged=True)
-    sizes = list_objects(repo)
-    refs = []
-    for ref in manifest.blobs:
-        found = replace(ref, uploader=own)
-        if blob_key(own, ref.hash) not in sizes:
-            found = there.get(ref.hash, found)
-            if ref.hash not in there and not _copy(repo, own, source, ref):
-                return None
-        refs.append(found)
-    return refs
+    uploaders: dict[str, list[TxId]] = defaultdict(list)
+    for key in sorted(list_objects(repo)):
+        name = parse_object(key)
+        if name is not None and name.kind == BLOB:
+            uploaders[name.hash].append(name.uploader)
+    places = (uploaders.get(ref.hash, [own]) for ref in manifest.blobs)
+    found = (own if own in there else there[0] for there in places)
+    return encode_blobs(replace(ref, uploader=uploader) for ref, uploader in zip(manifest.blobs, found, strict=True))
+
+
+def _commit_anew(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> bool:
+    """Commit the same checkpoint once more, with places that are known. False if a blob of it cannot be had."""
+
+    def save(txid: TxId, listed: CommitList) -> Committed | None:
+        wanted = {ref.hash: ref for ref in manifest.blobs}
+        others = [one for one in listed.live() if one.txid != commit.txid]
+        there = manifests.locate(repo, others, wanted)
+        missing = [ref for name, ref in wanted.items() if name not in there]
+        if not all(_copy(repo, txid, source, ref) for ref in missing):
+            return None
+        repo.storage.settle(uploader_folder(txid))
+        refs = [
+            replace(ref, uploader=there[ref.hash].uploader if ref.hash in there else txid) for ref in manifest.blobs
+        ]
+        return record_of(repo, txid, commit, placed(manifest, encode_blobs(refs)))
+
+    return commit_behind(repo, commit, save) is not None
 
 
 def _copy(repo: Repository, uploader: TxId, source: Repository, ref: BlobRef) -> bool:
@@ -96,5 +111,4 @@ def _copy(repo: Repository, uploader: TxId, source: Repository, ref: BlobRef) ->
     except (Spoilt, Refused):
         return False
     blobs.put(repo, uploader, ref.hash, data)
-    repo.storage.settle(uploader_folder(uploader))
     return True

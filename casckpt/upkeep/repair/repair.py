@@ -16,10 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from casckpt.errors import Conflict, Refused
+from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format.keys import blob_key, uploader_folder
-from casckpt.format.manifest import BlobRef
 from casckpt.format.names import TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits
@@ -159,7 +159,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
         wanted = {number: names[name] for number, name in numbered if name in names}
         try:
             found = live_cells(manifest, wanted) if wanted else {}
-        except Refused:
+        except (Damaged, Refused):
             continue
         for ref, cells in found.items():
             work.live.setdefault(ref, set()).update(cells)

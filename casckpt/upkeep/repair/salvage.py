@@ -16,8 +16,9 @@ from casckpt.format.blob import DATA_OFFSET, encode_header
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import blob_key, parse_object
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest, TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.fetching import Spoilt, fetch, holds_cell
@@ -100,10 +101,10 @@ class Cells:
                 self._learn(store, manifest)
 
     def _learn(self, store: Repository, manifest: Manifest) -> None:
-        for entry in manifest.body.entries:
+        for entry in manifest.entries:
             try:
                 table = manifest.extents(entry)
-            except Refused:
+            except (Damaged, Refused):
                 continue
             for cell in table.stored_cells(self._hits(table)):
                 if cell.digest in self._wanted:
@@ -128,7 +129,9 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
     """Yield those of ``commits`` whose manifest can be read, with it. Raises `StorageError`."""
     for commit in commits:
         try:
-            yield commit, manifests.get(repo, commit)
+            found = manifests.get(repo, commit)
+            found.ready(objects=())
+            yield commit, found
         except (Conflict, Damaged, Refused):
             continue
 
@@ -136,7 +139,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRef, set[LiveCell]]:
     """Return the cells that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
     found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
-    for entry in manifest.body.entries:
+    for entry in manifest.entries:
         table = manifest.extents(entry)
         for cell in table.stored_cells(np.flatnonzero(np.isin(table.columns.blob, list(wanted))).tolist()):
             found[wanted[cell.blob]].add(LiveCell(cell.offset, cell.nbytes, cell.digest, entry.dtype))

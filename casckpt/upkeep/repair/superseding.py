@@ -7,19 +7,22 @@ of a run stays it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from casckpt.errors import Conflict
 from casckpt.format.blob import DATA_OFFSET, encode_header, order
 from casckpt.format.digest import hex_digest
-from casckpt.format.extents import build
+from casckpt.format.draft import Encoded, placed
+from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import make_txid, parse_txid, transaction_key, uploader_folder
-from casckpt.format.manifest import BlobRef, Manifest, StreamEntry, packed_blobs, packed_entry
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.sections.index import StreamEntry
 from casckpt.repository import blobs, commits, manifests
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import set_tag, tags, tags_of
@@ -35,13 +38,24 @@ def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], cells: 
 
     Raises `Conflict` if ``commit`` is not what its run and step name any more, `StorageError`.
     """
+    return commit_behind(repo, commit, lambda txid, _: _save(repo, txid, commit, lost, cells))
+
+
+def commit_behind(
+    repo: Repository, commit: Commit, save: Callable[[TxId, CommitList], Committed | None]
+) -> Commit | None:
+    """Commit what ``save`` puts for a transaction, which began before the commits that it is told were listed.
+
+    None if it puts nothing. Tags go along, and ``commit`` is forgotten. Raises what `supersede` does.
+    """
     transaction = _begin_behind(repo, commit)
     try:
-        if commit.txid not in {current.txid for current in list_commits(repo).current()}:
+        listed = list_commits(repo)
+        if commit.txid not in {current.txid for current in listed.current()}:
             raise Conflict(f"{commit} is not visible any more, or a later twin is: there is nothing to repair")
-        new = _save(repo, transaction.txid, commit, lost, cells)
+        new = save(transaction.txid, listed)
         if new is None:
-            transaction.abort("cells of a damaged blob cannot be had again")
+            transaction.abort("bytes that are damaged cannot be had again")
             return None
         made = transaction.commit(new)
     except BaseException as error:
@@ -64,7 +78,7 @@ def _begin_behind(repo: Repository, commit: Commit) -> Transaction:
 
 def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Committed | None:
     """Upload the new blobs and the manifest; return the record to commit."""
-    manifest = manifests.get(repo.fresh(), commit)  # it may have been put back meanwhile
+    manifest = manifests.get(repo, commit)
     names = {(ref.uploader, ref.hash): ref for ref in lost}
     refs = list(manifest.blobs)
     wanted = {i: names[r.uploader, r.hash] for i, r in enumerate(refs) if (r.uploader, r.hash) in names}
@@ -76,10 +90,15 @@ def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef],
             return None
         refs[index] = _upload(repo, txid, index, found, moved)
     repo.storage.settle(uploader_folder(txid))
-    stored, places = packed_blobs(refs)
-    entries = [_moved_entry(manifest, entry, moved) for entry in manifest.body.entries]
-    id = manifests.put(repo, txid, changed(manifest.body, blobs=stored, entries=entries), places)
-    return changed(commit.committed, txid=txid, uploader=txid, manifest=id, time=repo.clock())
+    tables = {entry.number: made for entry in manifest.entries if (made := _moved_table(manifest, entry, moved))}
+    return record_of(repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
+
+
+def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
+    """Put a manifest, and return the record that makes it a twin of ``commit``. Raises `StorageError`."""
+    manifests.put_encoded(repo, txid, made)
+    places = {"txid": txid, "uploader": txid, "head": made.head, "manifest_bytes": len(made.data)}
+    return changed(commit.committed, time=repo.clock(), **places)
 
 
 def _upload(repo: Repository, txid: TxId, index: int, found: Salvaged, moved: Moved) -> BlobRef:
@@ -97,11 +116,10 @@ def _upload(repo: Repository, txid: TxId, index: int, found: Salvaged, moved: Mo
     return BlobRef(name, len(data), txid)
 
 
-def _moved_entry(manifest: Manifest, entry: StreamEntry, moved: Moved) -> StreamEntry:
+def _moved_table(manifest: Manifest, entry: StreamEntry, moved: Moved) -> ExtentTable | None:
     table = manifest.extents(entry)
     cells = list(table.stored_cells())
     if not any((cell.blob, cell.offset) in moved for cell in cells):
-        return entry
+        return None
     new = [cell._replace(offset=moved.get((cell.blob, cell.offset), cell.offset)) for cell in cells]
-    made = build(table.shape, table.itemsize, table.cell, new)
-    return packed_entry(entry.kind, entry.key, entry.dtype, made, index=entry.index, rank=entry.rank)
+    return build(table.shape, table.itemsize, table.cell, new)

@@ -11,8 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError, Unsupported
 from casckpt.format.keys import blob_key, commit_key
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, list_commits, refresh
@@ -161,24 +162,36 @@ def _check_arguments(mode: Any, sample: Any) -> None:
 def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = False) -> Survey:
     """Read the manifests of ``commits``; those that were purged meanwhile are left out. Raises `StorageError`.
 
-    ``with_extents``: each tensor's part of a manifest is looked at too.
+    ``with_extents``: each tensor's part of a manifest is looked at too. What is damaged in a part of a manifest alone
+    leaves it among those that can be read.
     """
     found = Survey()
     reader = repo.fresh()  # what lies in the store is what counts
     for commit in commits:
         try:
             manifest = manifests.get(reader, commit)
-            for entry in manifest.body.entries if with_extents else ():
-                manifest.extents(entry)
+            wrong = _look_into(manifest, commit, with_extents)
         except Conflict:
             continue
         except (Damaged, Refused) as error:
             found.broken.append((commit, error))
             continue
+        if wrong is not None:
+            found.broken.append((commit, wrong))
         found.commits.append(commit)
         for ref in manifest.blobs:
             found.sizes[ref.uploader, ref.hash] = ref.size
     return found
+
+
+def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
+    """Look at all of a manifest; what is damaged in a part of it. Raises `Refused`, `Conflict`, `StorageError`."""
+    faults = manifest.faults()
+    if faults:
+        return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))
+    for entry in manifest.entries if with_extents else ():
+        manifest.extents(entry)
+    return None
 
 
 def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
@@ -194,6 +207,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
                 continue
         except (Conflict, Damaged, Refused):
             continue
+        manifest.ready(objects=())
         for index, hit_keys in keys_of(manifest, hit).items():
             keys[hit[index]] |= hit_keys
         for name in hit.values():
@@ -207,10 +221,10 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> dict[int, set[str]]:
     """Return the keys of the entries that lie in each blob of ``wanted``, by its number."""
     found: dict[int, set[str]] = {index: set() for index in wanted}
-    for entry in manifest.body.entries:
+    for entry in manifest.entries:
         try:
             used = set(manifest.extents(entry).columns.blob.tolist())
-        except Refused:
+        except (Damaged, Refused):
             used = set(found)  # nobody can tell
         for index in used & found.keys():
             found[index].add(entry.key)

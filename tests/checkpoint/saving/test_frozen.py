@@ -30,7 +30,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 def unhashed(store: casckpt.Store, checkpoint: Checkpoint) -> set[str]:
     manifest = manifests.get(store.repository, checkpoint.commit)
-    return {entry.key for entry in manifest.body.entries if manifest.extents(entry).columns.unhashed.any()}
+    return {entry.key for entry in manifest.entries if manifest.extents(entry).columns.unhashed.any()}
 
 
 def test_only_a_sample_is_hashed_and_the_manifest_says_so(

@@ -13,7 +13,8 @@ import torch
 from casckpt.errors import Damaged
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import blobs, manifests
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
@@ -222,7 +223,7 @@ class TestWorn:
         """(bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
         held = sum(int(size) - DATA_OFFSET for size in manifest.blob_sizes)
-        return held, sum(entry.nbytes for entry in manifest.body.entries)
+        return held, sum(entry.nbytes for entry in manifest.entries)
 
     @pytest.mark.in_memory
     @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])

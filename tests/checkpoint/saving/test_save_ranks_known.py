@@ -136,7 +136,7 @@ def extents(store: Store, ckpt: casckpt.Checkpoint) -> Any:
     """Where every cell of a checkpoint lies, without the names of transactions."""
     manifest = manifests.get(store.repository, ckpt.commit)
     found = []
-    for entry in manifest.body.entries:
+    for entry in manifest.entries:
         cells = manifest.extents(entry).stored_cells()
         found += [(entry.key, one.region, manifest.blob(one.blob).hash, one.offset, one.digest) for one in cells]
     return found

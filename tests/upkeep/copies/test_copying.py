@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from casckpt.errors import Conflict, InvalidInput, NotFound
-from casckpt.format.digest import hex_digest
 from casckpt.format.keys import copied_txid, manifest_key, parse_txid
-from casckpt.format.names import ManifestId
 from casckpt.plan.progress import Progress
-from casckpt.repository import commits, tags
+from casckpt.repository import commits, manifests, tags
 from casckpt.repository.commits import list_commits
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
@@ -22,8 +19,9 @@ from casckpt.upkeep.copies.copying import execute, plan_copy, preview
 from tests.support.checkpoints import array, content, only_blob, save_arrays
 from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first
+from tests.support.forging import taken_apart
 from tests.support.gcs import collect
-from tests.support.repositories import commit_bare, meanwhile, memory, repository
+from tests.support.repositories import committed_encoded, meanwhile, memory, repository
 from tests.support.told import Told
 
 # what a copy is
@@ -146,21 +144,17 @@ def test_tags_come_along_when_they_are_asked_for(source: Repository, target: Rep
 def test_a_body_that_a_later_version_wrote_stays_to_the_byte(tmp_path: Path, target: Repository) -> None:
     source = repository(tmp_path)
     old = save_arrays(source, {"t": array(1)})
-    key = manifest_key(old.committed.uploader, old.id)
-    data = _with_field(source.storage.get(key, limit=1 << 20), "of the future")
+    parts = taken_apart(manifests.get(source, old))
+    parts.index["of the future"] = 1
+    data = parts.put_together()
     txid = source.new_txid("run", 0)
-    id = ManifestId(hex_digest(data[16 : 16 + int.from_bytes(data[8:16], "little")]))
-    source.storage.put(manifest_key(txid, id), data)
-    made = commit_bare(source, "run", 0, manifest=id, txid=txid)
+    source.storage.put(manifest_key(txid, data.id), data.data)
+    fields = {"created_at": old.committed.created_at, "parent": old.committed.parent}
+    commits.commit(source, committed_encoded(source, txid, data, "run", 0, **fields))
+    made = resolve(source, data.id)
     commits.forget(source, old)
     assert copy(source, target).copied[0].id == made.id
     assert contents(target) == contents(source)
-
-
-def _with_field(data: bytes, name: str) -> bytes:
-    end = 16 + int.from_bytes(data[8:16], "little")
-    body = msgspec.msgpack.encode(msgspec.msgpack.decode(data[16:end]) | {name: 1})
-    return b"".join((data[:8], len(body).to_bytes(8, "little"), body, data[end:]))
 
 
 # what the destination has its own mind about

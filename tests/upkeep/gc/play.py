@@ -8,7 +8,7 @@ from pathlib import Path
 
 from casckpt.errors import Conflict, NotFound, Revoked
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.format.manifest import BlobRef
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import CommitList, list_commits
@@ -168,8 +168,7 @@ def draw_known(play: Play, repo: Repository) -> list[BlobRef]:
 def finish(repo: Repository, transaction: Transaction, texts: list[str], known: list[BlobRef]) -> None:
     refs = [put_blob(repo, transaction.txid, text) for text in texts]
     began = transaction.began
-    found = manifests.put(repo, began.txid, *support.body([*refs, *known], began.run, began.step))
-    commits.commit(repo, support.committed(repo, began.run, began.step, manifest=found, txid=began.txid))
+    support.commit_draft(repo, began.txid, support.draft([*refs, *known], began.run, began.step))
     transaction.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
-from casckpt.format.manifest import BlobRef
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import leases, tags, transactions
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc, retiring

@@ -25,7 +25,7 @@ from tests.support.gcs import (
     steps,
     ticking,
 )
-from tests.support.repositories import blob_hash, body, committed, memory, put_blob, repository, save
+from tests.support.repositories import blob_hash, commit_draft, draft, memory, put_blob, repository, save
 
 
 def test_gc_waits_for_an_open_save_and_keeps_what_it_commits(repo: Repository) -> None:
@@ -53,8 +53,7 @@ def test_what_an_open_save_began_with_stays_although_it_is_purged_meanwhile(repo
     def end(seconds: float) -> None:
         from tests.support import repositories as support
 
-        found = manifests.put(repo, txid, *support.body(reused, "other", 7))
-        commits.commit(repo, support.committed(repo, "other", 7, manifest=found, txid=txid))
+        support.commit_draft(repo, txid, support.draft(reused, "other", 7))
 
     result = run_gc(repo, LAST, sleep=end)
     assert steps(result.purged) == [0]
@@ -204,8 +203,7 @@ def test_what_was_committed_and_forgotten_while_gc_waited_stays(repo: Repository
 
     def end_and_forget(seconds: float) -> None:
         if repo.storage.size(f"commits/{txid}") is None:
-            manifest = manifests.put(repo, txid, *body([ref], "other", 7))
-            commits.commit(repo, committed(repo, "other", 7, manifest=manifest, txid=txid))
+            commit_draft(repo, txid, draft([ref], "other", 7))
             commits.forget(repo, list_commits(repo).commits[txid])
 
     assert run_gc(repo, sleep=end_and_forget, min_age=None).deleted_blobs == 0

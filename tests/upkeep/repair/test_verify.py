@@ -20,7 +20,7 @@ from casckpt.upkeep.repair.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, only_blob, put_cells, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
-from tests.support.repositories import body, commit_bare
+from tests.support.repositories import commit_draft, draft
 from tests.support.told import Told
 
 
@@ -199,8 +199,6 @@ def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository
 
 
 def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
-    import msgspec
-
     from tests.support import checkpoints
 
     txid = repo.new_txid("run", 1)
@@ -208,10 +206,8 @@ def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
     known = {}
     ref, places = put_cells(repo, txid, checkpoints._new_cells(data, {}))
     known = {digest: (ref, offset + CELL) for digest, offset in places.items()}
-    made, table = body([ref])
-    entry = checkpoints._entry("a", data["a"], known, [ref])
-    made = msgspec.structs.replace(made, cell_bytes=CELL, entries=[entry])
-    commit_bare(repo, manifest=manifests.put(repo, txid, made, table), txid=txid)
+    streams = {("tensor", "a", 0, None): checkpoints._stream("a", data["a"], known, [ref])}
+    commit_draft(repo, txid, draft([ref], cell_bytes=CELL, streams=streams))
     (broken,) = verify(repo).manifests
     assert "outside its blob" in broken.why
 

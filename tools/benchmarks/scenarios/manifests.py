@@ -10,24 +10,29 @@ _SECONDS = 1.0
 _BYTES = 60.0  # of an extent, beside the digests of its cells
 _DIGEST = 32
 _RANKS = 8
+_MANY, _PART_SECONDS, _PART = 1000, 0.1, 1 / 100
 
 
 def manifest(options: Options) -> ScenarioResult:
-    """1,000 tensors that 1,000 ranks wrote; one of 8 ranks reads its part."""
-    tensors, shards = (20, 16) if options.quick else (1000, 1000)
+    """10,000 tensors that 100 ranks wrote; one of 8 ranks reads a part of each, one of 1,000 a few of them."""
+    tensors, shards, many = (40, 16, 20) if options.quick else (10_000, 100, _MANY)
     with Bench(options) as bench:
-        extents = sum(bench.team().call("manifests:make", tensors=tensors, shards=shards))
+        extents = sum(bench.team().call("manifests:make", tensors=tensors, shards=shards, ranks=many))
         cases = [
             _case(bench, "encode", "manifests:encode"),
             _case(bench, "decode", "manifests:decode"),
             _case(bench, f"plan of one of {_RANKS} ranks", "manifests:plan", ranks=_RANKS),
+            _case(bench, f"a part for one of {many:,} ranks", "manifests:reach", ranks=many),
         ]
         rows = bench.run(cases)
-        checks = [Check(f"{row.what}: seconds", _SECONDS, False, row.median("durable")) for row in rows]
-        size = over(rows[0].median("written"), extents)
-        checks.append(
-            Check("bytes of an extent beside its digest", _BYTES, False, None if size is None else size - _DIGEST)
-        )
+        checks = [Check(f"{row.what}: seconds", _SECONDS, False, row.median("durable")) for row in rows[:-1]]
+        size = rows[0].median("written")
+        each = over(size, extents)
+        checks += [
+            Check(f"{rows[-1].what}: seconds", _PART_SECONDS, False, rows[-1].median("durable")),
+            Check("share of the manifest that reaches it", _PART, False, over(rows[-1].median("read"), size)),
+            Check("bytes of an extent beside its digest", _BYTES, False, None if each is None else each - _DIGEST),
+        ]
         title = f"A manifest of {extents:,} extents"
         return bench.result("manifest", title, checks, tensors=tensors, extents=extents)
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.measure import Measured, Meter
 from benchmarks.worker import WrongBytes
 
 if TYPE_CHECKING:
     from benchmarks.worker import Here
-    from casckpt.format.manifest import BlobRef
+    from casckpt.format.draft import Draft
+    from casckpt.format.extents import ExtentTable
+    from casckpt.format.sections.blobs import BlobRef
+    from casckpt.format.sections.index import Name
     from casckpt.repository.repository import Repository
 
 _BLOB = 1 << 20
@@ -31,9 +34,9 @@ def build(here: Here, folder: str, checkpoints: int, blobs: int, first: int = 0)
 
 def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: int) -> None:
     from casckpt.format.keys import blob_key
-    from casckpt.format.manifest import BlobRef
     from casckpt.format.names import BlobHash
     from casckpt.format.records import Committed
+    from casckpt.format.sections.blobs import BlobRef
     from casckpt.repository import commits, manifests
 
     txid = repo.new_txid(_RUN, step)
@@ -45,37 +48,35 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
         fd = os.open(where, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o444)
         os.ftruncate(fd, ref.size)  # takes no space on the disk
         os.close(fd)
-    found = manifests.put(repo, txid, *_body(refs, step, draw))
-    now = repo.clock()
+    made = manifests.put(repo, txid, _draft(refs, step, draw))
     commits.commit(
         repo,
         Committed(
-            txid=txid, run=_RUN, step=step, time=now, manifest=found, uploader=txid, created_at=now,
-            bytes_total=count * _BLOB, tensors=count,
+            txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, uploader=txid, head=made.head,
+            manifest_bytes=len(made.data), created_at=step, bytes_total=count * _BLOB, tensors=count,
         ),
     )  # fmt: skip
 
 
-def _body(refs: list[BlobRef], step: int, draw: random.Random) -> tuple[Any, Any]:
+def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
     """A manifest of one tensor in each blob."""
     from casckpt._version import __version__
+    from casckpt.format.draft import Draft
     from casckpt.format.extents import StoredCell, build
-    from casckpt.format.manifest import TENSOR, ManifestBody, encode_metadata, packed_blobs, packed_entry
     from casckpt.format.names import CellDigest
     from casckpt.format.regions import full_box
+    from casckpt.format.sections.index import TENSOR
+    from casckpt.format.sections.metadata import encode_metadata
 
-    blobs, places = packed_blobs(refs)
     shape = (_BLOB // 4,)
-    entries = []
+    streams: dict[Name, tuple[str, ExtentTable]] = {}
     for number in range(len(refs)):
         place = StoredCell(number, 4096, _BLOB, full_box(shape), 0, shape[0], CellDigest(draw.randbytes(32)))
-        entries.append(packed_entry(TENSOR, f"model.{number:05}", "float32", build(shape, 4, shape[0], [place])))
-    body = ManifestBody(
-        format=1, casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
-        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=blobs, entries=entries, objects=[], attachments=[],
-        tree=b"",
+        streams[TENSOR, f"model.{number:05}", 0, None] = ("float32", build(shape, 4, shape[0], [place]))
+    return Draft(
+        casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
+        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=refs, streams=streams,
     )  # fmt: skip
-    return body, places
 
 
 def look(here: Here, *, folder: str, cache: str, what: str, checkpoints: int, blobs: int) -> Measured:

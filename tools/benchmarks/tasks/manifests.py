@@ -1,7 +1,8 @@
-"""A manifest of a million extents: made, encoded, and used by one rank."""
+"""A manifest of a million extents: made, encoded, and used by one rank, which loads a part of all or all of a part."""
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +15,26 @@ if TYPE_CHECKING:
 _COLUMNS, _ITEM = 256, 4
 _CELL = 1 << 20
 _OVERHEAD = 4096  # bytes before the data of a blob
+_OBJECT = 5000  # bytes of random state that each rank has for itself
 
 
-def make(here: Here, tensors: int, shards: int) -> int:
+def make(here: Here, tensors: int, shards: int, ranks: int) -> int:
     """Make the tables of ``tensors`` tensors that ``shards`` ranks wrote, each its rows into blobs of its own.
 
-    No two cells of a tensor follow each other in a blob: each is an extent. How many there are.
+    No two cells of a tensor follow each other in a blob: each is an extent. How many there are. ``ranks``: so many have
+    an object.
     """
-    from casckpt.format.manifest import BlobRef, packed_blobs
+    from casckpt.format.draft import ObjectEntry
     from casckpt.format.names import BlobHash, TxId
+    from casckpt.format.sections.blobs import BlobRef
 
     draw = random.Random(1)  # noqa: S311 - names for a benchmark
     uploader = TxId(f"20261122T000000000000Z-{'0' * 16}-{'0' * 16}-0")
-    refs = [
+    here.kept["blobs"] = [
         BlobRef(BlobHash(draw.randbytes(32).hex()), _OVERHEAD + tensors * _bytes(), uploader) for _ in range(shards)
     ]
-    here.kept["blobs"] = packed_blobs(refs)
     here.kept["tables"] = [_table(draw, number, shards) for number in range(tensors)]
+    here.kept["objects"] = [ObjectEntry("train.rng", rank, draw.randbytes(_OBJECT)) for rank in range(ranks)]
     return tensors * shards
 
 
@@ -63,23 +67,27 @@ def _table(draw: random.Random, number: int, shards: int) -> Any:
 def encode(here: Here) -> Measured:
     """The bytes of the manifest, from the tables."""
     from casckpt._version import __version__
-    from casckpt.format import manifest
-    from casckpt.format.manifest import TENSOR, ManifestBody, encode_metadata, packed_entry
+    from casckpt.format import draft
+    from casckpt.format.sections.index import TENSOR
+    from casckpt.format.sections.metadata import encode_metadata
 
-    blobs, places = here.kept["blobs"]
     metadata = encode_metadata({})[0]
     meter = Meter()
-    entries = [
-        packed_entry(TENSOR, f"model.{number:05}", "float32", table) for number, table in enumerate(here.kept["tables"])
-    ]
-    body = ManifestBody(
-        format=1, casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
-        cell_bytes=_CELL, metadata=metadata, blobs=blobs, entries=entries, objects=[], attachments=[], tree=b"",
+    made = draft.encode(
+        draft.Draft(
+            casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
+            cell_bytes=_CELL, metadata=metadata, blobs=here.kept["blobs"], objects=here.kept["objects"],
+            streams={(TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(here.kept["tables"])},
+        )
     )  # fmt: skip
-    here.kept["id"], here.kept["data"] = manifest.encode(body, places)
+    here.kept["id"], here.kept["data"] = made.id, made.data
     measured = meter.stop()
-    measured.written = len(here.kept["data"])
+    measured.written = len(made.data)
     return measured
+
+
+def _key(number: int) -> str:
+    return f"model.{number:05}"
 
 
 def decode(here: Here) -> Measured:
@@ -88,9 +96,49 @@ def decode(here: Here) -> Measured:
 
     meter = Meter()
     found = manifest.decode(here.kept["data"], here.kept["id"])
-    tables = [found.extents(entry) for entry in found.body.entries]
+    tables = [found.extents(entry) for entry in found.entries]
     measured = meter.stop()
     here.kept["found"] = tables
+    return measured
+
+
+def reach(here: Here, ranks: int) -> Measured:
+    """What is sent to one of ``ranks`` ranks that loads as small a part of the tensors, and its own object; its plan.
+
+    ``read``: bytes, of rank 0's message and of the ranges that it reads itself.
+    """
+    from casckpt.checkpoint.loading.contents import Contents
+    from casckpt.format.manifest import FRONT, Manifest
+    from casckpt.format.regions import whole
+    from casckpt.format.sections.head import decode_head
+    from casckpt.plan.reads import plan_units
+
+    data, moved = here.kept["data"], [0]
+
+    def read(ranges: Any) -> list[bytes]:
+        moved[0] += sum(length for _, length in ranges)
+        return [data[offset : offset + length] for offset, length in ranges]
+
+    head = decode_head(data)
+    told = pickle.dumps(Manifest(head, {name: data[head[name].offset : head[name].end] for name in FRONT}))
+    meter = Meter()
+    manifest = pickle.loads(told)  # noqa: S301 - ours
+    manifest.attach(read)
+    contents = Contents(manifest, ranks // 2)
+    count = len(manifest.entries) // ranks
+    keys = [_key(number) for number in range(ranks // 2 * count, (ranks // 2 + 1) * count)]
+    contents.ready([*keys, "train.rng"])
+    tables = [
+        (manifest.extents(entry), entry) for key in keys if (found := contents.tensor(key)) for entry in found[1:]
+    ]
+    units = [unit for table, entry in tables for unit in plan_units(table, whole(entry.shape), verify=True)]
+    mine = manifest.data(contents.objects["train.rng"])
+    measured = meter.stop()
+    measured.read = len(told) + moved[0]
+    if mine != here.kept["objects"][ranks // 2].data or sum(unit.nbytes for unit in units) != sum(
+        entry.nbytes for _, entry in tables
+    ):
+        raise WrongBytes("the plan reads other bytes than are wanted")
     return measured
 
 

@@ -1,0 +1,156 @@
+"""Manifests that are made: of what a save stored, or of another one whose cells lie elsewhere now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from casckpt.format.columns import pack
+from casckpt.format.digest import Buffer
+from casckpt.format.extents import ExtentTable
+from casckpt.format.manifest import Manifest, Places, of_bytes
+from casckpt.format.names import ManifestId
+from casckpt.format.records import FORMAT_VERSION
+from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.sections.head import (
+    BLOBS,
+    CELLS,
+    COPIED,
+    INDEX,
+    KNOWN,
+    OBJECTS,
+    PLACES,
+    ROWS,
+    Head,
+    Section,
+    assemble,
+)
+from casckpt.format.sections.index import ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
+from casckpt.format.sections.pieces import cut
+from casckpt.format.sections.tables import encode_cells, encode_rows
+
+FIRST, REPAIRED = "first", "repaired"
+
+
+class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One leaf that is not a tensor. ``data``: plain data (`casckpt.format.plain`); ``pickled``: it is a pickle."""
+
+    key: str
+    rank: int | None
+    data: bytes
+    parts: int = 0
+    pickled: bool = False
+
+
+class Attachment(msgspec.Struct, frozen=True, array_like=True):
+    """A short attachment, inline. Long ones are entries of kind "attachment"."""
+
+    name: str
+    data: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
+
+    The other fields: see `ManifestBody`.
+    """
+
+    casckpt: str
+    torch: str
+    run: str
+    step: int
+    created_at: int
+    parent: ManifestId | None
+    world_size: int
+    cell_bytes: int
+    metadata: msgspec.Raw
+    blobs: Sequence[BlobRef]
+    streams: Mapping[Name, tuple[str, ExtentTable]]
+    objects: Sequence[ObjectEntry] = ()
+    attachments: Sequence[Attachment] = ()
+    tree: bytes = b""
+    notes: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class Encoded(NamedTuple):
+    """An encoded manifest."""
+
+    decoded_head: Head
+    data: bytes
+
+    @property
+    def id(self) -> ManifestId:
+        """The id of the checkpoint."""
+        return ManifestId(self.decoded_head[INDEX].digest.hex())
+
+    @property
+    def head(self) -> str:
+        """The hash that the commit record names."""
+        return self.decoded_head.digest
+
+    def manifest(self) -> Manifest:
+        """Return it as if it had been read."""
+        return of_bytes(self.decoded_head, self.data, ours=True)
+
+
+def encode(draft: Draft) -> Encoded:
+    """Encode a manifest. Raises InvalidInput or Refused for what no reader would take."""
+    tables = [table for _, table in draft.streams.values()]
+    cells, cell_bytes = cut([encode_cells(table) for table in tables])
+    rows, row_bytes = cut([encode_rows(table) for table in tables])
+    data, data_bytes = cut([*(one.data for one in draft.objects), *(one.data for one in draft.attachments)])
+    body = ManifestBody(
+        format=FORMAT_VERSION,
+        casckpt=draft.casckpt,
+        torch=draft.torch,
+        run=draft.run,
+        step=draft.step,
+        created_at=draft.created_at,
+        parent=draft.parent,
+        world_size=draft.world_size,
+        cell_bytes=draft.cell_bytes,
+        metadata=draft.metadata,
+        entry_columns=entry_columns(
+            list(draft.streams), [dtype for dtype, _ in draft.streams.values()], [table.shape for table in tables]
+        ),
+        object_columns=ObjectColumns(
+            keys=[one.key for one in draft.objects],
+            rank=pack_ranks(one.rank for one in draft.objects),
+            parts=pack([one.parts for one in draft.objects]),
+            pickled=pack([one.pickled for one in draft.objects]),
+        ),
+        attachment_names=[one.name for one in draft.attachments],
+        cells=cells,
+        data=data,
+        tree=draft.tree,
+        notes=dict(draft.notes),
+    )
+    body.check()
+    places = msgspec.msgpack.encode(Places(why=FIRST, rows=rows))
+    index, blobs = msgspec.msgpack.encode(body), encode_blobs(draft.blobs)
+    return _assembled(
+        {INDEX: index, PLACES: places, BLOBS: blobs, OBJECTS: data_bytes, CELLS: cell_bytes, ROWS: row_bytes}
+    )
+
+
+def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] | None = None) -> Encoded:
+    """Encode the same checkpoint at other places: ``blobs`` is the section of blobs, in the order of before.
+
+    ``moved``: the new extents of entries, by number, whose cells moved inside of them. What was saved keeps every byte,
+    and so do all places where nothing moved. Raises Damaged, and what reading does.
+    """
+    parts = {name: manifest.section(name) for name in (INDEX, PLACES, OBJECTS, CELLS, ROWS)} | {BLOBS: blobs}
+    if moved:
+        raw = manifest.raw_rows()
+        rows, parts[ROWS] = cut([encode_rows(moved[n]) if n in moved else row for n, row in enumerate(raw)])
+        parts[PLACES] = msgspec.msgpack.encode(Places(why=REPAIRED, rows=rows))
+    taken = [section for section in manifest.head.foreign if section.flags & COPIED]
+    return _assembled(parts, [(section, manifest.section(section.name)) for section in taken])
+
+
+def _assembled(parts: Mapping[str, Buffer], foreign: Sequence[tuple[Section, Buffer]] = ()) -> Encoded:
+    return Encoded(*assemble(((name, parts[name]) for name in KNOWN), foreign))

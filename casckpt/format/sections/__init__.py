@@ -1,0 +1,1 @@
+"""What a manifest is made of: its head, and sections that are read and proved apart."""

@@ -1,0 +1,97 @@
+"""The list of the blobs of a manifest: all that gc, copies, mirrors and statistics read of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.msgpack import Decoder
+
+from casckpt.errors import Refused
+from casckpt.format.columns import pack, unpack
+from casckpt.format.digest import Buffer
+from casckpt.format.keys import check_txid
+from casckpt.format.names import BlobHash, TxId
+
+MAX_BLOB_BYTES = (1 << 30) + 4096
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that nobody vouches for."""
+
+
+class BlobColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """The section of blobs: hashes (32 bytes each), sizes of the files in bytes, uploaders, and which are worn.
+
+    ``uploaders[index[i]]`` has blob i in its folder.
+    """
+
+    hashes: bytes
+    sizes: bytes
+    uploaders: list[str]
+    index: bytes
+    worn: bytes
+
+
+_BLOBS: Decoder[BlobColumns] = Decoder(BlobColumns)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """A blob of a manifest. ``size``: of the file in bytes. ``worn``: not to be reused by the next save of the run."""
+
+    hash: BlobHash
+    size: int
+    uploader: TxId
+    worn: bool = False
+
+
+class BlobList:
+    """The decoded section of blobs. Raises Refused for what is outside the limits."""
+
+    def __init__(self, data: Buffer) -> None:
+        try:
+            columns = _BLOBS.decode(data)
+        except DECODE_ERRORS as error:
+            raise Refused(f"its list of blobs: {error}") from error
+        self.data = bytes(data)
+        self.hashes = columns.hashes
+        self.sizes = unpack(columns.sizes)
+        self.uploaders = [check_txid(uploader) for uploader in columns.uploaders]
+        self._uploader_of = unpack(columns.index)
+        self._worn = frozenset(unpack(columns.worn).tolist())
+        count = len(self.sizes)
+        if len(self.hashes) != 32 * count or len(self._uploader_of) != count:
+            raise Refused("its columns of blobs differ in length")
+        if count and int(self.sizes.max()) > MAX_BLOB_BYTES:
+            raise Refused(f"a blob is larger than {MAX_BLOB_BYTES} bytes")
+        if count and int(self._uploader_of.max()) >= len(self.uploaders):
+            raise Refused("a blob has no uploader")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> BlobRef:
+        digest = self.hashes[32 * index : 32 * index + 32]
+        uploader = self.uploaders[int(self._uploader_of[index])]
+        return BlobRef(BlobHash(digest.hex()), int(self.sizes[index]), uploader, index in self._worn)
+
+    def names(self) -> list[tuple[TxId, BlobHash, int]]:
+        """Return (uploader, hash, size of the file in bytes) of every blob, in order."""
+        digests = self.hashes.hex()
+        hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
+        uploaders = (self.uploaders[number] for number in self._uploader_of.tolist())
+        return list(zip(uploaders, hashes, self.sizes.tolist(), strict=True))
+
+
+def encode_blobs(refs: Iterable[BlobRef]) -> bytes:
+    """Encode the section of blobs."""
+    refs = list(refs)
+    uploaders = {uploader: number for number, uploader in enumerate(dict.fromkeys(ref.uploader for ref in refs))}
+    columns = BlobColumns(
+        hashes=bytes.fromhex("".join(ref.hash for ref in refs)),
+        sizes=pack([ref.size for ref in refs]),
+        uploaders=list(uploaders),
+        index=pack([uploaders[ref.uploader] for ref in refs]),
+        worn=pack([number for number, ref in enumerate(refs) if ref.worn]),
+    )
+    return msgspec.msgpack.encode(columns)

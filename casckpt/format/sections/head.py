@@ -1,0 +1,153 @@
+"""The sections of a manifest, as its head lists them: where each lies, and the hash that proves it.
+
+::
+
+    8 bytes    b"CASCKPT" and the version of this layout, 1
+    8 bytes    number of sections
+    72 bytes   for each: name (16, ASCII, zeros behind it), flags, offset, length (8 each), BLAKE3 (32)
+    zeros      up to byte 4064
+    32 bytes   BLAKE3 of all before: the head's own hash, which the commit record names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import NamedTuple, TypeAlias
+
+from casckpt.errors import Damaged, Refused
+from casckpt.format.digest import Buffer, cell_digest
+
+MAGIC = b"CASCKPT\x01"
+HEAD_BYTES = 4096
+MAX_MANIFEST_BYTES = 4 << 30
+INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS = "index", "places", "blobs", "objects", "cells", "rows"
+KNOWN = (INDEX, PLACES, BLOBS, OBJECTS, CELLS, ROWS)
+"""In the order in which they lie: what every reader wants comes first, and is read at once."""
+NEEDED, COPIED = 1, 2
+"""Flags: who does not know the section must not use the manifest; copies of the checkpoint have it too."""
+_OF_COPIES = {INDEX, OBJECTS, CELLS}
+
+_RECORD = Struct("<16sQQQ32s")
+_HASHED = HEAD_BYTES - 32
+_MOST = (_HASHED - 16) // _RECORD.size
+
+Read: TypeAlias = Callable[[Sequence[tuple[int, int]]], Sequence[Buffer]]
+"""Reads ranges (offset, length) of a manifest."""
+
+
+class Section(NamedTuple):
+    """One section: bytes ``offset`` to ``offset + length`` of the manifest, which have the hash ``digest``."""
+
+    name: str
+    flags: int
+    offset: int
+    length: int
+    digest: bytes
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True)
+class Head:
+    """A decoded head. ``digest``: its own hash, in hex. ``data``: its bytes."""
+
+    digest: str
+    sections: Sequence[Section]
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole manifest."""
+        return self.sections[-1].end
+
+    def __getitem__(self, name: str) -> Section:
+        return next(section for section in self.sections if section.name == name)
+
+    @property
+    def foreign(self) -> list[Section]:
+        """Those that this version does not know."""
+        return [section for section in self.sections if section.name not in KNOWN]
+
+    def check_known(self) -> None:
+        """Raise Refused where something is needed that this version does not know."""
+        needed = [section.name for section in self.foreign if section.flags & NEEDED]
+        if needed:
+            raise Refused(f"it needs the section {needed[0]!r}, which this version does not know; upgrade casckpt")
+
+
+def assemble(parts: Iterable[tuple[str, Buffer]], foreign: Iterable[tuple[Section, Buffer]] = ()) -> tuple[Head, bytes]:
+    """Return the head, and the bytes of the manifest, of sections in their order; ``foreign`` ones come last."""
+    pieces = [(name, NEEDED | (COPIED if name in _OF_COPIES else 0), data) for name, data in parts]
+    pieces += [(section.name, section.flags, data) for section, data in foreign]
+    offset, sections = HEAD_BYTES, []
+    for name, flags, data in pieces:
+        sections.append(Section(name, flags, offset, len(data), cell_digest(data)))
+        offset += len(data)
+    head = _encode(sections)
+    return head, b"".join((head.data, *(data for _, _, data in pieces)))
+
+
+def _encode(sections: Sequence[Section]) -> Head:
+    rows = (_RECORD.pack(name.encode(), flags, at, length, digest) for name, flags, at, length, digest in sections)
+    text = b"".join((MAGIC, len(sections).to_bytes(8, "little"), *rows)).ljust(_HASHED, b"\0")
+    digest = cell_digest(text)
+    return Head(digest.hex(), sections, text + digest)
+
+
+def decode_head(data: Buffer, wanted: str | None = None) -> Head:
+    """Decode the head that a manifest begins with; ``wanted``: the hash that it must have (None: any).
+
+    Raises Damaged if it is not what was written, Refused if it is of another version, or not one that can be used.
+    """
+    head = bytes(data[:HEAD_BYTES])
+    digest = cell_digest(head[:_HASHED])
+    if len(head) < HEAD_BYTES or digest != head[_HASHED:]:
+        raise Damaged("its head does not have the hash at its end")
+    if wanted is not None and digest.hex() != wanted:
+        raise Damaged("its head is not the one that the commit record names: it is another manifest")
+    if head[:8] != MAGIC:
+        if head[:7] == MAGIC[:7] and head[7] > MAGIC[7]:
+            raise Refused("it is of a later version of casckpt; upgrade casckpt to read it")
+        raise Refused("it does not begin as a manifest does")
+    count = int.from_bytes(head[8:16], "little")
+    end = 16 + count * _RECORD.size
+    if count > _MOST or head[end:_HASHED].strip(b"\0"):
+        raise Refused("its head lists more sections than fit, or has something behind them")
+    sections = [_section(*row) for row in _RECORD.iter_unpack(head[16:end])]
+    _check(sections)
+    return Head(digest.hex(), sections, head)
+
+
+def _section(name: bytes, flags: int, offset: int, length: int, digest: bytes) -> Section:
+    stripped = name.rstrip(b"\0")
+    if not stripped.isascii() or not stripped.decode("ascii").isprintable():
+        raise Refused("a section of its head has no usable name")
+    return Section(stripped.decode("ascii"), flags, offset, length, digest)
+
+
+def _check(sections: Sequence[Section]) -> None:
+    names = [section.name for section in sections]
+    if [name for name in names if name in KNOWN] != list(KNOWN) or len(set(names)) != len(names):
+        raise Refused("a section is missing from its head, stands there twice, or out of order")
+    end = HEAD_BYTES
+    for section in sections:
+        if section.offset != end or section.length > MAX_MANIFEST_BYTES - end:
+            raise Refused(f"its section {section.name!r} does not begin where the one before ends, or is too large")
+        end = section.end
+
+
+def check_size(head: Head, size: int) -> None:
+    """Raise Damaged unless the manifest has as many bytes as its head says."""
+    if size != head.size:
+        raise Damaged(f"it has {size} bytes instead of {head.size}")
+
+
+def check_section(section: Section, data: Buffer) -> None:
+    """Raise Damaged unless ``data`` is what was written as this section."""
+    if len(data) != section.length or cell_digest(data) != section.digest:
+        raise Damaged(f"its section {section.name!r} does not have its hash")

@@ -1,0 +1,240 @@
+"""The index of a manifest: what was saved, as columns over its entries and objects. Its hash is the checkpoint's id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format import dtypes
+from casckpt.format.columns import pack, unpack
+from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step
+from casckpt.format.names import ManifestId
+from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
+from casckpt.format.sections.pieces import Pieces
+from casckpt.lazy import cached_property
+
+MAX_KEY_CHARACTERS = 4096
+MAX_ITEMSIZE = 4096
+TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
+
+Name: TypeAlias = tuple[str, str, int, int | None]
+"""What tells the streams of a checkpoint apart: kind, key, index, rank; see `StreamEntry`."""
+
+
+class StreamEntry(msgspec.Struct, frozen=True, gc=False):
+    """One stream of elements that lies in blobs.
+
+    ``kind``: "tensor"; "part", a large buffer of an object (``key`` is the object's, ``index`` its number); or
+    "attachment", a file that travels along (``key`` is its name). ``rank``: of a value that each rank has for itself
+    (`casckpt.PerRank`), else None. ``dtype``: as torch names it, an element of ``itemsize`` bytes. ``number``: of the
+    entry in its manifest.
+    """
+
+    kind: str
+    key: str
+    index: int
+    rank: int | None
+    dtype: str
+    itemsize: int
+    shape: Shape
+    number: int
+
+    @property
+    def name(self) -> Name:
+        """Identity of the stream in its manifest."""
+        return self.kind, self.key, self.index, self.rank
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as held in memory."""
+        return self.numel * self.itemsize
+
+
+class StoredObject(msgspec.Struct, frozen=True, gc=False):
+    """One leaf that is not a tensor, without its data. ``number``: of its piece in the section of objects."""
+
+    key: str
+    rank: int | None
+    parts: int
+    pickled: bool
+    number: int
+
+
+class StoredAttachment(msgspec.Struct, frozen=True, gc=False):
+    """A short attachment, without its data, which is piece ``number`` of the section of objects."""
+
+    name: str
+    number: int
+
+
+class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """A row for each entry.
+
+    ``kind``, ``dtype``: numbers of ``kinds`` and ``dtypes``, which come with the bytes of an element. ``rank``: 0 for
+    none, else one more. ``dimensions``: their number; ``shape``: those of all entries, one after the other.
+    """
+
+    kinds: list[str]
+    kind: bytes
+    keys: list[str]
+    index: bytes
+    rank: bytes
+    dtypes: list[tuple[str, int]]
+    dtype: bytes
+    dimensions: bytes
+    shape: bytes
+
+
+class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """A row for each object: ``rank`` as of entries, ``parts``: how many, ``pickled``: 0 or 1."""
+
+    keys: list[str]
+    rank: bytes
+    parts: bytes
+    pickled: bytes
+
+
+_STORED_AS = {"entry_columns": "entries", "object_columns": "objects", "attachment_names": "attachments"}
+
+
+class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True, rename=_STORED_AS):
+    """The content whose hash is the id of a checkpoint. ``created_at``: microseconds since the epoch, UTC.
+
+    ``notes``: what a front end adds for itself, as plain data under its name. Readers ignore notes they do not know.
+    ``cells``: the cell tables of the entries; ``data``: of the objects, then of the attachments.
+    """
+
+    format: int
+    casckpt: str
+    torch: str
+    run: str
+    step: int
+    created_at: int
+    parent: ManifestId | None
+    world_size: int
+    cell_bytes: int
+    metadata: msgspec.Raw
+    entry_columns: EntryColumns
+    object_columns: ObjectColumns
+    attachment_names: list[str]
+    cells: Pieces
+    data: Pieces
+    tree: bytes
+    notes: dict[str, bytes] = {}
+
+    def check(self) -> None:
+        """Raise Refused or InvalidInput for what is outside the limits, or would become part of a key or path."""
+        check_run(self.run)
+        check_step(self.step)
+        if self.parent is not None:
+            check_hash(self.parent)
+        if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 64:
+            raise Refused(f"a cell of {self.cell_bytes} bytes")
+        for name in self.attachment_names:
+            check_attachment_name(name)
+
+    @cached_property
+    def entries(self) -> Sequence[StreamEntry]:
+        """All entries. Raises Refused or InvalidInput where the columns make none that could be used."""
+        return _entries(self.entry_columns)
+
+    @cached_property
+    def objects(self) -> Sequence[StoredObject]:
+        """All objects. Raises Refused."""
+        columns = self.object_columns
+        rows = [_ranks(columns.rank), unpack(columns.parts).tolist(), (unpack(columns.pickled) != 0).tolist()]
+        if {len(row) for row in rows} != {len(columns.keys)}:
+            raise Refused("its columns of objects differ in length")
+        return [StoredObject(*row) for row in zip(columns.keys, *rows, range(len(columns.keys)), strict=True)]
+
+    @cached_property
+    def attachments(self) -> Sequence[StoredAttachment]:
+        """All short attachments; long ones are entries."""
+        first = len(self.object_columns.keys)
+        return [StoredAttachment(name, first + number) for number, name in enumerate(self.attachment_names)]
+
+
+def _entries(columns: EntryColumns) -> list[StreamEntry]:
+    count, keys = len(columns.keys), columns.keys
+    kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
+    indices, ranks, shapes = unpack(columns.index).tolist(), _ranks(columns.rank), _shapes(columns)
+    if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
+        raise Refused("its columns of entries differ in length")
+    for name, itemsize in columns.dtypes:
+        if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
+            raise Refused(f"an element of {name[:80]!r} of {itemsize} bytes")
+    if count and max(map(len, keys)) > MAX_KEY_CHARACTERS:
+        raise Refused("the key of an entry is too long")
+    rows = zip(kinds, keys, indices, ranks, types, shapes, range(count), strict=True)
+    made = [
+        StreamEntry(kind, key, index, rank, dtype, itemsize, shape, number)
+        for kind, key, index, rank, (dtype, itemsize), shape, number in rows
+    ]
+    if columns.kinds != [TENSOR]:
+        _check_bytes(made)
+    return made
+
+
+def _check_bytes(entries: Sequence[StreamEntry]) -> None:
+    for entry in entries:
+        if entry.kind == ATTACHMENT:
+            check_attachment_name(entry.key)
+        if entry.kind in (PART, ATTACHMENT) and (entry.dtype != "uint8" or len(entry.shape) != 1):
+            raise Refused(f"key {entry.key[:80]!r} of kind {entry.kind} that is not made of bytes")
+
+
+def _of(table: Sequence[Any], column: bytes) -> list[Any]:
+    numbers = unpack(column)
+    if numbers.size and int(numbers.max()) >= len(table):
+        raise Refused("an entry has a kind or dtype that its manifest does not list")
+    return [table[number] for number in numbers.tolist()]
+
+
+def _ranks(column: bytes) -> list[int | None]:
+    return [number - 1 if number else None for number in unpack(column).tolist()]
+
+
+def _shapes(columns: EntryColumns) -> list[Shape]:
+    dimensions, extents = unpack(columns.dimensions), unpack(columns.shape)
+    if dimensions.size and (int(dimensions.max()) > MAX_DIMENSIONS or int(dimensions.sum()) != len(extents)):
+        raise Refused("its columns of shapes differ in length, or a shape has too many dimensions")
+    ends, numbers = np.cumsum(dimensions).tolist(), extents.tolist()
+    return [check_shape(tuple(numbers[end - size : end])) for size, end in zip(dimensions.tolist(), ends, strict=True)]
+
+
+def pack_ranks(ranks: Iterable[int | None]) -> bytes:
+    """Encode a column of ranks."""
+    return pack([0 if rank is None else rank + 1 for rank in ranks])
+
+
+def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[Shape]) -> EntryColumns:
+    """Return the columns of streams, with the dtype and shape of each.
+
+    Raises InvalidInput for a key that no reader would take, Refused for a dtype that is not known.
+    """
+    keys = [key for _, key, _, _ in names]
+    if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
+        raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
+    kind_of = {kind: number for number, kind in enumerate(dict.fromkeys(name[0] for name in names))}
+    type_of = {dtype: number for number, dtype in enumerate(dict.fromkeys(types))}
+    return EntryColumns(
+        kinds=list(kind_of),
+        kind=pack([kind_of[kind] for kind, _, _, _ in names]),
+        keys=keys,
+        index=pack([index for _, _, index, _ in names]),
+        rank=pack_ranks(rank for _, _, _, rank in names),
+        dtypes=[(name, dtypes.itemsize(name)) for name in type_of],
+        dtype=pack([type_of[dtype] for dtype in types]),
+        dimensions=pack([len(shape) for shape in shapes]),
+        shape=pack([extent for shape in shapes for extent in shape]),
+    )

@@ -1,0 +1,129 @@
+"""Pieces of a section that are read apart: each belongs to an entry or object, and is proved without the others.
+
+Consecutive pieces form groups, each with a hash: one piece a group in a small manifest, so that damage hits one alone;
+some KiB a group in a large one, so that the hashes, which every reader needs, stay a small part of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import msgspec
+import numpy as np
+
+from casckpt.errors import Damaged, Refused
+from casckpt.format.columns import pack, unpack
+from casckpt.format.digest import Buffer, cell_digest
+from casckpt.format.sections.head import Read, Section
+
+_HASH = 32
+_GROUP_BYTES, _FEW = 16 << 10, 256
+_SMALL = 64 << 10  # bytes of a section that is read at once
+
+
+class Pieces(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of each piece (column), number of pieces in each group (column), BLAKE3 of each group."""
+
+    lengths: bytes
+    groups: bytes
+    hashes: bytes
+
+
+def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
+    """Return the table of ``pieces``, and the section that holds them one after the other."""
+    data, lengths = b"".join(pieces), list(map(len, pieces))
+    starts, firsts = _grouped(lengths, max(1, min(_GROUP_BYTES, len(data) // _FEW)))
+    view, bounds = memoryview(data), [*(starts[first] for first in firsts), len(data)]
+    hashes = [cell_digest(view[lo:hi]) for lo, hi in pairwise(bounds)]
+    groups = [end - first for first, end in pairwise([*firsts, len(pieces)])]
+    return Pieces(pack(lengths), pack(groups), b"".join(hashes)), data
+
+
+def _grouped(lengths: list[int], step: int) -> tuple[Sequence[int], list[int]]:
+    """Return where each piece starts, and the first pieces of groups: those that start in one step are together."""
+    if len(lengths) <= _FEW:
+        starts = list(accumulate(lengths, initial=0))[:-1]
+        return starts, [n for n, start in enumerate(starts) if not n or start // step != starts[n - 1] // step]
+    begins = np.cumsum([0, *lengths[:-1]])
+    return memoryview(begins.data), np.flatnonzero(np.diff(begins // step, prepend=-1)).tolist()
+
+
+class PieceReader:
+    """The ``count`` pieces of a section, each read and (unless that is ``proved``) proved when asked for. Thread-safe.
+
+    Raises Refused if the table does not fit the section.
+    """
+
+    def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
+        self._section, self._read, self._hashes = section, read, table.hashes
+        lengths, groups = unpack(table.lengths).tolist(), unpack(table.groups).tolist()
+        self._ends: list[int] = list(accumulate(lengths, initial=0))
+        firsts = list(accumulate(groups, initial=0))
+        if len(lengths) != count or firsts[-1] != count or (groups and not min(groups)):
+            raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
+        if self._ends[-1] != section.length or len(table.hashes) != _HASH * len(groups):
+            raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
+        self._firsts, self._bounds = firsts, [self._ends[first] for first in firsts]
+        self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
+        self._all = memoryview(read([(section.offset, section.length)])[0]) if proved else None
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def length(self, number: int) -> int:
+        """Return the bytes of a piece."""
+        return self._ends[number + 1] - self._ends[number]
+
+    def get(self, number: int) -> memoryview:
+        """Return a piece. Raises Damaged if its group does not have its hash, and what reading does."""
+        ends = self._ends
+        if self._all is not None:
+            return self._all[ends[number] : ends[number + 1]]
+        group = bisect_right(self._firsts, number) - 1
+        try:
+            held = self._held[group]
+        except KeyError:
+            self._fetch([group])
+            held = self._held[group]
+        if held is None:
+            raise Damaged(f"its section {self._section.name!r} does not have its hash here")
+        begin = self._bounds[group]
+        return held[ends[number] - begin : ends[number + 1] - begin]
+
+    def is_right(self, number: int) -> bool:
+        """Tell whether a piece, which is at hand, has its hash."""
+        try:
+            self.get(number)
+        except Damaged:
+            return False
+        return True
+
+    def ready(self, numbers: Iterable[int]) -> None:
+        """Read what is missing of these pieces, in few reads. Raises what reading does; `get` tells what is damaged."""
+        if self._all is not None:
+            return
+        groups = {bisect_right(self._firsts, number) - 1 for number in numbers}
+        if missing := groups - self._held.keys():
+            self._fetch(sorted(missing))
+
+    def _fetch(self, groups: Sequence[int]) -> None:
+        """Read groups, those that lie together at once, and prove each. Of a small section that is all of them."""
+        bounds, start = self._bounds, self._section.offset
+        if self._section.length <= _SMALL:
+            groups = range(len(bounds) - 1)
+        runs: list[list[int]] = []
+        for group in groups:
+            if runs and group == runs[-1][-1] + 1:
+                runs[-1].append(group)
+            else:
+                runs.append([group])
+        spans = [(start + bounds[run[0]], bounds[run[-1] + 1] - bounds[run[0]]) for run in runs]
+        found = self._read(spans) if any(length for _, length in spans) else [b""] * len(spans)
+        for run, data in zip(runs, found, strict=True):
+            view, begin = memoryview(data), bounds[run[0]]
+            for group in run:
+                part = view[bounds[group] - begin : bounds[group + 1] - begin]
+                right = cell_digest(part) == self._hashes[_HASH * group : _HASH * (group + 1)]
+                self._held[group] = part if right else None

@@ -1,0 +1,129 @@
+"""Pieces come back one by one; a flipped byte hits its group alone; a table that lies is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import Damaged, Refused
+from casckpt.format.columns import pack, unpack
+from casckpt.format.digest import cell_digest
+from casckpt.format.sections.head import Section
+from casckpt.format.sections.pieces import PieceReader, Pieces, cut
+
+START = 5000
+Pieced = Sequence[bytes]
+pieces = st.lists(st.binary(max_size=40) | st.just(b""), max_size=60)
+large = [bytes([number % 251]) * (number % 7 * 100) for number in range(40_000)]
+
+
+class Store:
+    """Bytes that are read by range, and which ranges were."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.reads = data, [(0, 0)]
+        self.reads.clear()
+
+    def read(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.reads += ranges
+        return [self.data[offset - START : offset - START + length] for offset, length in ranges]
+
+
+def section(data: bytes) -> Section:
+    return Section("cells", 0, START, len(data), cell_digest(data))
+
+
+def opened(table: Pieces, data: bytes, count: int) -> tuple[PieceReader, Store]:
+    store = Store(data)
+    return PieceReader(table, count, section(data), store.read), store
+
+
+@given(pieces)
+def test_pieces_come_back(given_: list[bytes]) -> None:
+    table, data = cut(given_)
+    reader, _ = opened(table, data, len(given_))
+    assert data == b"".join(given_)
+    assert len(reader) == len(given_)
+    assert [bytes(reader.get(number)) for number in range(len(given_))] == given_
+    assert [reader.length(number) for number in range(len(given_))] == list(map(len, given_))
+    assert int(unpack(table.groups).sum()) == len(given_)
+
+
+def test_a_small_section_has_a_group_for_each_and_a_large_one_of_16_kib() -> None:
+    few, _ = cut([bytes(33)] * 200)
+    assert unpack(few.groups).tolist() == [1] * 200
+    table, data = cut(large)
+    assert len(data) > 10 << 20
+    assert len(table.hashes) <= 32 * (len(data) // (16 << 10) + 1)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=60), st.data())
+def test_a_flipped_byte_hits_its_piece_alone(given_: list[bytes], data_: st.DataObject) -> None:
+    table, good = cut(given_)
+    position = data_.draw(st.integers(0, len(good) - 1))
+    raw = bytearray(good)
+    raw[position] ^= 1
+    hit = next(number for number, end in enumerate(accumulate(map(len, given_))) if position < end)
+    store = Store(bytes(raw))
+    reader = PieceReader(table, len(given_), section(good), store.read)
+    reader.ready(range(len(given_)))
+    if len(good) < 512:
+        assert [number for number in range(len(given_)) if not reader.is_right(number)] == [hit]
+    with pytest.raises(Damaged, match="'cells' does not have its hash"):
+        reader.get(hit)
+
+
+def test_only_what_is_asked_for_is_read_and_once() -> None:
+    table, data = cut(large)
+    reader, store = opened(table, data, len(large))
+    assert bytes(reader.get(20_000)) == large[20_000]
+    ((_, length),) = store.reads
+    assert length <= 17 << 10
+    reader.get(20_000)
+    assert len(store.reads) == 1
+    store.reads.clear()
+    reader.ready([*range(3000, 3200), 39_999])
+    assert len(store.reads) == 2
+    for number in (3000, 3199, 39_999):
+        assert bytes(reader.get(number)) == large[number]
+    assert len(store.reads) == 2
+
+
+@given(st.data())
+def test_a_table_that_lies_is_refused_or_proves_nothing(data_: st.DataObject) -> None:
+    given_ = [b"one", b"", b"three", b"four"]
+    table, data = cut(given_)
+    lists = [unpack(table.lengths).tolist(), unpack(table.groups).tolist()]
+    which = data_.draw(st.integers(0, 1))
+    change = data_.draw(st.sampled_from(["drop", "add", "set"]))
+    if change == "drop":
+        del lists[which][-1:]
+    elif change == "add":
+        lists[which].append(data_.draw(st.integers(0, 5)))
+    else:
+        lists[which][data_.draw(st.integers(0, len(lists[which]) - 1))] = data_.draw(
+            st.integers(0, 9) | st.sampled_from([2**31, 2**61, 2**62])
+        )
+    forged = Pieces(pack(lists[0]), pack(lists[1]), table.hashes)
+    try:
+        reader, _ = opened(forged, data, len(given_))
+    except Refused:
+        return
+    for number in range(len(given_)):
+        if reader.is_right(number):
+            assert len(reader.get(number)) <= len(data)
+
+
+def test_hashes_that_are_missing_are_refused() -> None:
+    table, data = cut([b"one", b"two"])
+    for hashes in (b"", table.hashes[:-1], table.hashes + bytes(32)):
+        with pytest.raises(Refused):
+            opened(Pieces(table.lengths, table.groups, hashes), data, 2)
+    with pytest.raises(Refused):
+        opened(table, data + b"x", 2)
+    with pytest.raises(Refused):
+        opened(table, data, 3)
