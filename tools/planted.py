@@ -459,8 +459,8 @@ PLANTED = (
     Planted(
         "a piece of a manifest is taken without its hash",
         "casckpt/format/sections/pieces.py",
-        "data if cell_digest(data) == digest else None",
-        "data",
+        "self._held[group] = part if right else None",
+        "self._held[group] = part",
         "tests/format/sections/test_pieces.py",
     ),
     Planted(
