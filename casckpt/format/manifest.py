@@ -23,6 +23,7 @@ from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format import dtypes
+from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
 from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import cell_digest, hex_digest
 from casckpt.format.extents import ExtentTable, Packed, unpacked
@@ -34,7 +35,7 @@ from casckpt.lazy import cached_property
 
 MAGIC = b"CASCKPT\x01"
 MAX_MANIFEST_BYTES = 4 << 30
-MAX_BLOB_BYTES = (1 << 30) + 4096
+MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 MAX_KEY_CHARACTERS = 4096
 MAX_METADATA_DEPTH = 32
 TENSOR, PART, ATTACHMENT = "tensor", "part", "attachment"
@@ -234,7 +235,7 @@ def _check_body(body: ManifestBody) -> None:
     check_step(body.step)
     if body.parent is not None:
         check_hash(body.parent)
-    if not 4096 <= body.cell_bytes <= 1 << 30 or body.cell_bytes % 64:
+    if not 4096 <= body.cell_bytes <= 1 << 30 or body.cell_bytes % 4096:
         raise Refused(f"a cell of {body.cell_bytes} bytes")
     for attachment in body.attachments:
         check_attachment_name(attachment.name)

@@ -13,7 +13,7 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.blob import most_data
 from casckpt.format.extents import ExtentTable, StoredCell, build, join, with_blobs
 from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.manifest import BlobRef, Name, StreamEntry, packed_entry
@@ -164,5 +164,5 @@ def mark_worn(described: Share, run: str, live: frozenset[TxId]) -> list[BlobRef
     marked = []
     for ref, nbytes in zip(described.refs, used.tolist(), strict=True):
         ours = ref.uploader not in live or parse_txid(ref.uploader).run_hash == mine
-        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, ours and 2 * nbytes < ref.size - DATA_OFFSET))
+        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, ours and 2 * nbytes < most_data(ref.size)))
     return marked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
@@ -11,8 +12,9 @@ import torch
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.format import blob, dtypes
+from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
-from casckpt.format.manifest import Name
+from casckpt.format.manifest import ATTACHMENT, Name
 from casckpt.format.regions import Region, Shape, normalise, whole
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import KnownCells
@@ -47,6 +49,11 @@ class Source:
     def name(self) -> Name:
         """What tells it apart."""
         return self.kind, self.key, self.index, self.rank
+
+    @property
+    def branch(self) -> str:
+        """The child of the state's root that it belongs to, as far as a key tells; attachments are a branch."""
+        return "" if self.kind == ATTACHMENT else self.key.partition(".")[0]
 
     @property
     def nbytes(self) -> int:
@@ -100,20 +107,29 @@ class Cell:
 
 @collecting_later()
 def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:
-    """The cells of all sources, group by group, in the order in which they are to lie in blobs."""
-    work = []
-    for number in sorted(range(len(sources)), key=lambda i: sources[i].order):
-        source = sources[number]
-        size = dtypes.itemsize(source.dtype)
-        parent = known.parent_table(source.name, source.dtype, source.shape)
-        for region, data, base in source.parts():
-            for group in plan_cells(region, source.shape, cell_bytes // size, parent):
-                memory = _memory(region, data, group)
-                shift = base - group.lo
-                work.append(
-                    [Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts]
-                )
+    """The cells of all sources, group by group, in the order in which they are to lie in blobs.
+
+    Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.
+    """
+    work: list[list[Cell]] = []
+    ordered = sorted(range(len(sources)), key=lambda i: sources[i].order)
+    for _, numbers in groupby(ordered, key=lambda i: blob.order(sources[i].dtype)):
+        small: list[list[Cell]] = []
+        for number in numbers:
+            for cells in _groups(number, sources[number], cell_bytes, known):
+                (work if cells[0].nbytes >= LEAF_BYTES else small).append(cells)
+        work += small
     return work
+
+
+def _groups(number: int, source: Source, cell_bytes: int, known: KnownCells) -> Iterator[list[Cell]]:
+    size = dtypes.itemsize(source.dtype)
+    parent = known.parent_table(source.name, source.dtype, source.shape)
+    for region, data, base in source.parts():
+        for group in plan_cells(region, source.shape, cell_bytes // size, parent):
+            memory = _memory(region, data, group)
+            shift = base - group.lo
+            yield [Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts]
 
 
 def _memory(region: Region, data: Data, group: Group) -> Memory:
