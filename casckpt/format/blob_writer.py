@@ -76,9 +76,8 @@ class BlobWriter:
         Raises InvalidInput if there are no cells, or they are not in order.
         """
         self._join(self.end)
-        starts = [start for _, start in self._runs]
-        lengths = [stop - start for start, stop in zip(starts, [*starts[1:], self.end], strict=True)]
-        runs = [(dtype, nbytes) for (dtype, _), nbytes in zip(self._runs, lengths, strict=True)]
+        ends = [start for _, start in self._runs[1:]] + [self.end]
+        runs = [(dtype, end - start) for (dtype, start), end in zip(self._runs, ends, strict=False)]
         self._buffer[:DATA_OFFSET] = encode_header(runs, len(self._leaves) + 1)
         proof = encode_proof([(DATA_OFFSET, cell_digest(self._buffer[:DATA_OFFSET])), *self._leaves])
         size = self.end + len(proof)

@@ -1,4 +1,4 @@
-"""The check of a blob by hand, as docs/format.md has it: its commands are run. Without b3sum a stand-in takes its place."""
+"""The check of a blob by hand, as docs/format.md has it: its commands are run, without b3sum by a stand-in."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _prove_anew(found: Mending) -> None:
     """Make the proof again from the bytes it is of, and from what is left of it: the lengths, but for one at most."""
     data, size = found.data, found.ref.size
     try:
-        place = DATA_OFFSET + sum(nbytes for _, nbytes in decode_header(data[:DATA_OFFSET], size))
+        place = DATA_OFFSET + sum(nbytes for _, nbytes in decode_header(bytes(data[:DATA_OFFSET]), size))
     except Refused:
         return
     told = as_leaves(data[place:])

@@ -14,6 +14,7 @@ from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
@@ -38,7 +39,7 @@ def wrong_rows(
             yield commit, error
 
 
-def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[str, str], bytes]) -> None:
+def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, BlobHash], bytes]) -> None:
     refs = list(manifest.blobs)
     leaves_of = lru_cache(_AT_ONCE)(partial(_leaves, refs, proofs))
     for entry in manifest.body.entries:
@@ -52,7 +53,7 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[str, st
                 raise Refused(f"key {entry.key!r}: {where} are right, but not what it says that lies there")
 
 
-def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[str, str], bytes], number: int) -> dict[int, Leaf]:
+def _leaves(refs: Sequence[BlobRef], proofs: Mapping[tuple[TxId, BlobHash], bytes], number: int) -> dict[int, Leaf]:
     """Return the leaves of a blob by their offset; none where it was not looked at, or is damaged."""
     return {leaf.offset: leaf for leaf in as_leaves(proofs.get((refs[number].uploader, refs[number].hash), b""))}
 

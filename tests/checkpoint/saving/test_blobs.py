@@ -64,21 +64,72 @@ def test_a_blob_is_named_by_what_proves_its_bytes(store: Store) -> None:
         assert is_blob(BlobHash(path.stem), path.read_bytes())
 
 
-def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
-    store = Store(Repository(LocalStore(tmp_path / "store")))
+def large(folder: Path) -> Store:
+    """A store with blobs of several MiB."""
+    store = Store(Repository(LocalStore(folder)))
     store.create(cell_bytes=256 << 10, blob_bytes=8 << 20)
+    return store
+
+
+def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
+    """The branches of the state that each blob of a checkpoint has cells of."""
+    manifest = manifests.get(store.repository, store.get(ref).commit)
+    found: dict[str, set[str]] = {}
+    for entry in manifest.body.entries:
+        for number in manifest.extents(entry).columns.blob.tolist():
+            branch = entry.key.partition(".")[0] if entry.kind != "attachment" else ""
+            found.setdefault(manifest.blob(number).hash, set()).add(branch)
+    return found
+
+
+MIB = 256  # cells
+
+
+def test_branches_of_a_state_have_blobs_of_their_own(tmp_path: Path) -> None:
+    """But for small ones, which share one of at most 1 MiB."""
+    store, step = large(tmp_path / "store"), torch.arange(10)
+    state = {
+        "model": {f"w{i}": cells(3.3 * MIB) for i in range(4)},
+        "small": {"a": cells(0.3 * MIB)},
+        "optim": {f"w{i}": {"m": cells(MIB), "step": step + i} for i in range(4)} | {"groups": bytes(9000)},
+        "rest": {"b": cells(0.3 * MIB).half(), "c": step + 100},
+    }
+    attachment = bytes(300 << 10)
+    store.save(state, step=1, attachments={"a": attachment})
+    found = branches_of_blobs(store, "default@1")
+    assert sorted(map(sorted, found.values())) == [["", "rest", "small"], ["model"], ["model"], ["optim"]]
+    assert same_state(store.read("default@1"), state)
+    assert store.read_attachment("default@1", "a") == attachment
+    assert store.save(state, step=2, attachments={"a": attachment}).stats.bytes_written == 0
+
+
+@pytest.mark.parametrize(("count", "blobs"), [(16, 16), (17, 5)])
+def test_many_branches_count_as_one(tmp_path: Path, count: int, blobs: int) -> None:
+    store = large(tmp_path / "store")
+    store.save({f"layer{i}": {"w": cells(2 * MIB)} for i in range(count)}, step=1, threads=1)
+    assert len(branches_of_blobs(store, "default@1")) == blobs
+
+
+def test_small_states_are_one_blob(tmp_path: Path) -> None:
+    store = large(tmp_path / "store")
+    store.save({"model": {"w": cells(0.6 * MIB)}, "optim": {"m": cells(0.3 * MIB), "s": torch.arange(9)}}, step=1)
+    assert len(files(store)) == 1
+
+
+def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
+    store = large(tmp_path / "store")
     counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # of 256 KiB
-    state = {f"w{i}": cells(64 * count) for i, count in enumerate(counts)} | {"i": torch.arange(9)}
+    state = {f"m.w{i}": cells(64 * count) for i, count in enumerate(counts)} | {"m.i": torch.arange(9)}
     ckpt = store.save(state, step=1)
     manifest = manifests.get(store.repository, ckpt.commit)
     (path,) = files(store)
     proof = path.read_bytes()[DATA_OFFSET + data_of(store, blob_keys(store)[0]) :]
     leaves = {leaf.offset: leaf for leaf in as_leaves(proof)}
-    large = [
+    leaves_wanted = [
         cell for key in state for cell in manifest.extents(manifest.tensors[key]).stored_cells() if cell.nbytes >= 65536
     ]
-    assert len(large) == 4 + 1 + 1 + 2 + 1
-    for cell in large:
+    assert len(leaves_wanted) == 4 + 1 + 1 + 2 + 1
+    for cell in leaves_wanted:
         assert cell.offset % 4096 == 0
         assert leaves[cell.offset][1:] == (cell.nbytes, cell.digest)
     assert all(len(manifest.extents(manifest.tensors[key])) == 1 for key in state), "tensors lie together"

@@ -383,7 +383,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
     data = storage.get(key, limit=1 << 30)
     storage.delete(key)
     if how != "deleted":
-        storage.put(key, data[:-1] if how == "truncated" else data + b"\0")
+        storage.put(key, data[:-CELL] if how == "truncated" else data + b"\0")
 
 
 def test_digests_decide_not_times(tmp_path: Path) -> None:
