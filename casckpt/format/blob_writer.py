@@ -52,22 +52,22 @@ class BlobWriter:
 
     def place(self, nbytes: int) -> int:
         """Return the byte of the file, and of the buffer, at which the next cell begins, if it has ``nbytes`` bytes."""
-        return place_behind(self.end, nbytes)
+        return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
 
     def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
         """Take up the cell at its `place`, of torch's ``dtype``. ``digest``: of the bytes that are there."""
-        at = self.place(nbytes)
-        if at > self.end:
+        at = self.end
+        if nbytes >= LEAF_BYTES:
+            at = place_behind(at, nbytes)
             self._buffer[self.end : at] = bytes(at - self.end)
+            self._join(at)
+            self._leaves.append((nbytes, digest))
+            self._joined = at + nbytes
         if dtype != self._dtype:
             self._runs.append((dtype, at))
             self._dtype = dtype
         self.end = at + nbytes
-        if nbytes >= LEAF_BYTES:
-            self._join(at)
-            self._leaves.append((nbytes, digest))
-            self._joined = self.end
-        elif self.end - self._joined >= LEAF_BYTES:
+        if self.end - self._joined >= LEAF_BYTES:
             self._join(self.end)
 
     def finish(self) -> tuple[BlobHash, int]:

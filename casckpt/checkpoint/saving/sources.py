@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
@@ -112,24 +111,23 @@ def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> 
     Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.
     """
     work: list[list[Cell]] = []
-    ordered = sorted(range(len(sources)), key=lambda i: sources[i].order)
-    for _, numbers in groupby(ordered, key=lambda i: blob.order(sources[i].dtype)):
-        small: list[list[Cell]] = []
-        for number in numbers:
-            for cells in _groups(number, sources[number], cell_bytes, known):
-                (work if cells[0].nbytes >= LEAF_BYTES else small).append(cells)
-        work += small
-    return work
-
-
-def _groups(number: int, source: Source, cell_bytes: int, known: KnownCells) -> Iterator[list[Cell]]:
-    size = dtypes.itemsize(source.dtype)
-    parent = known.parent_table(source.name, source.dtype, source.shape)
-    for region, data, base in source.parts():
-        for group in plan_cells(region, source.shape, cell_bytes // size, parent):
-            memory = _memory(region, data, group)
-            shift = base - group.lo
-            yield [Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts]
+    small: list[list[Cell]] = []
+    stored = None
+    for number in sorted(range(len(sources)), key=lambda i: sources[i].order):
+        source = sources[number]
+        if stored != (stored := blob.order(source.dtype)):
+            work, small = work + small, []
+        size = dtypes.itemsize(source.dtype)
+        parent = known.parent_table(source.name, source.dtype, source.shape)
+        for region, data, base in source.parts():
+            for group in plan_cells(region, source.shape, cell_bytes // size, parent):
+                memory = _memory(region, data, group)
+                shift = base - group.lo
+                cells = [
+                    Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts
+                ]
+                (small if cells[0].nbytes < LEAF_BYTES else work).append(cells)
+    return work + small
 
 
 def _memory(region: Region, data: Data, group: Group) -> Memory:

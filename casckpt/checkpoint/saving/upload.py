@@ -25,7 +25,7 @@ from threading import BoundedSemaphore, Event, Lock
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded, place_behind
+from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import BlobRef
@@ -285,7 +285,7 @@ class _Queue:
             first = last = self._next
             while last < len(self._cells):
                 nbytes = self._cells[last].nbytes
-                begin = place_behind(begin, nbytes) + nbytes
+                begin = (begin if nbytes < LEAF_BYTES else place_behind(begin, nbytes)) + nbytes
                 if begin > end:
                     break
                 last += 1
