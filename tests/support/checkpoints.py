@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 import numpy as np
@@ -108,10 +108,10 @@ def is_blob(name: BlobHash, data: Buffer) -> bool:
     return not check.wrong
 
 
-def read_arrays(repo: Repository, commit: Commit) -> dict[str, bytes]:
-    """The bytes of every tensor, each cell compared with its digest."""
+def read_arrays(repo: Repository, commit: Commit, *, but: Collection[str] = ()) -> dict[str, bytes]:
+    """The bytes of every tensor, each cell compared with its digest. ``but``: keys that are left out."""
     manifest = manifests.get(repo, commit)
-    return {entry.key: _read(repo, manifest, entry) for entry in manifest.body.entries}
+    return {entry.key: _read(repo, manifest, entry) for entry in manifest.body.entries if entry.key not in but}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:

@@ -116,6 +116,18 @@ def test_small_states_are_one_blob(tmp_path: Path) -> None:
     assert len(files(store)) == 1
 
 
+def test_padding_has_room_in_a_blob(tmp_path: Path) -> None:
+    """Fifteen such cells have, without it, just less than a blob may hold."""
+    store = Store(Repository(LocalStore(tmp_path / "store")))
+    store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
+    state = {f"m.{i}": torch.full((69_633,), i, dtype=torch.uint8) for i in range(40)}
+    store.save(state, step=1, threads=1)
+    assert max(data_of(store, key) for key in blob_keys(store)) <= 1 << 20
+    assert len(blob_keys(store)) == 3
+    assert same_state(store.read("default@1"), state)
+    assert not store.verify().is_damaged
+
+
 def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
     store = large(tmp_path / "store")
     counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # of 256 KiB

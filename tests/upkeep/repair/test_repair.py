@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from casckpt.checkpoint.saving.known import ReusableManifests
 from casckpt.cli.describe import plain
 from casckpt.errors import Damaged, StorageError
 from casckpt.format.blob import DATA_OFFSET
-from casckpt.format.keys import manifest_key
+from casckpt.format.digest import cell_digest, proof_name
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.proof import encode_proof
 from casckpt.plan.progress import silent
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
@@ -28,6 +31,7 @@ from tests.support.checkpoints import (
     array,
     content,
     flip,
+    known_cells,
     only_blob,
     read_arrays,
     save_arrays,
@@ -291,6 +295,46 @@ def test_so_it_is_beside_dead_cells(repo: Repository, position: int) -> None:
     assert (len(found.blobs), found.superseded) == (1, ())
     assert repo.storage.get(key, limit=1 << 20) == before
     assert read_arrays(repo, newer) == content(kept)
+
+
+def test_a_torn_proof_beside_a_dead_cell_that_is_wrong_cannot_be_made_anew(repo: Repository) -> None:
+    """And what was made of it is not taken for the blob."""
+    older = save_arrays(repo, LARGE, cell=LEAF)
+    kept = {name: LARGE[name] for name in "abd"}
+    save_arrays(repo, kept, step=1, reuse=older, cell=LEAF)
+    commits.forget(repo, older)
+    collect(repo)
+    key = only_blob(repo, older)
+    flip(repo, key, SMALL)
+    flip(repo, key, -1)
+    verify(repo)
+    found = repair(repo)
+    assert (found.blobs, len(found.superseded)) == ((), 1)
+    assert read_arrays(repo, resolve(repo, "run@1")) == content(kept)
+
+
+@pytest.mark.parametrize("position", [100, -1])
+def test_a_blob_that_was_cut_otherwise_stays_as_it_was_cut(repo: Repository, position: int) -> None:
+    """With as many leaves as casckpt would make: two large cells in one, two small ones apart."""
+    arrays: Arrays = {"a": array(1, 32), "c": array(4, 0.125), "d": array(5, 0.125)}
+    one = save_arrays(repo, arrays, cell=LEAF)
+    (ref,) = manifests.get(repo, one).blobs
+    data = bytearray(repo.storage.get(blob_key(ref.uploader, ref.hash), limit=1 << 20))
+    cut, start = [], 0
+    for nbytes in (DATA_OFFSET, 2 * LEAF, 512, 512):
+        cut.append((nbytes, cell_digest(data[start : start + nbytes])))
+        start += nbytes
+    data[start:] = proof = encode_proof(cut)
+    other = replace(ref, hash=proof_name(proof))
+    assert (len(data), other.hash != ref.hash) == (ref.size, True)
+    blobs.put(repo, other.uploader, other.hash, bytes(data))
+    known = {digest: (other, offset) for digest, (_, offset) in known_cells(repo, one).items()}
+    two = save_arrays(repo, arrays, step=1, known=known, cell=LEAF)
+    flip(repo, blob_key(other.uploader, other.hash), position)
+    verify(repo)
+    assert repair(repo).blobs == (other.hash,)
+    assert repo.storage.get(blob_key(other.uploader, other.hash), limit=1 << 20) == data
+    assert read_arrays(repo, two) == content(arrays)
 
 
 def test_a_dead_cell_comes_back_from_where_it_lives(repo: Repository, other: Repository) -> None:

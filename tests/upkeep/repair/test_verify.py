@@ -22,7 +22,7 @@ from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.checking import PIECE
 from casckpt.upkeep.repair.verify import Mode, verify
-from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, save_arrays
+from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
 from tests.support.repositories import body, commit_bare
@@ -100,13 +100,15 @@ def spread(repo: Repository) -> tuple[Commit, Commit, Commit]:
 
 @pytest.mark.parametrize("what", KINDS_OF_BYTES)
 def test_only_what_lies_in_wrong_bytes_is_called_damaged(repo: Repository, what: str) -> None:
-    one, two, _ = spread(repo)
+    one, two, three = spread(repo)
     position, keys = KINDS_OF_BYTES[what]
     flip(repo, only_blob(repo, one), position)
     (damaged,) = verify(repo).damaged
     assert set(damaged.keys) == keys
     assert damaged.checkpoints == ((one.id, two.id) if "a" in keys else (one.id,) if keys else ())
     assert marks(repo) == {damaged.blob}
+    for commit, every in ((one, set("abcdef")), (two, {"again"}), (three, {"g"})):
+        assert read_arrays(repo, commit, but=keys).keys() == every - keys, "all else is loaded"
 
 
 def test_a_row_that_names_another_cell_is_damage_of_its_manifest(repo: Repository) -> None:
