@@ -308,8 +308,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "self._claim(cell, cell_digest(target), number, at)",
-        "self._claim(cell, _digest_of(cell), number, at)",
+        "                digest = cell_digest(target)\n",
+        "                digest = _digest_of(cell)\n",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(

@@ -1,10 +1,11 @@
-"""The header of a blob: a valid safetensors file whose data starts at byte 4096.
+"""The header of a blob: a valid safetensors file whose data starts at byte 4096, and whose last tensor is its proof.
 
 ::
 
     8 bytes     length of the header, little-endian: always 4088
     4088 bytes  JSON without spaces, padded with spaces at its end: flat tensors "0", "1", ... in the order of the file
     data        the tensors, one after the other, without holes
+    proof       see `casckpt.format.proof`; in the header it is the tensor "proof"
 
 The header is canonical: the same dtypes and lengths give the same bytes. It holds no key, step or time, so that equal
 cells make equal blobs. What a reader needs to know of a blob stands in the manifest; the header is there for every
@@ -28,7 +29,14 @@ DATA_OFFSET = 4096
 MAX_RUNS = 40
 """So many runs fit into the header whatever their lengths are. Sorted by `order`, a blob has one for each dtype."""
 
+RECORD_BYTES = 36
+"""Bytes of a record of the proof, one for each leaf: its length and its digest."""
+
+MIN_LEAVES, MAX_LEAVES = 2, 1 << 16
+"""Leaves of a blob: the header, and at least one of data."""
+
 _LENGTH = DATA_OFFSET - 8
+_PROOF = "proof"
 _ITEMSIZES = {stored_name(dtype): stored_itemsize(dtype) for dtype in DTYPES}
 
 
@@ -50,30 +58,39 @@ def order(dtype: str) -> tuple[int, str]:
     return (-stored_itemsize(dtype), stored_name(dtype))
 
 
-def encode_header(runs: Sequence[tuple[str, int]]) -> bytes:
+def most_data(size: int) -> int:
+    """Return the most bytes of data that a blob file of ``size`` bytes may hold: its proof has two records or more."""
+    return size - DATA_OFFSET - MIN_LEAVES * RECORD_BYTES
+
+
+def encode_header(runs: Sequence[tuple[str, int]], leaves: int) -> bytes:
     """Encode the first `DATA_OFFSET` bytes of a blob that holds ``runs``: (torch's name of the dtype, bytes), in order.
 
-    Neighbours that are stored under one name become one tensor; runs of no bytes are left out. Raises InvalidInput
-    for a length that is no multiple of the element size, a run that would not be aligned, or too many runs.
+    ``leaves``: records of its proof. Neighbours that are stored under one name become one tensor; runs of no bytes are
+    left out. Raises InvalidInput for a length that is no multiple of the element size, a run that would not be aligned,
+    too many runs or leaves.
     """
-    return _encode((stored_name(dtype), nbytes) for dtype, nbytes in runs)
+    return _encode(((stored_name(dtype), nbytes) for dtype, nbytes in runs), leaves)
 
 
 def decode_header(header: bytes | memoryview, size: int) -> list[tuple[str, int]]:
     """Decode the runs of a blob file of ``size`` bytes from its ``header``: (dtype as stored, bytes), in order.
 
-    Raises Refused for anything that `encode_header` does not make.
+    The proof follows them, up to the end of the file. Raises Refused for anything that `encode_header` does not make.
     """
     head = bytes(header[:DATA_OFFSET])
     if len(head) < DATA_OFFSET or int.from_bytes(head[:8], "little") != _LENGTH:
         raise Refused(f"a blob does not start with a header of {DATA_OFFSET} bytes")
     try:
         tensors = _HEADER.decode(head[8:])
+        leaves, rest = divmod(_nbytes(tensors.pop(_PROOF)), RECORD_BYTES)
         runs = [(tensor.dtype, _nbytes(tensor)) for tensor in tensors.values()]
-        canonical = _encode(runs) == head
+        canonical = not rest and _encode(runs, leaves) == head
+    except KeyError as error:
+        raise Refused("the header of a blob names no proof") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(f"the header of a blob is not understood: {error}") from error
-    if not canonical or sum(nbytes for _, nbytes in runs) != size - DATA_OFFSET:
+    if not canonical or sum(nbytes for _, nbytes in runs) + leaves * RECORD_BYTES != size - DATA_OFFSET:
         raise Refused("the header of a blob does not describe its data as casckpt would")
     return runs
 
@@ -84,7 +101,7 @@ def _nbytes(tensor: _Tensor) -> int:
     return tensor.data_offsets[1] - tensor.data_offsets[0]
 
 
-def _encode(runs: Iterable[tuple[str, int]]) -> bytes:
+def _encode(runs: Iterable[tuple[str, int]], leaves: int) -> bytes:
     tensors: dict[str, _Tensor] = {}
     start = 0
     for name, nbytes in _joined(runs):
@@ -95,7 +112,10 @@ def _encode(runs: Iterable[tuple[str, int]]) -> bytes:
             )
         tensors[str(len(tensors))] = _Tensor(name, [nbytes // itemsize], [start, start + nbytes])
         start += nbytes
-    text = msgspec.json.encode(tensors)
+    if not MIN_LEAVES <= leaves <= MAX_LEAVES:
+        raise InvalidInput(f"a blob of {leaves} leaves: it has {MIN_LEAVES} to {MAX_LEAVES}")
+    proof = leaves * RECORD_BYTES
+    text = msgspec.json.encode(tensors | {_PROOF: _Tensor("U8", [proof], [start, start + proof])})
     if len(text) > _LENGTH:
         raise InvalidInput(f"a blob of {len(tensors)} runs: its header holds {MAX_RUNS}; sort its cells by `order`")
     return _LENGTH.to_bytes(8, "little") + text.ljust(_LENGTH)

@@ -6,9 +6,12 @@ from typing import TypeAlias
 
 from blake3 import blake3
 
-from casckpt.format.names import CellDigest
+from casckpt.format.names import BlobHash, CellDigest
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+
+PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
+"""Of derive-key mode: the bytes of a cell may be somebody's proof, and must not have the hash that it has."""
 
 
 def cell_digest(data: Buffer) -> CellDigest:
@@ -21,6 +24,11 @@ def hex_digest(data: Buffer) -> str:
     return blake3(data).hexdigest()
 
 
+def proof_name(proof: Buffer) -> BlobHash:
+    """Compute the name of the blob that has this proof: 64 hex digits, as ``b3sum --derive-key`` prints them."""
+    return BlobHash(blake3(proof, derive_key_context=PROOF_CONTEXT).hexdigest())
+
+
 class Hasher:
     """Digest of bytes that arrive in pieces; feed it 256 KiB or more at a time."""
 
@@ -31,6 +39,6 @@ class Hasher:
         """Append bytes."""
         self._state.update(data)
 
-    def hexdigest(self) -> str:
-        """Return the digest of all bytes so far, as 64 hex digits."""
-        return self._state.hexdigest()
+    def digest(self) -> CellDigest:
+        """Return the digest of all bytes so far."""
+        return CellDigest(self._state.digest())

@@ -11,7 +11,7 @@ ManifestId = NewType("ManifestId", str)
 """BLAKE3 of a manifest's index, 64 hex digits: the id of a checkpoint."""
 
 BlobHash = NewType("BlobHash", str)
-"""BLAKE3 of a whole blob file, 64 hex digits."""
+"""The name of a blob, 64 hex digits: the hash of its proof, which has the hashes of all other bytes of the file."""
 
 CellDigest = NewType("CellDigest", bytes)
 """BLAKE3 of the bytes of one cell, 32 bytes."""

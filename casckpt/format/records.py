@@ -319,10 +319,10 @@ def decode_marker(data: bytes) -> Marker:
         )
     if marker.hash != HASH:
         raise Refused(f"this store is made with the hash {marker.hash[:40]!r}, and this casckpt has {HASH} alone")
-    sizes_fit = 4096 <= marker.cell_bytes <= marker.blob_bytes <= 1 << 30 and marker.cell_bytes % 64 == 0
+    sizes_fit = 4096 <= marker.cell_bytes <= marker.blob_bytes <= 1 << 30 and marker.cell_bytes % 4096 == 0
     if marker.format < 1 or not sizes_fit:
         raise Refused(
             f"format {marker.format}, cells of {marker.cell_bytes} and blobs of {marker.blob_bytes} bytes are outside "
-            "the format's limits: cells have 4 KiB or more, in multiples of 64 bytes, blobs a cell or more, up to 1 GiB"
+            "the format's limits: cells have 4 KiB or more, in multiples of that, blobs a cell or more, up to 1 GiB"
         )
     return marker

@@ -1,14 +1,16 @@
-"""Whole blobs out of a store, compared with what was written, and the words for what is wrong with one."""
+"""Whole blobs out of a store, proved by what is in them, and the words for what is wrong with one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from casckpt.errors import CasckptError, NotFound, Refused
 from casckpt.format.blob import DATA_OFFSET, decode_header
-from casckpt.format.digest import Hasher, cell_digest
+from casckpt.format.digest import cell_digest
 from casckpt.format.keys import blob_key
+from casckpt.format.proof import Leaf, LeafCheck, decode_proof, read_proof
 from casckpt.plan.progress import silent
 from casckpt.storage.base import ObjectStore, Reader, ShortObject
 
@@ -16,7 +18,11 @@ if TYPE_CHECKING:
     from casckpt.format.names import CellDigest
     from casckpt.format.sections.blobs import BlobRef
 
+Range: TypeAlias = tuple[int, int]
+"""Bytes of a blob's file, from the first up to the second."""
+
 _ATTEMPTS = 2  # the network may have spoilt the first
+_SHOWN = 3
 
 
 class Spoilt(Exception):
@@ -30,13 +36,25 @@ class Spoilt(Exception):
         self.ref = ref
 
 
+@dataclass(frozen=True)
+class Proved:
+    """What the bytes of a blob say. ``why``: what is wrong with them, "" if nothing.
+
+    ``ranges``: the bytes that are wrong, or of which nothing can be said. ``proof``: empty where that is wrong itself.
+    """
+
+    why: str = ""
+    ranges: tuple[Range, ...] = ()
+    proof: bytes = b""
+
+
 def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     """Read a blob into the start of ``buffer``, and return that part. Raises `Spoilt`, `StorageError`."""
     view, why = buffer[: ref.size], ""
     for _ in range(_ATTEMPTS):
         try:
             with storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-                why = compare(reader, ref, view)
+                why = prove(reader, ref, view).why
         except (NotFound, ShortObject) as error:
             raise Spoilt(ref, explain(ref, error)) from error
         if not why:
@@ -44,25 +62,68 @@ def fetch(storage: ObjectStore, ref: BlobRef, buffer: memoryview) -> memoryview:
     raise Spoilt(ref, why)
 
 
-def compare(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> str:
-    """Read a whole blob, a piece of ``buffer`` at a time; say what is wrong with its bytes, "" if nothing.
+def prove(reader: Reader, ref: BlobRef, buffer: memoryview, progress: Callable[[int], None] = silent) -> Proved:
+    """Read a whole blob and prove it by its name: its proof first, then all else, a piece of ``buffer`` at a time.
 
-    ``progress``: called with the bytes just read. Raises what reading does.
+    All of it is read at once where ``buffer`` is large enough. ``progress``: called with the bytes just read. Raises
+    what reading does.
     """
-    hasher, header = Hasher(), b""
-    for start in range(0, ref.size, len(buffer) or 1):
-        piece = buffer[: min(len(buffer), ref.size - start)]
-        reader.read_into(start, [piece])
-        hasher.update(piece)
+    view = buffer[: ref.size]
+    at_once = len(view) == ref.size
+    if at_once:
+        reader.read_into(0, [view])
+
+    def tail(offset: int, nbytes: int) -> memoryview:
+        if at_once:
+            return view[offset : offset + nbytes]
+        data = memoryview(bytearray(nbytes))
+        reader.read_into(offset, [data])
+        return data
+
+    try:
+        proof = read_proof(tail, ref.size, ref.hash)
+        leaves = decode_proof(proof)
+    except Refused as error:
+        return Proved(str(error), ((0, ref.size),))
+    check, header = LeafCheck(leaves), b""
+    for start in range(0, leaves[-1].end, len(view)):
+        piece = view[: min(len(view), leaves[-1].end - start)]
+        if not at_once:
+            reader.read_into(start, [piece])
+        check.update(piece)
         header = header or bytes(piece[:DATA_OFFSET])
         progress(len(piece))
-    if hasher.hexdigest() != ref.hash:
-        return "its bytes do not have the hash in its name"
+    progress(len(proof))
+    return _proved(ref, check.wrong, header, proof)
+
+
+def _proved(ref: BlobRef, wrong: Sequence[Leaf], header: bytes, proof: bytes) -> Proved:
+    if wrong:
+        ranges = tuple(_merged(wrong))
+        return Proved(_words(ranges), ranges, proof)
     try:
         decode_header(header, ref.size)
     except Refused as error:
-        return str(error)
-    return ""
+        return Proved(str(error), ((0, DATA_OFFSET),), proof)
+    return Proved(proof=proof)
+
+
+def _merged(leaves: Sequence[Leaf]) -> list[Range]:
+    """Return the ranges of ``leaves``, which are in order."""
+    ranges: list[Range] = []
+    for leaf in leaves:
+        follows = bool(ranges) and ranges[-1][1] == leaf.offset
+        start = ranges.pop()[0] if follows else leaf.offset
+        ranges.append((start, leaf.end))
+    return ranges
+
+
+def _words(ranges: Sequence[Range]) -> str:
+    if ranges == ((0, DATA_OFFSET),):
+        return "its header is not what was written"
+    shown = ", ".join(f"{start} to {end}" for start, end in ranges[:_SHOWN])
+    more = f" and {len(ranges) - _SHOWN} more ranges" if ranges[_SHOWN:] else ""
+    return f"its bytes {shown}{more} are not what was written"
 
 
 def compare_size(ref: BlobRef, size: int | None) -> str:

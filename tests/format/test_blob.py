@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.blob import DATA_OFFSET, MAX_RUNS, decode_header, encode_header, order
+from casckpt.format.blob import (
+    DATA_OFFSET,
+    MAX_LEAVES,
+    MAX_RUNS,
+    RECORD_BYTES,
+    decode_header,
+    encode_header,
+    most_data,
+    order,
+)
 from casckpt.format.dtypes import DTYPES, stored_itemsize, stored_name
 
 RUNS = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 1 << 12)), max_size=30).map(
@@ -21,17 +30,21 @@ RUNS = st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 1 << 1
 )
 
 
-def size_of(runs: list[tuple[str, int]]) -> int:
-    return DATA_OFFSET + sum(nbytes for _, nbytes in runs)
+PROOF = bytes(2 * RECORD_BYTES)
+
+
+def size_of(runs: list[tuple[str, int]], leaves: int = 2) -> int:
+    return DATA_OFFSET + sum(nbytes for _, nbytes in runs) + RECORD_BYTES * leaves
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_safetensors_opens_every_dtype(tmp_path: Path, dtype: str) -> None:
     data = bytes(range(2, 18)) * 2 if dtype != "bool" else bytes([0, 1]) * 16
     path = tmp_path / "blob.safetensors"
-    path.write_bytes(encode_header([(dtype, 32)]) + data)
+    path.write_bytes(encode_header([(dtype, 32)], 2) + data + PROOF)
     with safe_open(path, framework="pt") as file:
         tensor = file.get_tensor("0")
+        assert file.get_tensor("proof").numpy().tobytes() == PROOF
     name = dtype if stored_name(dtype) != "U8" else "uint8"
     assert str(tensor.dtype) == f"torch.{name}"
     assert tensor.view(torch.uint8).numpy().tobytes() == data
@@ -39,45 +52,48 @@ def test_safetensors_opens_every_dtype(tmp_path: Path, dtype: str) -> None:
 
 def test_safetensors_reads_the_data_from_byte_4096(tmp_path: Path) -> None:
     first, second = torch.arange(8, dtype=torch.float64), torch.arange(7, dtype=torch.int8)
-    header = encode_header([("float64", 64), ("int8", 7)])
+    header = encode_header([("float64", 64), ("int8", 7)], 2)
     path = tmp_path / "blob.safetensors"
-    path.write_bytes(header + first.numpy().tobytes() + second.numpy().tobytes())
+    path.write_bytes(header + first.numpy().tobytes() + second.numpy().tobytes() + PROOF)
     assert len(header) == DATA_OFFSET == 4096
     with safe_open(path, framework="pt") as file:
-        assert file.keys() == ["0", "1"]
+        assert file.keys() == ["0", "1", "proof"]
         assert torch.equal(file.get_tensor("0"), first)
         assert torch.equal(file.get_tensor("1"), second)
 
 
 def test_the_bytes_are_fixed() -> None:
-    header = encode_header([("bfloat16", 4), ("uint8", 3)])
+    header = encode_header([("bfloat16", 4), ("uint8", 3)], 2)
     assert header[:8] == (4088).to_bytes(8, "little")
     assert header[8:].rstrip(b" ") == (
-        b'{"0":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"1":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}'
+        b'{"0":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]},"1":{"dtype":"U8","shape":[3],"data_offsets":[4,7]},'
+        b'"proof":{"dtype":"U8","shape":[72],"data_offsets":[7,79]}}'
     )
 
 
 def test_neighbours_of_one_stored_dtype_are_one_tensor() -> None:
-    assert encode_header([("complex128", 16), ("uint8", 0), ("float8_e8m0fnu", 3)]) == encode_header([("uint8", 19)])
+    assert encode_header([("complex128", 16), ("uint8", 0), ("float8_e8m0fnu", 3)], 5) == encode_header(
+        [("uint8", 19)], 5
+    )
 
 
-@given(RUNS)
-def test_decoding_gives_the_runs_back(runs: list[tuple[str, int]]) -> None:
-    header = encode_header(runs)
-    decoded = decode_header(header, size_of(runs))
+@given(RUNS, st.integers(2, MAX_LEAVES))
+def test_decoding_gives_the_runs_back(runs: list[tuple[str, int]], leaves: int) -> None:
+    header = encode_header(runs, leaves)
+    decoded = decode_header(header, size_of(runs, leaves))
     assert sum(nbytes for _, nbytes in decoded) == sum(nbytes for _, nbytes in runs)
     assert [name for name, _ in decoded] == list(dict.fromkeys(stored_name(dtype) for dtype, _ in runs))
 
 
 @given(RUNS, st.integers(0, DATA_OFFSET - 1), st.integers(1, 255))
 def test_any_changed_byte_is_refused(runs: list[tuple[str, int]], position: int, flip: int) -> None:
-    header = bytearray(encode_header(runs))
+    header = bytearray(encode_header(runs, 2))
     header[position] ^= flip
     try:
         changed = decode_header(bytes(header), size_of(runs))
     except Refused:
         return
-    assert changed != decode_header(encode_header(runs), size_of(runs))  # a canonical header of another blob
+    assert changed != decode_header(encode_header(runs, 2), size_of(runs))  # a canonical header of another blob
 
 
 @pytest.mark.parametrize("header", [b"", b"\0" * DATA_OFFSET, b"\xff" * DATA_OFFSET])
@@ -88,30 +104,56 @@ def test_what_is_no_header_is_refused(header: bytes) -> None:
 
 def test_a_header_of_other_data_is_refused() -> None:
     with pytest.raises(Refused, match="does not describe"):
-        decode_header(encode_header([("int8", 5)]), DATA_OFFSET + 4)
+        decode_header(encode_header([("int8", 5)], 2), size_of([("int8", 4)]))
+
+
+@pytest.mark.parametrize("leaves", [0, 1, MAX_LEAVES + 1])
+def test_a_proof_has_some_leaves_and_not_too_many(leaves: int) -> None:
+    with pytest.raises(InvalidInput, match="leaves"):
+        encode_header([("int8", 5)], leaves)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"proof"', b'"prooF"'),
+        (b'"dtype":"U8","shape":[72]', b'"dtype":"I8","shape":[72]'),
+        (b"[72],", b"[73],"),
+        (b"[4,76]", b"[4,75]"),
+    ],
+)
+def test_a_proof_that_stands_otherwise_in_the_header_is_refused(before: bytes, after: bytes) -> None:
+    header = encode_header([("int16", 4)], 2)
+    assert before in header
+    with pytest.raises(Refused):
+        decode_header(header.replace(before, after), size_of([("int16", 4)]))
+
+
+def test_the_least_proof_bounds_the_data() -> None:
+    assert most_data(size_of([("int8", 5)])) == 5
 
 
 def test_holes_and_overlaps_are_refused() -> None:
-    header = encode_header([("int16", 4), ("int8", 4)])
+    header = encode_header([("int16", 4), ("int8", 4)], 2)
     for offsets in (b"[5,9]", b"[3,7]"):
         with pytest.raises(Refused):
-            decode_header(header.replace(b"[4,8]", offsets), DATA_OFFSET + 8)
+            decode_header(header.replace(b"[4,8]", offsets), size_of([("int8", 8)]))
 
 
 @pytest.mark.parametrize("runs", [[("float32", 6)], [("int8", 1), ("int16", 2)], [("int8", -1)]])
 def test_what_cannot_lie_so_is_refused(runs: list[tuple[str, int]]) -> None:
     with pytest.raises(InvalidInput):
-        encode_header(runs)
+        encode_header(runs, 2)
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(Refused, match="float7"):
-        encode_header([("float7", 8)])
+        encode_header([("float7", 8)], 2)
 
 
 def test_max_runs_always_fit() -> None:
-    longest = 1 << 45
+    longest = 1 << 30
     runs = [("float8_e4m3fn" if i % 2 else "float8_e5m2", longest) for i in range(MAX_RUNS)]
-    assert len(encode_header(runs)) == DATA_OFFSET
+    assert len(encode_header(runs, MAX_LEAVES)) == DATA_OFFSET
     with pytest.raises(InvalidInput, match="runs"):
-        encode_header(runs * 2)
+        encode_header(runs * 2, 2)

@@ -210,7 +210,7 @@ def test_an_export_is_whole_or_not_there(store: Store, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "full").iterdir()} == {"x", ".metadata", "__0_0.distcp"}
     for blob in Path(store.url).glob("objects/*/*.safetensors"):
         blob.chmod(0o600)
-        blob.write_bytes(blob.read_bytes()[:-1] + b"!")
+        blob.write_bytes(blob.read_bytes()[:5000])
     for call in (casckpt_to_dcp, casckpt_to_torch_save):
         with pytest.raises(Damaged):
             call(store, "default@1", tmp_path / "out")

@@ -294,7 +294,7 @@ def test_an_eighth_of_a_checkpoint_costs_an_eighth(
     count, rows = (16, 1032) if full else (4, 120)  # tensors; rows of 64 KiB, of which 16 are a cell
     url = f"s3://{server.new_place()}/store"
     weights = {f"layer.{n}": torch.arange(rows * 16384).reshape(rows, 16384).float() + n for n in range(count)}
-    small = {f"bias.{n}": torch.full((300,), float(n)) for n in range(count)}
+    small = {f"layer.bias.{n}": torch.full((300,), float(n)) for n in range(count)}
     casckpt.open(url, storage_options=server.options, cache_dir=tmp_path / "a").save(weights | small, step=0)
     part = rows // 8
     wanted: dict[str, Any] = {

@@ -90,7 +90,7 @@ def test_a_changed_cell_is_hashed_again_where_it_is_written_from(meter: Meter) -
     data["w"][7] += 1
     cost = meter.of(lambda: meter.store.save(data, step=1))
     assert part(cost, "hashed", "copied") == (W + B + CELL, CELL + B)
-    assert meter.store.get("default@1").stats.bytes_written == CELL + 4096
+    assert meter.store.get("default@1").stats.bytes_written == CELL + 4096 + 72  # data, header, proof
     assert part(cost, "puts", "reads", "fsyncs", "requests") == (5, 4, 11, 14)
 
 

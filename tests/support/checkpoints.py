@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.format.blob import DATA_OFFSET, encode_header, order
-from casckpt.format.digest import cell_digest, hex_digest
+from casckpt.errors import Refused
+from casckpt.format.blob import order
+from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
+from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
+from casckpt.format.proof import LeafCheck, decode_proof, read_proof
 from casckpt.format.regions import Region, cut, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import TENSOR, StreamEntry
@@ -20,7 +23,7 @@ from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from tests.support.geometry import stored_cell
-from tests.support.repositories import commit_draft, draft
+from tests.support.repositories import blob_hash, commit_draft, draft
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 CELL = 4096  # bytes
@@ -34,17 +37,28 @@ def array(seed: int, cells: float = 2.0, dtype: str = "float32") -> npt.NDArray[
 
 
 def save_arrays(
-    repo: Repository, arrays: Arrays, run: str = "run", step: int = 0, *, reuse: Commit | None = None, **fields: object
+    repo: Repository,
+    arrays: Arrays,
+    run: str = "run",
+    step: int = 0,
+    *,
+    reuse: Commit | None = None,
+    cell: int = CELL,
+    known: Known | None = None,
+    **fields: object,
 ) -> Commit:
-    """A checkpoint of ``arrays``: cells that ``reuse`` has are reused, the others lie in one new blob."""
+    """A checkpoint of ``arrays``: cells that ``reuse`` has are reused, the others lie in one new blob.
+
+    ``known``: where cells are said to lie, in place of ``reuse``.
+    """
     txid = repo.new_txid(run, step)
-    known = known_cells(repo, reuse) if reuse else {}
-    new = _new_cells(arrays, known)
+    known = known or (known_cells(repo, reuse) if reuse else {})
+    new = _new_cells(arrays, known, cell)
     ref, places = put_cells(repo, txid, new)
-    known |= {digest: (ref, offset) for digest, offset in places.items()}
-    refs = list(dict.fromkeys(known[digest][0] for _, _, digest, _ in _cells(arrays)))
-    streams = {(TENSOR, name, 0, None): _stream(name, data, known, refs) for name, data in sorted(arrays.items())}
-    made = draft(refs, run, step, cell_bytes=CELL, streams=streams, created_at=repo.clock())
+    known = known | {digest: (ref, offset) for digest, offset in places.items()}
+    refs = list(dict.fromkeys(known[digest][0] for _, _, digest, _ in _cells(arrays, cell)))
+    streams = {(TENSOR, name, 0, None): _stream(name, data, known, refs, cell) for name, data in sorted(arrays.items())}
+    made = draft(refs, run, step, cell_bytes=cell, streams=streams, created_at=repo.clock())
     return commit_draft(repo, txid, made, **fields)
 
 
@@ -63,23 +77,41 @@ def put_cells(
     repo: Repository, uploader: TxId, cells: Mapping[CellDigest, tuple[str, bytes]]
 ) -> tuple[BlobRef, dict[CellDigest, int]]:
     """A blob of ``cells`` (dtype, bytes), and where each lies in it."""
+    if not cells:
+        return BlobRef(blob_hash("no blob"), 0, uploader), {}
+    name, data, offsets = blob_of(cells)
+    blobs.put(repo, uploader, name, data)
+    return BlobRef(name, len(data), uploader), offsets
+
+
+def blob_of(cells: Mapping[CellDigest, tuple[str, bytes]]) -> tuple[BlobHash, bytes, dict[CellDigest, int]]:
+    """Name and bytes of a blob of ``cells`` (dtype, bytes), and where each lies in it."""
     ordered = sorted(cells.items(), key=lambda item: order(item[1][0]))
-    offsets, end = {}, DATA_OFFSET
-    for digest, (_, data) in ordered:
-        offsets[digest] = end
-        end += len(data)
-    header = encode_header([(dtype, len(data)) for _, (dtype, data) in ordered])
-    whole = b"".join((header, *(data for _, (_, data) in ordered)))
-    name = BlobHash(hex_digest(whole))
-    if cells:
-        blobs.put(repo, uploader, name, whole)
-    return BlobRef(name, len(whole), uploader), offsets
+    buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(data) for _, data in cells.values())))))
+    writer, offsets = BlobWriter(buffer), {}
+    for digest, (dtype, data) in ordered:
+        at = offsets[digest] = writer.place(len(data))
+        buffer[at : at + len(data)] = data
+        writer.add(dtype, len(data), digest)
+    name, size = writer.finish()
+    return name, bytes(buffer[:size]), offsets
 
 
-def read_arrays(repo: Repository, commit: Commit) -> dict[str, bytes]:
-    """The bytes of every tensor, each cell compared with its digest."""
+def is_blob(name: BlobHash, data: Buffer) -> bool:
+    """Is every byte of ``data`` what the blob of that name has?"""
+    try:
+        leaves = decode_proof(read_proof(lambda offset, nbytes: data[offset : offset + nbytes], len(data), name))
+    except Refused:
+        return False
+    check = LeafCheck(leaves)
+    check.update(memoryview(data))
+    return not check.wrong
+
+
+def read_arrays(repo: Repository, commit: Commit, *, but: Collection[str] = ()) -> dict[str, bytes]:
+    """The bytes of every tensor, each cell compared with its digest. ``but``: keys that are left out."""
     manifest = manifests.get(repo, commit)
-    return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries}
+    return {entry.key: _read(repo, manifest, entry) for entry in manifest.entries if entry.key not in but}
 
 
 def content(arrays: Arrays) -> dict[str, bytes]:
@@ -100,27 +132,30 @@ def flip(repo: Repository, key: str, position: int) -> None:
     repo.storage.replace(key, bytes(data))
 
 
-def _cells(arrays: Arrays) -> list[tuple[str, Region, CellDigest, bytes]]:
+def _cells(arrays: Arrays, cell: int) -> list[tuple[str, Region, CellDigest, bytes]]:
     found = []
     for name, array in sorted(arrays.items()):
         data, size = array.tobytes(), array.dtype.itemsize
-        for lo, hi in cut(0, array.size, CELL // size):
+        for lo, hi in cut(0, array.size, cell // size):
             part = data[lo * size : hi * size]
             found.append((name, Region(full_box(array.shape), lo, hi), cell_digest(part), part))
     return found
 
 
-def _new_cells(arrays: Arrays, known: Known) -> dict[CellDigest, tuple[str, bytes]]:
-    return {digest: (str(arrays[name].dtype), part) for name, _, digest, part in _cells(arrays) if digest not in known}
+def _new_cells(arrays: Arrays, known: Known, cell: int = CELL) -> dict[CellDigest, tuple[str, bytes]]:
+    found = _cells(arrays, cell)
+    return {digest: (str(arrays[name].dtype), part) for name, _, digest, part in found if digest not in known}
 
 
-def _stream(name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef]) -> tuple[str, ExtentTable]:
+def _stream(
+    name: str, array: npt.NDArray[np.generic], known: Known, refs: list[BlobRef], cell: int = CELL
+) -> tuple[str, ExtentTable]:
     places = []
-    for _, region, digest, part in _cells({name: array}):
+    for _, region, digest, part in _cells({name: array}, cell):
         ref, offset = known[digest]
         places.append(stored_cell(region, refs.index(ref), offset, len(part), digest))
     size = array.dtype.itemsize
-    return str(array.dtype), build(array.shape, size, CELL // size, places)
+    return str(array.dtype), build(array.shape, size, cell // size, places)
 
 
 def _read(repo: Repository, manifest: Manifest, entry: StreamEntry) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
@@ -78,6 +79,12 @@ def counted(store: Store) -> Iterator[IoCounts]:
 def blob_keys(store: Store) -> list[str]:
     """Keys of all blobs in a store."""
     return [entry.key for entry in store.repository.storage.list("objects/") if _kind(entry.key) == "safetensors"]
+
+
+def data_of(store: Store, key: str) -> int:
+    """Bytes of data in a blob: without header and proof."""
+    blob = content(store, key)
+    return sum(nbytes for _, nbytes in decode_header(blob, len(blob)))
 
 
 def manifest_keys(store: Store) -> list[str]:

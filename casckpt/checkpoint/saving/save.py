@@ -207,4 +207,4 @@ def _digest(memory: TensorMemory, count: int, buffer: memoryview) -> bytes:
         target = buffer[: (hi - lo) * memory.itemsize]
         memory.copy_out(lo, hi, target)
         hasher.update(target)
-    return bytes.fromhex(hasher.hexdigest())
+    return hasher.digest()

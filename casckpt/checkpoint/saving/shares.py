@@ -13,7 +13,7 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.blob import most_data
 from casckpt.format.extents import ExtentTable, StoredCell, build, join, with_blobs
 from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.names import TxId
@@ -156,7 +156,7 @@ def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list
     mine, ours = run_hash(run), dict[TxId, bool]()
     marked = []
     for ref, nbytes in zip(described.refs, used.tolist(), strict=True):
-        half_empty = 2 * nbytes < ref.size - DATA_OFFSET
+        half_empty = 2 * nbytes < most_data(ref.size)
         if half_empty and ref.uploader not in ours:
             ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
         marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))

@@ -11,9 +11,10 @@ import torch
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.format import blob, dtypes
+from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Region, Shape, normalise, whole
-from casckpt.format.sections.index import Name
+from casckpt.format.sections.index import ATTACHMENT, Name
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.reuse import KnownCells
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
@@ -47,6 +48,11 @@ class Source:
     def name(self) -> Name:
         """What tells it apart."""
         return self.kind, self.key, self.index, self.rank
+
+    @property
+    def branch(self) -> str:
+        """The child of the state's root that it belongs to, as far as a key tells; attachments are a branch."""
+        return "" if self.kind == ATTACHMENT else self.key.partition(".")[0]
 
     @property
     def nbytes(self) -> int:
@@ -100,20 +106,28 @@ class Cell:
 
 @collecting_later()
 def plan_work(sources: Sequence[Source], cell_bytes: int, known: KnownCells) -> list[list[Cell]]:
-    """The cells of all sources, group by group, in the order in which they are to lie in blobs."""
-    work = []
+    """The cells of all sources, group by group, in the order in which they are to lie in blobs.
+
+    Of each dtype what begins with a large cell goes first: such cells begin at pages, and between them little is lost.
+    """
+    work: list[list[Cell]] = []
+    small: list[list[Cell]] = []
+    stored = None
     for number in sorted(range(len(sources)), key=lambda i: sources[i].order):
         source = sources[number]
+        if stored != (stored := blob.order(source.dtype)):
+            work, small = work + small, []
         size = dtypes.itemsize(source.dtype)
         parent = known.parent_table(source.name, source.dtype, source.shape)
         for region, data, base in source.parts():
             for group in plan_cells(region, source.shape, cell_bytes // size, parent):
                 memory = _memory(region, data, group)
                 shift = base - group.lo
-                work.append(
-                    [Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts]
-                )
-    return work
+                cells = [
+                    Cell(number, group, cut, memory, cut.lo + shift, (cut.hi - cut.lo) * size) for cut in group.cuts
+                ]
+                (small if cells[0].nbytes < LEAF_BYTES else work).append(cells)
+    return work + small
 
 
 def _memory(region: Region, data: Data, group: Group) -> Memory:

@@ -7,7 +7,8 @@ Two phases, each over all cores:
   of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
   what was hashed), and put the full buffer as a blob. Cells that are moved out of worn blobs have a queue of their own,
-  and so blobs. As many workers fill at a time as there are cores: while some wait for the disk others copy and hash.
+  and so blobs; so has each branch of the state. As many workers fill at a time as there are cores: while some wait for
+  the disk others copy and hash.
 
 Memory is bounded by the workers' buffers, whatever the size of the state; they are kept for the next save.
 """
@@ -15,6 +16,7 @@ Memory is bounded by the workers' buffers, whatever the size of the state; they 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -23,12 +25,14 @@ from threading import BoundedSemaphore, Event, Lock
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.format import blob as blob_format
-from casckpt.format.digest import cell_digest, hex_digest
+from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
+from casckpt.format.digest import cell_digest
 from casckpt.format.extents import StoredCell
-from casckpt.format.names import BlobHash, CellDigest, TxId
+from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
+from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
@@ -41,6 +45,8 @@ _TASK_CELLS = 4096
 _SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
 _SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
 _BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
+_MAX_BRANCHES = 16
+_MIXED = 1 << 20  # bytes: branches that have no more together share a blob
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
@@ -160,16 +166,15 @@ class Upload:
         useful = useful_threads(self.threads, total, len(unknown))
         writers = 1 if self.threads == 1 else max(useful, self.repo.storage.traits.uploads)
         workers = min(writers, -(-total // capacity) or 1)
-        size = blob_format.DATA_OFFSET + min(capacity, max(total, 1))
-        packing = _Packing(self._queues(unknown), placed)
-        with _BUFFERS.pool(workers, size) as buffers:
-            run_all(lambda _: self._work(packing, buffers, size), range(workers), workers)
+        packing = _Packing(self._queues(unknown), placed, min(capacity, padded(max(total, 1))))
+        with _BUFFERS.pool(workers, buffer_bytes(packing.capacity)) as buffers:
+            run_all(lambda _: self._work(packing, buffers), range(workers), workers)
 
-    def _work(self, packing: _Packing, buffers: BufferPool, size: int) -> None:
+    def _work(self, packing: _Packing, buffers: BufferPool) -> None:
         try:
             with buffers.borrow() as borrowed:
                 for queue in packing.queues:
-                    self._empty(queue, packing, borrowed.view[:size])
+                    self._empty(queue, packing, borrowed.view)
         except BaseException:
             packing.stop.set()  # the other workers need not write what will never be committed
             raise
@@ -180,41 +185,65 @@ class Upload:
         In one blob with what changes again it would be moved at every other save.
         """
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable(cell.known.blob)]
-        if not moved:
-            return [_Queue(unknown)]
         ids = {id(cell) for cell in moved}
-        return [_Queue([cell for cell in unknown if id(cell) not in ids]), _Queue(moved)]
+        rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
+        return [_Queue(cells) for part in (rest, moved) for cells in self._by_branch(part)]
+
+    def _by_branch(self, cells: Sequence[Cell]) -> list[Sequence[Cell]]:
+        """Keep the branches of the state apart, for who wants one of them alone; small ones lie together."""
+        if not cells or len(self._branches) == 1:
+            return [cells] if cells else []
+        branch_of = [source.branch for source in self.sources]
+        nbytes: dict[str, int] = defaultdict(int)
+        for cell in cells:
+            nbytes[branch_of[cell.source]] += cell.nbytes
+        parts: list[list[Cell]] = []
+        part_of: dict[str, list[Cell]] = {}
+        for lot in lots(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
+            parts.append([])
+            part_of.update((branch, parts[-1]) for branch in lot)
+        for cell in cells:
+            part_of[branch_of[cell.source]].append(cell)
+        return list(parts)
+
+    @cached_property
+    def _branches(self) -> frozenset[str]:
+        """All branches; where they are many, they count as one."""
+        found: set[str] = set()
+        for source in self.sources:
+            found.add(source.branch)
+            if len(found) > _MAX_BRANCHES:
+                return frozenset({""})
+        return frozenset(found)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
         while not packing.stop.is_set():
             with packing.turns:
-                blob = self._fill(queue, buffer, packing.placed)
+                blob = self._fill(queue, packing, buffer)
             if blob is None:
                 return
             blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
 
-    def _fill(self, queue: _Queue, buffer: memoryview, placed: dict[int, PlacedCell]) -> BlobRef | None:
+    def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it. None when nothing new is left."""
-        capacity, used, runs = len(buffer) - blob_format.DATA_OFFSET, 0, []
-        number = self._next_number()
-        while capacity - used > capacity // _WORTH_FILLING:
-            cells = queue.take(capacity - used)
+        writer, number = BlobWriter(buffer), self._next_number()
+        end = writer.end + packing.capacity
+        while end - writer.end > packing.capacity // _WORTH_FILLING:
+            cells = queue.take(writer.end, end)
             if not cells:
                 break
             for cell in cells:
-                at = blob_format.DATA_OFFSET + used
+                at = writer.place(cell.nbytes)
                 target = buffer[at : at + cell.nbytes]
                 cell.memory.copy_out(cell.start, cell.stop, target)
-                placed[id(cell)], is_new = self._claim(cell, cell_digest(target), number, at)
+                digest = cell_digest(target)
+                packing.placed[id(cell)], is_new = self._claim(cell, digest, number, at)
                 if is_new:
-                    runs.append((self.sources[cell.source].dtype, cell.nbytes))
-                    used += cell.nbytes
+                    writer.add(self.sources[cell.source].dtype, cell.nbytes, digest)
                 self.progress(cell.nbytes)
-        if not used:
+        if writer.is_empty:
             return None
-        data = buffer[: blob_format.DATA_OFFSET + used]
-        data[: blob_format.DATA_OFFSET] = blob_format.encode_header(runs)
-        ref = self.written[number] = BlobRef(BlobHash(hex_digest(data)), len(data), self.uploader)
+        ref = self.written[number] = BlobRef(*writer.finish(), self.uploader)
         return ref
 
     def _next_number(self) -> int:
@@ -250,15 +279,18 @@ class _Queue:
         self._next = 0
         self._lock = Lock()
 
-    def take(self, nbytes: int) -> Sequence[Cell]:
-        """The next cells, of at most ``nbytes`` together."""
+    def take(self, begin: int, end: int) -> Sequence[Cell]:
+        """The next cells that have room in a blob from byte ``begin`` to byte ``end``."""
         with self._lock:
-            first = end = self._next
-            while end < len(self._cells) and nbytes >= self._cells[end].nbytes:
-                nbytes -= self._cells[end].nbytes
-                end += 1
-            self._next = end
-            return self._cells[first:end]
+            first = last = self._next
+            while last < len(self._cells):
+                nbytes = self._cells[last].nbytes
+                begin = (begin if nbytes < LEAF_BYTES else place_behind(begin, nbytes)) + nbytes
+                if begin > end:
+                    break
+                last += 1
+            self._next = last
+            return self._cells[first:last]
 
 
 @dataclass(frozen=True)
@@ -267,6 +299,7 @@ class _Packing:
 
     queues: Sequence[_Queue]
     placed: dict[int, PlacedCell]
+    capacity: int  # bytes of data in a blob
     stop: Event = field(default_factory=Event)
     turns: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(usable_cores()))
 

@@ -6,10 +6,11 @@ from typing import Any, Final
 
 import click
 
+from casckpt.cli.commands.verify import needed
 from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, count, printable, say, shortened
+from casckpt.cli.text import SHORT_ID, count, printable, say
 
 DAMAGED: Final = 4
 
@@ -42,9 +43,8 @@ def text(result: dict[str, Any]) -> None:
     for one in result["superseded"]:
         say(f"replaced {printable(one['run'])}@{one['step']} ({one['old'][:SHORT_ID]}) by {one['new'][:SHORT_ID]}")
     for one in result["lost"]:
-        users = ", ".join(id[:SHORT_ID] for id in one["checkpoints"])
         say(f"not repaired: blob {one['blob']}: {printable(one['why'])}")
-        say(f"  used by {users}: {printable(', '.join(shortened(one['keys'], 5)))}")
+        say(f"  {needed(one)}")
     for one in result["lost_manifests"]:
         say(f"not repaired: manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
     done = len(result["blobs"]) + len(result["manifests"]) + len(result["superseded"])

@@ -44,9 +44,8 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
 def text(result: dict[str, Any]) -> None:
     """Say what was checked, and what is wrong."""
     for one in result["damaged"]:
-        users = ", ".join(id[:SHORT_ID] for id in one["checkpoints"])
         say(f"damaged blob {one['blob']}: {printable(one['why'])}")
-        say(f"  used by {users}: {printable(', '.join(shortened(one['keys'], 5)))}")
+        say(f"  {needed(one)}")
     for one in result["manifests"]:
         say(f"damaged manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
     for one in result["records"]:
@@ -59,6 +58,14 @@ def text(result: dict[str, Any]) -> None:
     say(f"checked {checked}, for {count(result['checked_checkpoints'], 'checkpoint')}")
     for line in _to_do(result) or ["all is well"]:
         say(line)
+
+
+def needed(damaged: dict[str, Any]) -> str:
+    """Say who needs the bytes of a blob that are damaged."""
+    if not damaged["keys"]:
+        return "no checkpoint needs the bytes that are wrong"
+    users = ", ".join(id[:SHORT_ID] for id in damaged["checkpoints"])
+    return f"needed by {users}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
 
 def _to_do(result: dict[str, Any]) -> list[str]:

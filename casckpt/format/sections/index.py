@@ -138,7 +138,7 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         check_step(self.step)
         if self.parent is not None:
             check_hash(self.parent)
-        if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 64:
+        if not 4096 <= self.cell_bytes <= 1 << 30 or self.cell_bytes % 4096:
             raise Refused(f"a cell of {self.cell_bytes} bytes")
         for name in self.attachment_names:
             check_attachment_name(name)

@@ -34,7 +34,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, join
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
-from casckpt.upkeep.repair.verify import keys_of
+from casckpt.upkeep.repair.hits import keys_of
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class _Copy:
 
     def _spoilt(self, ref: BlobRef, why: str) -> CasckptError:
         numbers = [number for number, other in enumerate(self.manifest.blobs) if other.hash == ref.hash]
-        keys = sorted(set().union(*keys_of(self.manifest, numbers).values()))
+        keys = keys_of(self.manifest, numbers)
         shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if keys[5:] else "")
         what = f"blob {ref.hash}, which holds {shown}, is damaged: {why}"
         return _gone(self.source, self.commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)

@@ -1,4 +1,4 @@
-"""Checks of blobs against what was written: size, the BLAKE3 of all bytes, and header."""
+"""Checks of blobs against what was written, by their names alone: size, proof, each leaf, and header."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
-from casckpt.repository.fetching import compare, compare_size, explain
+from casckpt.repository.fetching import Range, compare_size, explain, prove
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
@@ -23,11 +23,21 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class Checked:
-    """``why``: what is wrong with the blob, "" if nothing. ``failed``: the storage did not let it be read."""
+    """``why``: what is wrong with the blob, "" if nothing. ``failed``: the storage did not let it be read.
+
+    ``ranges``: the bytes that are wrong, or not known to be right. ``proof``: as for `Proved`.
+    """
 
     ref: BlobRef
     why: str = ""
     failed: str = ""
+    ranges: tuple[Range, ...] = ()
+    proof: bytes = b""
+
+    @property
+    def is_right(self) -> bool:
+        """Was all of it read, and is it what was written?"""
+        return not self.why and not self.failed
 
 
 def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
@@ -51,10 +61,14 @@ def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None
 
 
 def _attempt(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:
+    all_of_it = ((0, ref.size),)
     try:
         with buffers.borrow() as buffer, repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            return Checked(ref, compare_size(ref, reader.size) or compare(reader, ref, buffer.view, progress))
+            if why := compare_size(ref, reader.size):
+                return Checked(ref, why, ranges=all_of_it)
+            found = prove(reader, ref, buffer.view, progress)
+            return Checked(ref, found.why, ranges=found.ranges, proof=found.proof)
     except (NotFound, Refused, ShortObject) as error:  # Refused: a pipe or a folder in its place
-        return Checked(ref, explain(ref, error))
+        return Checked(ref, explain(ref, error), ranges=all_of_it)
     except StorageError as error:
         return Checked(ref, failed=str(error))

@@ -1,8 +1,9 @@
 """repair: put right bytes back where damaged ones are, from wherever they can be had and proved right.
 
 1. manifests, from another store that holds the same checkpoint
-2. blobs, from a whole copy under another uploader's name or in another store
-3. blobs, rebuilt cell by cell: what is left of them, and equal cells of other blobs
+2. blobs, leaf by leaf: what is left of them, and of copies under another uploader's name, in the cache of this host, or
+   in another store; damaged copies mend each other
+3. blobs, cell by cell: equal cells of other blobs; header, padding and proof made anew
 4. where a blob cannot be had again because it also held dead cells: a new checkpoint under the same run and step, whose
    live cells lie in new blobs; the old one is forgotten
 
@@ -14,11 +15,11 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format.keys import blob_key, uploader_folder
-from casckpt.format.names import TxId
+from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs
@@ -26,10 +27,12 @@ from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
-from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, salvage
+from casckpt.upkeep.repair.mending import Source, mend_from_copies
+from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable
 from casckpt.upkeep.repair.superseding import supersede
-from casckpt.upkeep.repair.verify import DamagedBlob, DamagedManifest, describe, survey
+from casckpt.upkeep.repair.verify import DamagedManifest, survey
 from casckpt.upkeep.stock import list_objects
 
 log = logging.getLogger(__name__)
@@ -67,6 +70,7 @@ class _Repair:
     sources: Sequence[Repository]
     progress: Progress
     live: dict[BlobRef, set[LiveCell]] = field(default_factory=dict)
+    leaves: set[CellDigest] = field(default_factory=set)
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytearray | memoryview, how: str) -> None:
@@ -77,23 +81,23 @@ class _Repair:
         self.fixed.append(ref.hash)
         self.progress(ref.size)
 
-    def copies(self, wrong: Sequence[BlobRef]) -> list[BlobRef]:
-        """Put whole copies back; return those of which there are none."""
-        found = BlobCopies(self.repo, self.sources) if wrong else None
+    def from_copies(self, wrong: Sequence[BlobRef], copies: BlobCopies) -> list[BlobRef]:
+        """Put back what copies give; return those for which that is not enough."""
         rest = []
         for ref in wrong:
-            data = found.find(ref) if found else None
-            if data is None:
-                rest.append(ref)
+            found = mend_from_copies(self.repo, ref, copies)
+            if found.is_whole:
+                self.put_back(ref, found.data, "from another copy")
             else:
-                self.put_back(ref, data, "from another copy")
+                rest.append(ref)
+                self.leaves |= {leaf.digest for leaf in found.wrong}
         return rest
 
-    def rebuild(self, wrong: Sequence[BlobRef], cells: Cells) -> list[BlobRef]:
-        """Rebuild blobs from their cells; return those for which that is not enough."""
+    def from_cells(self, wrong: Sequence[BlobRef], source: Source) -> list[BlobRef]:
+        """Put back what equal cells give, too; return those for which that is not enough."""
         rest = []
         for ref in wrong:
-            found = salvage(self.repo, ref, self.live.get(ref, ()), cells)
+            found = source.mend(self.repo, ref, self.live.get(ref, ()))
             if found.is_whole:
                 self.put_back(ref, found.data, "rebuilt from equal cells")
             else:
@@ -116,13 +120,15 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     wrong = _wrong(repo, found.refs())
     log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
     work = _Repair(repo, sources, progress)
-    rest = work.copies([one.ref for one in wrong])
+    copies = BlobCopies(repo, sources if wrong else ())
+    rest = work.from_copies([one.ref for one in wrong], copies)
     superseded: dict[TxId, Superseded] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        cells = Cells((repo, *sources), {cell.digest for cells in work.live.values() for cell in cells})
-        rest = work.rebuild(rest, cells)
-        superseded = _supersede(repo, users, rest, cells)
+        digests = {cell.digest for cells in work.live.values() for cell in cells} | work.leaves
+        source = Source(Cells((repo, *sources), digests), copies)
+        rest = work.from_cells(rest, source)
+        superseded = _supersede(repo, users, rest, source)
     still = [one for one in wrong if one.ref in rest]
     hit = [commit for commit in found.commits if commit.txid not in superseded]
     return RepairResult(
@@ -144,10 +150,14 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
     ]  # fmt: skip
     checked = list(check_blobs(repo, suspects, silent))
     for one in checked:
-        if not one.why and not one.failed:
+        if one.is_right:
             repo.storage.sweep(uploader_folder(one.ref.uploader))
             blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
-    return [Checked(one.ref, one.why or one.failed) for one in checked if one.why or one.failed]
+    return [
+        replace(one, why=one.why or one.failed, ranges=one.ranges or ((0, one.ref.size),))
+        for one in checked
+        if not one.is_right
+    ]
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
@@ -168,7 +178,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
 
 
 def _supersede(
-    repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], cells: Cells
+    repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], source: Source
 ) -> dict[TxId, Superseded]:
     """Supersede what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
     done = {}
@@ -176,7 +186,7 @@ def _supersede(
     for txid in sorted(hit):
         commit = hit[txid]
         try:
-            new = supersede(repo, commit, lost, cells)
+            new = supersede(repo, commit, lost, source)
         except Conflict:
             continue  # somebody purged or forgot it just now
         if new is not None:

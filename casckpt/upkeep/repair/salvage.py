@@ -1,29 +1,27 @@
-"""Sources of right bytes for what is damaged: whole blobs and single cells, in this store and in others.
+"""Sources of right bytes for what is damaged: blobs of the same name, and equal cells, in this store and in others.
 
-Nothing here is trusted: a blob counts if it has the hash in its name, a cell if it has its digest.
+Nothing here is trusted: bytes count if they have the digest that they should have.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.blob import DATA_OFFSET, encode_header
-from casckpt.format.digest import cell_digest, hex_digest
+from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import blob_key, parse_object
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import CellDigest, TxId
+from casckpt.format.names import CellDigest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.fetching import Spoilt, fetch, holds_cell
+from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import ShortObject
+from casckpt.storage.base import Reader
 from casckpt.upkeep.stock import BLOB, list_objects
 
 
@@ -53,40 +51,30 @@ class _CellCopy:
             return False
 
 
-@dataclass
-class Salvaged:
-    """What could be had of a damaged blob. ``missing``: the live cells that could not; ``data``: all others."""
-
-    ref: BlobRef
-    data: bytearray
-    cells: Sequence[LiveCell]
-    missing: frozenset[LiveCell]
-
-    @property
-    def is_whole(self) -> bool:
-        """Does it have the hash in its name again?"""
-        return hex_digest(self.data) == self.ref.hash
-
-
 class BlobCopies:
-    """Blobs by their hash, in this store and in ``others``."""
+    """Blobs by their name, right or not: in this store, in ``others``, and in the cache of this host."""
 
     def __init__(self, repo: Repository, others: Iterable[Repository]) -> None:
-        self._uploaders: dict[str, list[tuple[Repository, TxId]]] = defaultdict(list)
+        self._cache = repo.blob_cache
+        self._places: dict[str, list[tuple[Repository, str]]] = defaultdict(list)
         for store in (repo, *others):
             for key in list_objects(store):
                 name = parse_object(key)
                 if name is not None and name.kind == BLOB:
-                    self._uploaders[name.hash].append((store, name.uploader))
+                    self._places[name.hash].append((store, key))
 
-    def find(self, ref: BlobRef) -> memoryview | None:
-        """Find bytes that have the hash of ``ref``, wherever they lie; None if there are none."""
-        for store, uploader in self._uploaders.get(ref.hash, ()):
+    def readers(self, ref: BlobRef) -> Iterator[Reader]:
+        """Yield one after the other, open until the next is asked for. What fails in reading is the caller's."""
+        for store, key in self._places.get(ref.hash, ()):
             try:
-                return fetch(store.storage, replace(ref, uploader=uploader), memoryview(bytearray(ref.size)))
-            except (Spoilt, Refused, StorageError):
+                with store.storage.open(key) as reader:
+                    yield reader
+            except (NotFound, Refused, StorageError):
                 continue
-        return None
+        cached = self._cache.open(ref)
+        if cached is not None:
+            with cached:
+                yield cached
 
 
 class Cells:
@@ -144,46 +132,3 @@ def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRe
         for cell in table.stored_cells(np.flatnonzero(np.isin(table.columns.blob, list(wanted))).tolist()):
             found[wanted[cell.blob]].add(LiveCell(cell.offset, cell.nbytes, cell.digest, entry.dtype))
     return found
-
-
-def salvage(repo: Repository, ref: BlobRef, cells: Iterable[LiveCell], source: Cells) -> Salvaged:
-    """Read what is left of a damaged blob, and put its live ``cells`` right from elsewhere where that is possible."""
-    data = _remains(repo, ref)
-    ordered = sorted(cells, key=lambda cell: (cell.offset, cell.nbytes))
-    missing = set()
-    for cell in ordered:
-        part = memoryview(data)[cell.offset : cell.offset + cell.nbytes]
-        if cell_digest(part) != cell.digest and not source.fetch(cell.digest, part):
-            missing.add(cell)
-    found = Salvaged(ref, data, ordered, frozenset(missing))
-    if not missing and not found.is_whole:
-        _put_header(data, ordered)
-    return found
-
-
-def _remains(repo: Repository, ref: BlobRef) -> bytearray:
-    """Read the bytes of a damaged blob, zeros where there are none."""
-    data = bytearray(ref.size)
-    try:
-        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            have = min(reader.size, ref.size)
-            reader.read_into(0, [memoryview(data)[:have]])
-    except (NotFound, StorageError, ShortObject):
-        pass  # then every byte must come from elsewhere
-    return data
-
-
-def _put_header(data: bytearray, cells: Sequence[LiveCell]) -> None:
-    """Put the header that these cells would have, if they are all that the blob holds."""
-    end, runs = DATA_OFFSET, []
-    for cell in cells:
-        if cell.offset > end:
-            return  # there were dead cells in between
-        if cell.offset == end:  # else it is one that entries of several dtypes share
-            runs.append((cell.dtype, cell.nbytes))
-            end += cell.nbytes
-    if end == len(data):
-        try:
-            data[:DATA_OFFSET] = encode_header(runs)
-        except InvalidInput:
-            return

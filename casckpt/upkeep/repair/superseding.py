@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from casckpt.errors import Conflict
-from casckpt.format.blob import DATA_OFFSET, encode_header, order
-from casckpt.format.digest import hex_digest
+from casckpt.format.blob import order
+from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.extents import ExtentTable, build
 from casckpt.format.keys import make_txid, parse_txid, transaction_key, uploader_folder
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.names import TxId
 from casckpt.format.records import Began, Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.index import StreamEntry
@@ -27,13 +27,14 @@ from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import set_tag, tags, tags_of
 from casckpt.repository.transactions import Transaction
-from casckpt.upkeep.repair.salvage import Cells, Salvaged, live_cells, salvage
+from casckpt.upkeep.repair.mending import Mending, Source
+from casckpt.upkeep.repair.salvage import live_cells
 
 Moved = dict[tuple[int, int], int]
 """New offset of each cell, by (number of the blob, old offset)."""
 
 
-def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Commit | None:
+def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], source: Source) -> Commit | None:
     """Commit a twin of ``commit`` that needs none of ``lost``, and forget ``commit``; None if cells are missing.
 
     Raises `Conflict` if ``commit`` is not what its run and step name any more, `StorageError`.
@@ -76,7 +77,7 @@ def _begin_behind(repo: Repository, commit: Commit) -> Transaction:
     return Transaction(repo, began)
 
 
-def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef], cells: Cells) -> Committed | None:
+def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef], source: Source) -> Committed | None:
     """Upload the new blobs and the manifest; return the record to commit."""
     manifest = manifests.get(repo, commit)
     names = {(ref.uploader, ref.hash): ref for ref in lost}
@@ -85,7 +86,7 @@ def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef],
     of_blob = live_cells(manifest, wanted)
     moved: Moved = {}
     for index, ref in wanted.items():
-        found = salvage(repo, ref, of_blob[ref], cells)
+        found = source.mend(repo, ref, of_blob[ref])
         if found.missing:
             return None
         refs[index] = _upload(repo, txid, index, found, moved)
@@ -101,19 +102,19 @@ def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Co
     return changed(commit.committed, time=repo.clock(), **places)
 
 
-def _upload(repo: Repository, txid: TxId, index: int, found: Salvaged, moved: Moved) -> BlobRef:
+def _upload(repo: Repository, txid: TxId, index: int, found: Mending, moved: Moved) -> BlobRef:
     """Upload a new blob of the live cells of a damaged one. Their places go into ``moved``."""
     unique = {cell.offset: cell for cell in found.cells}  # of several the longest, which comes last
-    ordered = sorted(unique.values(), key=lambda cell: (order(cell.dtype), cell.offset))
-    parts, end = [encode_header([(cell.dtype, cell.nbytes) for cell in ordered])], DATA_OFFSET
-    for cell in ordered:
-        moved[index, cell.offset] = end
-        parts.append(bytes(found.data[cell.offset : cell.offset + cell.nbytes]))
-        end += cell.nbytes
-    data = b"".join(parts)
-    name = BlobHash(hex_digest(data))
-    blobs.put(repo, txid, name, data)
-    return BlobRef(name, len(data), txid)
+    buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for cell in unique.values())))))
+    writer = BlobWriter(buffer)
+    for cell in sorted(unique.values(), key=lambda cell: (order(cell.dtype), cell.nbytes < LEAF_BYTES, cell.offset)):
+        at = writer.place(cell.nbytes)
+        moved[index, cell.offset] = at
+        buffer[at : at + cell.nbytes] = found.part(cell.offset, cell.nbytes)
+        writer.add(cell.dtype, cell.nbytes, cell.digest)
+    name, size = writer.finish()
+    blobs.put(repo, txid, name, buffer[:size])
+    return BlobRef(name, size, txid)
 
 
 def _moved_table(manifest: Manifest, entry: StreamEntry, moved: Moved) -> ExtentTable | None:

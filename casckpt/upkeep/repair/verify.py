@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.fetching import compare_size
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
@@ -24,23 +23,14 @@ from casckpt.repository.tags import list_tags
 from casckpt.upkeep.gc.settling import faults
 from casckpt.upkeep.lost import ADVICE, lost_records
 from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.repair.hits import DamagedBlob, describe
+from casckpt.upkeep.repair.rows import wrong_rows
 from casckpt.upkeep.stock import list_objects
 
 Mode = Literal["full", "exists"]
 Name = tuple[TxId, BlobHash]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DamagedBlob:
-    """``keys``: the tensors, objects and attachments hit. ``checkpoints``: ids of the live ones that use the blob."""
-
-    blob: BlobHash
-    uploader: TxId
-    keys: tuple[str, ...]
-    checkpoints: tuple[str, ...]
-    why: str
 
 
 @dataclass(frozen=True)
@@ -113,10 +103,11 @@ def verify(
 ) -> VerifyResult:
     """Check all that live checkpoints need, forgotten ones too.
 
-    ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and compares its
-    hash; "exists" looks at presence and size alone. ``sample``: the fraction of the blobs to look at, drawn at random.
-    ``mark``: mark damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a
-    warning where the store cannot be written. ``progress``: counts the bytes that are read.
+    ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and proves it, and
+    compares the manifests with what was proved; "exists" looks at presence and size alone. ``sample``: the fraction of
+    the blobs to look at, drawn at random. ``mark``: mark damaged blobs in the store, so that no save reuses them, and
+    unmark those that are right again; a warning where the store cannot be written. ``progress``: counts the bytes that
+    are read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
@@ -142,12 +133,13 @@ def verify(
 
     checked = list(_look(repo, wanted) if mode == "exists" else check_blobs(repo, wanted, count))
     damaged = describe(repo, found.commits, [one for one in checked if one.why])
+    broken = [*found.broken, *wrong_rows(repo, found.commits, [one for one in checked if one.proof and one.is_right])]
     return VerifyResult(
         checked_blobs=len(checked),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
         damaged=tuple(damaged),
-        manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in found.broken),
+        manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
         records=tuple(DamagedRecord(*record) for record in records),
         failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
         repaired=_mark(repo, damaged, checked if mode == "full" else ()) if mark else (),
@@ -194,43 +186,6 @@ def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damage
     return None
 
 
-def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
-    """Tell who is hit by what is ``wrong``, without what only purged checkpoints used. Raises `StorageError`."""
-    whys = {(one.ref.uploader, one.ref.hash): one.why for one in wrong}
-    keys: dict[Name, set[str]] = defaultdict(set)
-    users: dict[Name, list[str]] = defaultdict(list)
-    for commit in commits if whys else ():
-        try:
-            manifest = manifests.get(repo, commit)
-            hit = {i: name for i, ref in enumerate(manifest.blobs) if (name := (ref.uploader, ref.hash)) in whys}
-            if not hit or not refresh(repo, commit).live:
-                continue
-        except (Conflict, Damaged, Refused):
-            continue
-        manifest.ready(objects=())
-        for index, hit_keys in keys_of(manifest, hit).items():
-            keys[hit[index]] |= hit_keys
-        for name in hit.values():
-            users[name].append(commit.id)
-    return [
-        DamagedBlob(name[1], name[0], tuple(sorted(keys[name])), tuple(dict.fromkeys(users[name])), whys[name])
-        for name in sorted(users)
-    ]
-
-
-def keys_of(manifest: Manifest, wanted: Iterable[int]) -> dict[int, set[str]]:
-    """Return the keys of the entries that lie in each blob of ``wanted``, by its number."""
-    found: dict[int, set[str]] = {index: set() for index in wanted}
-    for entry in manifest.entries:
-        try:
-            used = set(manifest.extents(entry).columns.blob.tolist())
-        except (Damaged, Refused):
-            used = set(found)  # nobody can tell
-        for index in used & found.keys():
-            found[index].add(entry.key)
-    return found
-
-
 def _sampled(repo: Repository, refs: list[BlobRef], fraction: float) -> list[BlobRef]:
     if fraction >= 1 or not refs:
         return refs
@@ -243,7 +198,8 @@ def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
     """Compare presence and sizes, from one listing."""
     sizes = list_objects(repo)
     for ref in refs:
-        yield Checked(ref, compare_size(ref, sizes.get(blob_key(ref.uploader, ref.hash))))
+        size = sizes.get(blob_key(ref.uploader, ref.hash))
+        yield Checked(ref, compare_size(ref, size), ranges=((min(size or 0, ref.size), ref.size),))
 
 
 def _mark(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
@@ -258,7 +214,7 @@ def _mark(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Ch
 def _write_marks(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
     for one in damaged:
         blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
-    right = {(one.ref.uploader, one.ref.hash) for one in checked if not one.why and not one.failed}
+    right = {(one.ref.uploader, one.ref.hash) for one in checked if one.is_right}
     healed = sorted(blobs.damaged_marks(repo) & right) if right else []
     for uploader, blob in healed:
         blobs.mark_repaired(repo, uploader, blob, "verify found it right")

@@ -12,11 +12,16 @@ from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from casckpt.format.blob import DATA_OFFSET, decode_header
+from casckpt.format.blob import DATA_OFFSET, RECORD_BYTES, decode_header
 from casckpt.format.dtypes import DTYPES
+from casckpt.format.names import BlobHash
+from casckpt.format.proof import as_leaves
 from casckpt.repository import manifests
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from tests.support.saves import BLOB, CELL, blob_keys, cells, small_folder
+from tests.support.checkpoints import is_blob
+from tests.support.saves import BLOB, CELL, blob_keys, cells, data_of, same_state, small_folder
 from tests.support.tensors import NAMES, bytes_of, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -53,10 +58,94 @@ def test_every_reader_of_safetensors_opens_every_blob(store: Store) -> None:
     assert seen == {stored for _, stored in DTYPES.values()}
 
 
-def test_a_blob_is_named_by_the_hash_of_its_bytes(store: Store) -> None:
-    store.save({"w": cells(30)}, step=1)
+def test_a_blob_is_named_by_what_proves_its_bytes(store: Store) -> None:
+    store.save({"w": cells(30), "h": cells(60).half()}, step=1)
     for path in files(store):
-        assert path.name == f"{blake3(path.read_bytes()).hexdigest()}.safetensors"
+        assert is_blob(BlobHash(path.stem), path.read_bytes())
+
+
+def large(folder: Path) -> Store:
+    """A store with blobs of several MiB."""
+    store = Store(Repository(LocalStore(folder)))
+    store.create(cell_bytes=256 << 10, blob_bytes=8 << 20)
+    return store
+
+
+def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
+    """The branches of the state that each blob of a checkpoint has cells of."""
+    manifest = manifests.get(store.repository, store.get(ref).commit)
+    found: dict[str, set[str]] = {}
+    for entry in manifest.body.entries:
+        for number in manifest.extents(entry).columns.blob.tolist():
+            branch = entry.key.partition(".")[0] if entry.kind != "attachment" else ""
+            found.setdefault(manifest.blob(number).hash, set()).add(branch)
+    return found
+
+
+MIB = 256  # cells
+
+
+def test_branches_of_a_state_have_blobs_of_their_own(tmp_path: Path) -> None:
+    """But for small ones, which share one of at most 1 MiB."""
+    store, step = large(tmp_path / "store"), torch.arange(10)
+    state = {
+        "model": {f"w{i}": cells(3.3 * MIB) for i in range(4)},
+        "small": {"a": cells(0.3 * MIB)},
+        "optim": {f"w{i}": {"m": cells(MIB), "step": step + i} for i in range(4)} | {"groups": bytes(9000)},
+        "rest": {"b": cells(0.3 * MIB).half(), "c": step + 100},
+    }
+    attachment = bytes(300 << 10)
+    store.save(state, step=1, attachments={"a": attachment})
+    found = branches_of_blobs(store, "default@1")
+    assert sorted(map(sorted, found.values())) == [["", "rest", "small"], ["model"], ["model"], ["optim"]]
+    assert same_state(store.read("default@1"), state)
+    assert store.read_attachment("default@1", "a") == attachment
+    assert store.save(state, step=2, attachments={"a": attachment}).stats.bytes_written == 0
+
+
+@pytest.mark.parametrize(("count", "blobs"), [(16, 16), (17, 5)])
+def test_many_branches_count_as_one(tmp_path: Path, count: int, blobs: int) -> None:
+    store = large(tmp_path / "store")
+    store.save({f"layer{i}": {"w": cells(2 * MIB)} for i in range(count)}, step=1, threads=1)
+    assert len(branches_of_blobs(store, "default@1")) == blobs
+
+
+def test_small_states_are_one_blob(tmp_path: Path) -> None:
+    store = large(tmp_path / "store")
+    store.save({"model": {"w": cells(0.6 * MIB)}, "optim": {"m": cells(0.3 * MIB), "s": torch.arange(9)}}, step=1)
+    assert len(files(store)) == 1
+
+
+def test_padding_has_room_in_a_blob(tmp_path: Path) -> None:
+    """Fifteen such cells have, without it, just less than a blob may hold."""
+    store = Store(Repository(LocalStore(tmp_path / "store")))
+    store.create(cell_bytes=128 << 10, blob_bytes=1 << 20)
+    state = {f"m.{i}": torch.full((69_633,), i, dtype=torch.uint8) for i in range(40)}
+    store.save(state, step=1, threads=1)
+    assert max(data_of(store, key) for key in blob_keys(store)) <= 1 << 20
+    assert len(blob_keys(store)) == 3
+    assert same_state(store.read("default@1"), state)
+    assert not store.verify().is_damaged
+
+
+def test_large_cells_are_leaves_and_begin_at_pages(tmp_path: Path) -> None:
+    store = large(tmp_path / "store")
+    counts = (3.3, 0.01, 1.001, 0.26, 2, 0.3)  # of 256 KiB
+    state = {f"m.w{i}": cells(64 * count) for i, count in enumerate(counts)} | {"m.i": torch.arange(9)}
+    ckpt = store.save(state, step=1)
+    manifest = manifests.get(store.repository, ckpt.commit)
+    (path,) = files(store)
+    proof = path.read_bytes()[DATA_OFFSET + data_of(store, blob_keys(store)[0]) :]
+    leaves = {leaf.offset: leaf for leaf in as_leaves(proof)}
+    leaves_wanted = [
+        cell for key in state for cell in manifest.extents(manifest.tensors[key]).stored_cells() if cell.nbytes >= 65536
+    ]
+    assert len(leaves_wanted) == 4 + 1 + 1 + 2 + 1
+    for cell in leaves_wanted:
+        assert cell.offset % 4096 == 0
+        assert leaves[cell.offset][1:] == (cell.nbytes, cell.digest)
+    assert all(len(manifest.extents(manifest.tensors[key])) == 1 for key in state), "tensors lie together"
+    assert same_state(store.read("default@1"), state)
 
 
 def test_data_begins_at_a_block_and_lies_without_holes_largest_elements_first(store: Store) -> None:
@@ -66,14 +155,17 @@ def test_data_begins_at_a_block_and_lies_without_holes_largest_elements_first(st
         assert int.from_bytes(data[:8], "little") + 8 == DATA_OFFSET
         assert path.stat().st_size > DATA_OFFSET
         end, last = 0, 16
-        for entry in _header(path).values():
+        header = _header(path)
+        assert list(header)[-1] == "proof"
+        proof = header.pop("proof")["data_offsets"]
+        for entry in header.values():
             size = {stored: size for size, stored in DTYPES.values() if stored != "U8"} | {"U8": 1}
             assert entry["data_offsets"][0] == end
             end = entry["data_offsets"][1]
             assert size[entry["dtype"]] <= last
             last = size[entry["dtype"]]
             assert entry["data_offsets"][0] % last == 0
-        assert DATA_OFFSET + end == len(data)
+        assert proof == [end, len(data) - DATA_OFFSET]
         assert decode_header(data, len(data))
 
 
@@ -84,7 +176,7 @@ def test_blobs_hold_no_name_step_or_time(store: Store) -> None:
     data = path.read_bytes()
     assert b"secret_name" not in data
     assert b"hidden" not in data
-    assert data[DATA_OFFSET:] == bytes_of(weight)
+    assert data[DATA_OFFSET : -2 * RECORD_BYTES] == bytes_of(weight)
 
 
 def test_equal_cells_make_equal_blobs(store: Store, tmp_path: Path) -> None:
@@ -99,7 +191,7 @@ def test_blobs_are_filled(store: Store) -> None:
     """But for the last one of each worker they are at least three quarters full."""
     state = {f"w{i}": cells(3.3) for i in range(60)}
     store.save(state, step=1, threads=1)
-    sizes = sorted(path.stat().st_size - DATA_OFFSET for path in files(store))
+    sizes = sorted(data_of(store, key) for key in blob_keys(store))
     assert all(BLOB * 3 // 4 <= size <= BLOB for size in sizes[1:])
     assert sum(sizes) == sum(tensor.nbytes for tensor in state.values())
 

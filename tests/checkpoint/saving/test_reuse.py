@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from casckpt.errors import Damaged
-from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.blob import DATA_OFFSET, RECORD_BYTES, most_data
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
@@ -24,6 +24,7 @@ from tests.support.saves import (
     blob_keys,
     cells,
     counted,
+    data_of,
     flip,
     manifest_keys,
     reopened,
@@ -31,6 +32,8 @@ from tests.support.saves import (
     small,
     small_folder,
 )
+
+AROUND = DATA_OFFSET + 2 * RECORD_BYTES  # header and proof of a blob of less than 64 KiB
 
 
 def manifest_of(store: Store, ref: str) -> Manifest:
@@ -50,10 +53,10 @@ def saved(store: Store, state: Any, step: int, **options: Any) -> int:
 
 
 def data_bytes(store: Store, state: Any, step: int, **options: Any) -> int:
-    """The same without the headers of blobs."""
-    before = len(blob_keys(store))
-    written = saved(store, state, step, **options)
-    return written - DATA_OFFSET * (len(blob_keys(store)) - before)
+    """The same without the headers and proofs of blobs."""
+    before = set(blob_keys(store))
+    saved(store, state, step, **options)
+    return sum(data_of(store, key) for key in set(blob_keys(store)) - before)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -184,7 +187,7 @@ def test_more_shards_than_before_cost_what_their_boundaries_cut() -> None:
     store, weight = small(), torch.randn(1024, 40)
     store.save({"w": weight}, step=1)
     ckpt = store.save({"w": ROWS["rows"](weight, 4)}, step=2)
-    assert ckpt.stats.bytes_written <= DATA_OFFSET + 3 * CELL
+    assert ckpt.stats.bytes_written <= AROUND + 3 * CELL
     assert torch.equal(store.read("default@2")["w"], weight)
 
 
@@ -222,7 +225,7 @@ class TestWorn:
     def live(store: Store, step: int) -> tuple[int, int]:
         """(bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
-        held = sum(int(size) - DATA_OFFSET for size in manifest.blob_sizes)
+        held = sum(most_data(int(size)) for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.entries)
 
     @pytest.mark.in_memory
@@ -335,7 +338,7 @@ class TestDamage:
             state["w"][0] += 1
         again = reopened(store)
         written = again.save(state, step=2).stats.bytes_written
-        assert lost.size <= written <= lost.size + CELL + DATA_OFFSET
+        assert lost.size <= written <= lost.size + CELL + AROUND
         assert f"{lost.hash} is gone or cut short" in caplog.text
         assert blobs.damaged_marks(again.repository) == {(lost.uploader, lost.hash)}
         assert lost not in manifest_of(again, "default@2").blobs
@@ -381,7 +384,7 @@ def _damage(store: Store, ref: BlobRef, how: str) -> None:
     data = storage.get(key, limit=1 << 30)
     storage.delete(key)
     if how != "deleted":
-        storage.put(key, data[:-1] if how == "truncated" else data + b"\0")
+        storage.put(key, data[:-CELL] if how == "truncated" else data + b"\0")
 
 
 def test_digests_decide_not_times(tmp_path: Path) -> None:
@@ -393,5 +396,5 @@ def test_digests_decide_not_times(tmp_path: Path) -> None:
     store.save({"w": weight}, step=2)
     weight.copy_(kept)
     written = store.save({"w": weight}, step=3).stats.bytes_written
-    assert written == 4 * CELL + DATA_OFFSET  # only the newest checkpoint of a run is looked at
+    assert written == 4 * CELL + AROUND  # only the newest checkpoint of a run is looked at
     assert store.save({"w": weight}, step=4).stats.bytes_written == 0

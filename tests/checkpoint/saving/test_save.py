@@ -38,7 +38,7 @@ def test_what_a_checkpoint_says() -> None:
     assert not ckpt.forgotten
     assert {key: (t.dtype, t.shape, t.bytes) for key, t in ckpt.tensors.items()} == {"w": ("float32", (6,), 24)}
     assert ckpt.stats.bytes_total == 24
-    assert ckpt.stats.bytes_written == 4096 + 24
+    assert ckpt.stats.bytes_written == 4096 + 24 + 72  # header, data, proof
     assert (ckpt.stats.blobs_written, ckpt.stats.blobs_reused, ckpt.stats.bytes_reused) == (1, 0, 0)
     assert ckpt.stats.seconds >= 0
     assert "sft/lora@100" in repr(ckpt)
@@ -239,7 +239,7 @@ def test_statistics_of_the_store() -> None:
     stats = store.stats()
     assert (stats.checkpoints, stats.runs, stats.blobs) == (2, 2, 2)
     assert stats.bytes_logical == 8 * 4096
-    assert stats.bytes_blobs == 10 * 4096
+    assert stats.bytes_blobs == 10 * 4096 + 2 * 72
 
 
 def test_threads_may_save_at_once() -> None:

@@ -1,0 +1,91 @@
+"""The one writer of blobs: cells are put into its buffer, and header and proof around them.
+
+A cell of `LEAF_BYTES` or more is a leaf of the proof, with the digest that it has anyway, and begins at a page; smaller
+neighbours, and the zeros before a page, join until they have as many bytes or the next large one comes. So no byte of
+a large cell is hashed twice. Digests are those of the bytes in the buffer, which is what is stored.
+"""
+
+from __future__ import annotations
+
+from casckpt.format.blob import DATA_OFFSET, RECORD_BYTES, encode_header
+from casckpt.format.digest import cell_digest, proof_name
+from casckpt.format.names import BlobHash, CellDigest
+from casckpt.format.proof import encode_proof
+
+LEAF_BYTES = 64 << 10
+_PAGE = DATA_OFFSET
+
+
+def place_behind(end: int, nbytes: int) -> int:
+    """Return where a cell of ``nbytes`` bytes begins in a blob whose last cell ends at byte ``end`` of the file."""
+    return end if nbytes < LEAF_BYTES else -(-end // _PAGE) * _PAGE
+
+
+def padded(nbytes: int) -> int:
+    """Return the most bytes of data that cells of ``nbytes`` bytes together take, in any order."""
+    return nbytes + _PAGE * (nbytes // LEAF_BYTES)
+
+
+def buffer_bytes(data: int) -> int:
+    """Return the bytes of a buffer for a blob of at most ``data`` bytes of data."""
+    return DATA_OFFSET + data + RECORD_BYTES * (2 * (data // LEAF_BYTES) + 2)
+
+
+class BlobWriter:
+    """Makes one blob in ``buffer``, of `buffer_bytes`. ``end``: the byte of the file behind its last cell.
+
+    For each cell, in the order of `casckpt.format.blob.order`: put its bytes at `place`, and then `add` it, or not.
+    """
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+        self.end = DATA_OFFSET
+        self._runs: list[tuple[str, int]] = []
+        self._leaves: list[tuple[int, CellDigest]] = []
+        self._joined = DATA_OFFSET  # begin of what is in no leaf yet
+        self._dtype = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Are there no cells?"""
+        return self.end == DATA_OFFSET
+
+    def place(self, nbytes: int) -> int:
+        """Return the byte of the file, and of the buffer, at which the next cell begins, if it has ``nbytes`` bytes."""
+        return self.end if nbytes < LEAF_BYTES else place_behind(self.end, nbytes)
+
+    def add(self, dtype: str, nbytes: int, digest: CellDigest) -> None:
+        """Take up the cell at its `place`, of torch's ``dtype``. ``digest``: of the bytes that are there."""
+        at = self.end
+        if nbytes >= LEAF_BYTES:
+            at = place_behind(at, nbytes)
+            self._buffer[self.end : at] = bytes(at - self.end)
+            self._join(at)
+            self._leaves.append((nbytes, digest))
+            self._joined = at + nbytes
+        if dtype != self._dtype:
+            self._runs.append((dtype, at))
+            self._dtype = dtype
+        self.end = at + nbytes
+        if self.end - self._joined >= LEAF_BYTES:
+            self._join(self.end)
+
+    def finish(self) -> tuple[BlobHash, int]:
+        """Put header and proof, and return name and size: so many bytes of the buffer are the blob.
+
+        Raises InvalidInput if there are no cells, or they are not in order.
+        """
+        self._join(self.end)
+        ends = [start for _, start in self._runs[1:]] + [self.end]
+        runs = [(dtype, end - start) for (dtype, start), end in zip(self._runs, ends, strict=False)]
+        self._buffer[:DATA_OFFSET] = encode_header(runs, len(self._leaves) + 1)
+        proof = encode_proof([(DATA_OFFSET, cell_digest(self._buffer[:DATA_OFFSET])), *self._leaves])
+        size = self.end + len(proof)
+        self._buffer[self.end : size] = proof
+        return proof_name(self._buffer[self.end : size]), size
+
+    def _join(self, stop: int) -> None:
+        """Make a leaf of what is in none, up to byte ``stop``."""
+        if stop > self._joined:
+            self._leaves.append((stop - self._joined, cell_digest(self._buffer[self._joined : stop])))
+            self._joined = stop

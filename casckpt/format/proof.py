@@ -1,0 +1,133 @@
+"""The proof of a blob: lengths and digests of its leaves, which are all other bytes of the file, in order.
+
+::
+
+    n records of 36 bytes: length of the leaf (4 bytes, little-endian), its BLAKE3
+
+It lies behind the data, up to the end of the file, and its hash is the name of the blob (`digest.proof_name`). So
+whoever knows the name can prove each leaf by itself, without a manifest. Leaf 0 is the header; how the rest is cut is
+the writer's choice (`casckpt.format.blob_writer`), and any cut is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from casckpt.errors import Refused
+from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, MIN_LEAVES, RECORD_BYTES
+from casckpt.format.columns import Ints
+from casckpt.format.digest import Buffer, Hasher, cell_digest, proof_name
+from casckpt.format.names import BlobHash, CellDigest
+
+MAX_LEAF_BYTES = 1 << 30
+
+_RECORD = np.dtype([("nbytes", "<u4"), ("digest", "u1", (32,))])
+_FIRST_TAIL = 4096  # bytes: the proofs of nearly all blobs
+_MORE = 16
+
+
+class Leaf(NamedTuple):
+    """One leaf: ``nbytes`` bytes at ``offset`` of the file."""
+
+    offset: int
+    nbytes: int
+    digest: CellDigest
+
+    @property
+    def end(self) -> int:
+        """The byte behind it."""
+        return self.offset + self.nbytes
+
+
+def encode_proof(leaves: Iterable[tuple[int, CellDigest]]) -> bytes:
+    """Encode the proof of ``leaves``: (bytes, digest), in order."""
+    return b"".join([nbytes.to_bytes(4, "little") + digest for nbytes, digest in leaves])
+
+
+def decode_proof(data: Buffer) -> list[Leaf]:
+    """Decode the leaves of a proof. Raises Refused for one that no blob has."""
+    count, rest = divmod(len(data), RECORD_BYTES)
+    if rest or not MIN_LEAVES <= count <= MAX_LEAVES:
+        raise Refused(f"a proof of {len(data)} bytes: it has {MIN_LEAVES} to {MAX_LEAVES} records of {RECORD_BYTES}")
+    lengths = _lengths(data)
+    if int(lengths.min()) < 1 or int(lengths.max()) > MAX_LEAF_BYTES or int(lengths[0]) != DATA_OFFSET:
+        raise Refused(f"a leaf has not 1 to {MAX_LEAF_BYTES} bytes, or the first of them is no header")
+    return as_leaves(data)
+
+
+def as_leaves(data: Buffer) -> list[Leaf]:
+    """Split records, whatever they say, into leaves."""
+    records, lengths = bytes(data), _lengths(data)
+    digests = [CellDigest(records[at - 32 : at]) for at in range(RECORD_BYTES, len(records) + 1, RECORD_BYTES)]
+    return list(map(Leaf, (np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), digests))
+
+
+def find_proof(tail: Buffer, size: int) -> bytes | None:
+    """Find the proof at the end of ``tail``, the last bytes of a file of ``size`` bytes; None if it has not all of it.
+
+    There is at most one number of records that, with the leaves that they tell of, are the whole file.
+    """
+    count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
+    if not count:
+        return None
+    records = memoryview(tail)[len(tail) - count * RECORD_BYTES :]
+    ends = np.cumsum(_lengths(records)[::-1] + RECORD_BYTES)
+    found = int(np.searchsorted(ends, size))
+    if found == count or int(ends[found]) != size:
+        return None
+    return bytes(records[(count - found - 1) * RECORD_BYTES :])
+
+
+def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) -> bytes:
+    """Read the proof of the blob ``name``, a file of ``size`` bytes; it has the hash in that name.
+
+    ``read``: called with offset and bytes, of one part of the file's end after the other, each longer. Raises Refused
+    where there is no such proof, and what ``read`` raises.
+    """
+    most = min(size - DATA_OFFSET, MAX_LEAVES * RECORD_BYTES)
+    wanted, proof = min(_FIRST_TAIL, most), None
+    while proof is None and wanted > 0:
+        proof = find_proof(read(size - wanted, wanted), size)
+        wanted = min(wanted * _MORE, most) if wanted < most else 0
+    if proof is None or proof_name(proof) != name:
+        raise Refused("its proof does not have the hash in its name")
+    return proof
+
+
+class LeafCheck:
+    """Compares the bytes of a blob, which arrive in order, with its leaves. ``wrong``: those that differ, so far."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.wrong: list[Leaf] = []
+        self._rest = iter(leaves)
+        self._leaf = next(self._rest, None)
+        self._hasher: Hasher | None = None
+        self._at = 0
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes; what lies behind the last leaf is passed by."""
+        while len(data) and self._leaf is not None:
+            part = data[: self._leaf.end - self._at]
+            data = data[len(part) :]
+            self._at += len(part)
+            if self._hasher is None and len(part) == self._leaf.nbytes:
+                self._close(self._leaf, cell_digest(part))
+                continue
+            self._hasher = self._hasher or Hasher()
+            self._hasher.update(part)
+            if self._at == self._leaf.end:
+                self._close(self._leaf, self._hasher.digest())
+
+    def _close(self, leaf: Leaf, digest: CellDigest) -> None:
+        if digest != leaf.digest:
+            self.wrong.append(leaf)
+        self._leaf, self._hasher = next(self._rest, None), None
+
+
+def _lengths(data: Buffer) -> Ints:
+    records: npt.NDArray[np.void] = np.frombuffer(data, dtype=_RECORD)
+    return records["nbytes"].astype(np.int64)

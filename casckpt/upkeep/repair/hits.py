@@ -1,0 +1,127 @@
+"""Who is hit by damage: the live cells that lie in wrong bytes, and are not what they were."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.keys import blob_key
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, CellDigest, ManifestId, TxId
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, refresh
+from casckpt.repository.fetching import holds_cell
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.repair.checking import Checked
+
+
+@dataclass(frozen=True)
+class DamagedBlob:
+    """``keys``: the tensors, objects and attachments hit. ``checkpoints``: ids of the live ones that are hit.
+
+    Both are empty where nobody needs the bytes that are wrong: a header, a proof, or cells of what was purged.
+    """
+
+    blob: BlobHash
+    uploader: TxId
+    keys: tuple[str, ...]
+    checkpoints: tuple[str, ...]
+    why: str
+
+
+class _Cell(NamedTuple):
+    """``digest``: None where the manifest cannot be understood, and nobody knows what is needed."""
+
+    offset: int
+    nbytes: int
+    digest: CellDigest | None
+
+
+_UNKNOWN = _Cell(0, 0, None)
+
+
+@dataclass
+class _Uses:
+    """Live cells that meet the wrong bytes of one blob, and the (key, checkpoint) that need each."""
+
+    checked: Checked
+    cells: dict[_Cell, set[tuple[str, ManifestId]]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, cell: _Cell, key: str, checkpoint: ManifestId) -> None:
+        """Note who needs a cell, if it lies in wrong bytes."""
+        ranges = self.checked.ranges
+        if cell is _UNKNOWN or any(cell.offset < stop and start < cell.offset + cell.nbytes for start, stop in ranges):
+            self.cells[cell].add((key, checkpoint))
+
+
+def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
+    """Tell who is hit by what is ``wrong``, without what only purged checkpoints used. Raises `StorageError`."""
+    every = {(one.ref.uploader, one.ref.hash): _Uses(one) for one in wrong}
+    used = set()
+    for commit in commits if every else ():
+        try:
+            manifest = manifests.get(repo, commit)
+            numbered = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
+            named = {number: name for number, name in numbered if name in every}
+            if not named or not refresh(repo, commit).live:
+                continue
+        except (Conflict, Damaged, Refused):
+            continue
+        used |= set(named.values())
+        _collect(manifest, {number: every[name] for number, name in named.items()})
+    order = {commit.id: number for number, commit in enumerate(commits)}
+    return [_described(repo, every[name], order) for name in sorted(used)]
+
+
+def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
+    """Return the keys of the entries that lie in any of the blobs ``wanted``, given by their numbers."""
+    numbers, found = list(wanted), set()
+    for entry in manifest.body.entries:
+        try:
+            if np.isin(manifest.extents(entry).columns.blob, numbers).any():
+                found.add(entry.key)
+        except Refused:
+            found.add(entry.key)  # nobody can tell
+    return sorted(found)
+
+
+def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
+    numbers = list(uses)
+    for entry in manifest.body.entries:
+        try:
+            table = manifest.extents(entry)
+        except Refused:
+            for one in uses.values():
+                one.add(_UNKNOWN, entry.key, manifest.id)
+            continue
+        for cell in table.stored_cells(np.flatnonzero(np.isin(table.columns.blob, numbers)).tolist()):
+            uses[cell.blob].add(_Cell(cell.offset, cell.nbytes, cell.digest), entry.key, manifest.id)
+
+
+def _described(repo: Repository, uses: _Uses, order: Mapping[ManifestId, int]) -> DamagedBlob:
+    ref = uses.checked.ref
+    hit = set().union(*(uses.cells[cell] for cell in _wrong_cells(repo, uses)))
+    checkpoints = sorted({checkpoint for _, checkpoint in hit}, key=lambda checkpoint: order[checkpoint])
+    keys = tuple(sorted({key for key, _ in hit}))
+    return DamagedBlob(ref.hash, ref.uploader, keys, tuple(checkpoints), uses.checked.why)
+
+
+def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:
+    """Read the cells once more; return those that are not what was written."""
+    if not uses.cells:
+        return []
+    ref = uses.checked.ref
+    try:
+        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
+            return [
+                cell
+                for cell in uses.cells
+                if not holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
+            ]
+    except (NotFound, Refused, StorageError):
+        return list(uses.cells)
