@@ -9,12 +9,13 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from casckpt.errors import Refused
+from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
 from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import Buffer
 from casckpt.format.keys import check_txid
 from casckpt.format.names import BlobHash, TxId
 
-MAX_BLOB_BYTES = (1 << 30) + 4096
+MAX_BLOB_BYTES = (1 << 30) + DATA_OFFSET + MAX_LEAVES * RECORD_BYTES
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that nobody vouches for."""
 

@@ -15,8 +15,8 @@ from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.dtypes import stored_name
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef
 from casckpt.format.proof import Leaf, LeafCheck, as_leaves, decode_proof, encode_proof, read_proof
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject

@@ -13,9 +13,10 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, S
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import BlobRef, Manifest
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.proof import Leaf, as_leaves
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.fetching import holds_cell

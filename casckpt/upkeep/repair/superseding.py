@@ -39,7 +39,7 @@ def supersede(repo: Repository, commit: Commit, lost: Sequence[BlobRef], source:
 
     Raises `Conflict` if ``commit`` is not what its run and step name any more, `StorageError`.
     """
-    return commit_behind(repo, commit, lambda txid, _: _save(repo, txid, commit, lost, cells))
+    return commit_behind(repo, commit, lambda txid, _: _save(repo, txid, commit, lost, source))
 
 
 def commit_behind(
