@@ -174,11 +174,12 @@ def test_a_load_that_fails_can_be_made_again(fault: Fault) -> None:
 @pytest.mark.parametrize("method", ["list", "get"])
 def test_looking_for_a_checkpoint_fails_with_an_error_of_the_storage(method: str) -> None:
     faulty, store = prepared(memory())
+    ref = store.get("default@1").id if method == "list" else "default@1"
     again = reopened(store)
     faulty.inject(fail_before(method))
     with pytest.raises(StorageError):
-        again.read("default@1")
-    assert same_state(again.read("default@1"), states()[0])
+        again.read(ref)
+    assert same_state(again.read(ref), states()[0])
 
 
 # revoked by a gc meanwhile
