@@ -81,21 +81,23 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
     """Return the keys of the entries that lie in any of the blobs ``wanted``, given by their numbers."""
     numbers, found = list(wanted), set()
-    for entry in manifest.body.entries:
+    manifest.ready(objects=())
+    for entry in manifest.entries:
         try:
             if np.isin(manifest.extents(entry).columns.blob, numbers).any():
                 found.add(entry.key)
-        except Refused:
+        except (Damaged, Refused):
             found.add(entry.key)  # nobody can tell
     return sorted(found)
 
 
 def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
     numbers = list(uses)
-    for entry in manifest.body.entries:
+    manifest.ready(objects=())
+    for entry in manifest.entries:
         try:
             table = manifest.extents(entry)
-        except Refused:
+        except (Damaged, Refused):
             for one in uses.values():
                 one.add(_UNKNOWN, entry.key, manifest.id)
             continue

@@ -43,7 +43,8 @@ def wrong_rows(
 def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, BlobHash], bytes]) -> None:
     refs = list(manifest.blobs)
     leaves_of = lru_cache(_AT_ONCE)(partial(_leaves, refs, proofs))
-    for entry in manifest.body.entries:
+    manifest.ready(objects=())
+    for entry in manifest.entries:
         if entry.nbytes < LEAF_BYTES:
             continue
         for cell in manifest.extents(entry).stored_cells():

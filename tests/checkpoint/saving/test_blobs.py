@@ -75,7 +75,7 @@ def branches_of_blobs(store: Store, ref: str) -> dict[str, set[str]]:
     """The branches of the state that each blob of a checkpoint has cells of."""
     manifest = manifests.get(store.repository, store.get(ref).commit)
     found: dict[str, set[str]] = {}
-    for entry in manifest.body.entries:
+    for entry in manifest.entries:
         for number in manifest.extents(entry).columns.blob.tolist():
             branch = entry.key.partition(".")[0] if entry.kind != "attachment" else ""
             found.setdefault(manifest.blob(number).hash, set()).add(branch)
