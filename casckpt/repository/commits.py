@@ -50,7 +50,8 @@ class Commit:
 
     ``last``: "committed", "revoked", "forgotten", "restored" or "purged". ``number``: the highest one of the log.
     ``changed_at``: time of the last record, in microseconds since the epoch. A `kept` record only takes a number.
-    ``restored``: number of the last `restored` record, 0 for none; what cannot be read counts as one.
+    ``restored``: number of the last `restored` record, 0 for none; what is not listed, or cannot
+    be read, counts as one.
     """
 
     txid: TxId
@@ -419,8 +420,9 @@ def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
     readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
     telling = [record for record in readable if not isinstance(record, Kept)]
     last = next((record for record in telling if isinstance(record, Purged)), telling[-1])
-    restored = [number for number, record in log.items() if isinstance(record, (Restored, CasckptError))]
-    return Commit(txid, first, _STATES[type(last)], max(log), last.time, max(restored, default=0))
+    others = (Forgotten, Purged, Kept)
+    restored = (number for number in range(max(log), 0, -1) if not isinstance(log.get(number), others))
+    return Commit(txid, first, _STATES[type(last)], max(log), last.time, next(restored, 0))
 
 
 def _is_whole(log: Mapping[int, Read]) -> bool:

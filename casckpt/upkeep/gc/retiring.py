@@ -20,7 +20,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Purged, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
-from casckpt.repository.commits import Commit, CommitList, announce_all, forget, purge, restore
+from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -102,9 +102,9 @@ def min_age_of(repo: Repository, wanted: float | None, unset: MinAge = A_DAY) ->
 def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age: MinAge, run: str | None) -> GcPlan:
     """Plan for ``commits``. Writes nothing. Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`."""
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
-    tagged = tagged_txids(named, commits.live())
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
+    tagged = tagged_txids(named, commits.live()) - _with_visible_twin(commits, commits.live())
     kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
@@ -140,7 +140,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     announce_all(repo, chosen, Forgotten)
     forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
-    tagged = _tagged(repo, [*plan.purge, *forgotten])
+    tagged = _barred(repo, [*plan.purge, *forgotten])
     _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
     forgotten = [commit for commit in forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
@@ -177,6 +177,19 @@ def _tagged(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits`` a tag names that counts by the clock of this host, now."""
     wanted = list(commits)
     return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()
+
+
+def _barred(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits``, which were read as forgotten before, no gc may purge for the tags that there are."""
+    wanted = list(commits)
+    tagged = _tagged(repo, wanted)
+    return tagged - _with_visible_twin(list_commits(repo), wanted) if tagged else tagged
+
+
+def _with_visible_twin(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits`` are forgotten, while the same checkpoint is visible by another commit: repaired."""
+    visible = {commit.id for commit in listed.visible()}
+    return {commit.txid for commit in commits if not commit.visible and commit.id in visible}
 
 
 def _end(found: Iterable[Tag]) -> datetime | None:
