@@ -152,14 +152,11 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def objects(self) -> Sequence[StoredObject]:
         """All objects. Raises Refused."""
         columns = self.object_columns
-        rows = [
-            _ranks(columns.rank),
-            unpack_list(columns.parts),
-            [bool(number) for number in unpack_list(columns.pickled)],
-        ]
-        if {len(row) for row in rows} != {len(columns.keys)}:
+        ranks, parts, pickled = _ranks(columns.rank), unpack_list(columns.parts), unpack_list(columns.pickled)
+        if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
             raise Refused("its columns of objects differ in length")
-        return [StoredObject(*row) for row in zip(columns.keys, *rows, range(len(columns.keys)), strict=True)]
+        rows = zip(columns.keys, ranks, parts, map(bool, pickled), strict=True)
+        return [StoredObject(*row, number) for number, row in enumerate(rows)]
 
     @cached_property
     def attachments(self) -> Sequence[StoredAttachment]:
