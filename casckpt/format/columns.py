@@ -33,3 +33,11 @@ def unpack(data: bytes) -> Ints:
     if width == 8 and array.size and int(array.max()) > 2**62:
         raise Refused("a column of the manifest holds a number beyond 2**62")
     return array.astype(np.int64)
+
+
+def unpack_list(data: bytes) -> list[int]:
+    """Decode the items of a column as Python's integers: of short columns in less time. Raises Refused as `unpack`."""
+    if data[:1] == b"\1":
+        return list(data[1:])
+    found: list[int] = unpack(data).tolist()
+    return found

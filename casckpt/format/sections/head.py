@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple, TypeAlias
 
 from casckpt.errors import Damaged, Refused
 from casckpt.format.digest import Buffer, cell_digest
+from casckpt.lazy import cached_property
 
 MAGIC = b"CASCKPT\x01"
 HEAD_BYTES = 4096
@@ -66,7 +67,11 @@ class Head:
         return self.sections[-1].end
 
     def __getitem__(self, name: str) -> Section:
-        return next(section for section in self.sections if section.name == name)
+        return self._named[name]
+
+    @cached_property
+    def _named(self) -> Mapping[str, Section]:
+        return {section.name: section for section in self.sections}
 
     @property
     def foreign(self) -> list[Section]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import pack, unpack_list
 from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
@@ -152,10 +152,11 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def objects(self) -> Sequence[StoredObject]:
         """All objects. Raises Refused."""
         columns = self.object_columns
-        rows = [_ranks(columns.rank), unpack(columns.parts).tolist(), (unpack(columns.pickled) != 0).tolist()]
-        if {len(row) for row in rows} != {len(columns.keys)}:
+        ranks, parts, pickled = _ranks(columns.rank), unpack_list(columns.parts), unpack_list(columns.pickled)
+        if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
             raise Refused("its columns of objects differ in length")
-        return [StoredObject(*row) for row in zip(columns.keys, *rows, range(len(columns.keys)), strict=True)]
+        rows = zip(columns.keys, ranks, parts, map(bool, pickled), strict=True)
+        return [StoredObject(*row, number) for number, row in enumerate(rows)]
 
     @cached_property
     def attachments(self) -> Sequence[StoredAttachment]:
@@ -167,7 +168,7 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 def _entries(columns: EntryColumns) -> list[StreamEntry]:
     count, keys = len(columns.keys), columns.keys
     kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
-    indices, ranks, shapes = unpack(columns.index).tolist(), _ranks(columns.rank), _shapes(columns)
+    indices, ranks, shapes = unpack_list(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
         raise Refused("its columns of entries differ in length")
     for name, itemsize in columns.dtypes:
@@ -194,22 +195,22 @@ def _check_bytes(entries: Sequence[StreamEntry]) -> None:
 
 
 def _of(table: Sequence[Any], column: bytes) -> list[Any]:
-    numbers = unpack(column)
-    if numbers.size and int(numbers.max()) >= len(table):
+    numbers = unpack_list(column)
+    if max(numbers, default=-1) >= len(table):
         raise Refused("an entry has a kind or dtype that its manifest does not list")
-    return [table[number] for number in numbers.tolist()]
+    return [table[number] for number in numbers]
 
 
 def _ranks(column: bytes) -> list[int | None]:
-    return [number - 1 if number else None for number in unpack(column).tolist()]
+    return [number - 1 if number else None for number in unpack_list(column)]
 
 
 def _shapes(columns: EntryColumns) -> list[Shape]:
-    dimensions, extents = unpack(columns.dimensions), unpack(columns.shape)
-    if dimensions.size and (int(dimensions.max()) > MAX_DIMENSIONS or int(dimensions.sum()) != len(extents)):
+    dimensions, numbers = unpack_list(columns.dimensions), unpack_list(columns.shape)
+    if max(dimensions, default=0) > MAX_DIMENSIONS or sum(dimensions) != len(numbers):
         raise Refused("its columns of shapes differ in length, or a shape has too many dimensions")
-    ends, numbers = np.cumsum(dimensions).tolist(), extents.tolist()
-    return [check_shape(tuple(numbers[end - size : end])) for size, end in zip(dimensions.tolist(), ends, strict=True)]
+    sizes = zip(dimensions, accumulate(dimensions), strict=True)
+    return [check_shape(tuple(numbers[end - size : end])) for size, end in sizes]
 
 
 def pack_ranks(ranks: Iterable[int | None]) -> bytes:

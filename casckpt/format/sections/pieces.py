@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import pack, unpack_list
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.sections.head import Read, Section
 
@@ -58,7 +58,7 @@ class PieceReader:
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, groups = unpack(table.lengths).tolist(), unpack(table.groups).tolist()
+        lengths, groups = unpack_list(table.lengths), unpack_list(table.groups)
         self._ends: list[int] = list(accumulate(lengths, initial=0))
         firsts = list(accumulate(groups, initial=0))
         if len(lengths) != count or firsts[-1] != count or (groups and not min(groups)):
