@@ -30,10 +30,10 @@ PLANTED = (
     ),
     Planted(
         "a save reuses what only a purged checkpoint names",
-        "casckpt/repository/following.py",
+        "casckpt/repository/runs/following.py",
         "    return commit.live\n",
         "    return commit.last != 'revoked'\n",
-        "tests/checkpoint/saving/test_promises.py tests/repository/test_following.py",
+        "tests/checkpoint/saving/test_promises.py tests/repository/runs/test_following.py",
     ),
     Planted(
         "a gc takes what was purged for live",
@@ -53,42 +53,42 @@ PLANTED = (
         repo.put_record(key, record)
         announce(repo, [Announcement(record.txid, 0, COMMITTED)], seen=seen)
 """,
-        "tests/repository/test_announcements.py",
+        "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "a purge is not announced",
         "casckpt/repository/commits.py",
         "    announce(repo, [Announcement(commit.txid, number, wanted)])\n",
         "    announce(repo, [Announcement(commit.txid, number, wanted)] if kind is not Purged else [])\n",
-        "tests/repository/test_announcements.py",
+        "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "what was announced last is taken for the latest",
-        "casckpt/repository/following.py",
+        "casckpt/repository/runs/following.py",
         "if one is not None and one.seen is not None and one.seen >= low - 1)",
         "if one is not None)",
-        "tests/repository/test_following.py",
+        "tests/repository/runs/test_following.py",
     ),
     Planted(
         "a number without an answer is skipped",
-        "casckpt/repository/announcements.py",
+        "casckpt/repository/runs/announcements.py",
         "            except Conflict:\n                (found,)",
         "            except CasckptError:\n                (found,)",
-        "tests/repository/test_announcements.py",
+        "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "what was announced and is not there yet is forgotten",
-        "casckpt/repository/following.py",
+        "casckpt/repository/runs/following.py",
         "    if commit is not None and not commit.live:\n",
         "    if commit is None or not commit.live:\n",
-        "tests/repository/test_announcements.py",
+        "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "another store in the place of one is not noticed by who follows it",
-        "casckpt/repository/announcements.py",
+        "casckpt/repository/runs/announcements.py",
         "    if head is None or (isinstance(head, Announced) and before not in (None, head)):\n",
         "    if False:\n",
-        "tests/repository/test_announcements.py",
+        "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "nobody takes a number that was announced and never came",
@@ -107,19 +107,19 @@ PLANTED = (
     Planted(
         "tags are not listed again right before a purge",
         "casckpt/upkeep/gc/retiring.py",
-        "    tagged = _tagged(repo, [*plan.purge, *forgotten])\n",
+        "    tagged = _barred(repo, [*plan.purge, *forgotten])\n",
         "    tagged: set[TxId] = set()\n",
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "tags are listed before a gc forgets",
         "casckpt/upkeep/gc/retiring.py",
-        """    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+        """    forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
-    tagged = _tagged(repo, [*plan.purge, *forgotten])
+    tagged = _barred(repo, [*plan.purge, *forgotten])
 """,
-        """    tagged = _tagged(repo, [*plan.purge, *plan.forget])
-    forgotten = _each_unless_changed(repo, forget, _untagged(repo, plan.forget))
+        """    tagged = _barred(repo, [*plan.purge, *plan.forget])
+    forgotten = _each_unless_changed(repo, forget, chosen)
 """,
         "tests/upkeep/gc/test_retiring.py",
     ),
@@ -225,11 +225,11 @@ PLANTED = (
         "a transaction asks what is demanded of writers before it is open",
         "casckpt/repository/transactions.py",
         """    repo.put_record(transaction_key(txid), began)
-    return _allowed(repo, Transaction(repo, began, seconds=seconds))
+    return _allowed(repo, Transaction(repo, began, seconds=seconds, seen=seen))
 """,
         """    check_requirements(repo)
     repo.put_record(transaction_key(txid), began)
-    return Transaction(repo, began, seconds=seconds)
+    return Transaction(repo, began, seconds=seconds, seen=seen)
 """,
         "tests/repository/test_requirements.py",
     ),
@@ -417,7 +417,7 @@ PLANTED = (
     Planted(
         "marked blobs are reused",
         "casckpt/checkpoint/saving/known.py",
-        "frozenset(blobs.damaged_marks(repo) if commits.live() else ())",
+        "frozenset(blobs.damaged_marks(repo) if self.commits else ())",
         "frozenset[tuple[TxId, BlobHash]]()",
         "tests/checkpoint/saving/test_reuse.py",
     ),

@@ -59,7 +59,7 @@ class RecordCache:
 
 
 class RunCache:
-    """What was announced of one run, as far as this process has read it: see `casckpt.repository.announcements`.
+    """What was announced of one run, as far as this process has read it: see `casckpt.repository.runs.announcements`.
 
     ``head``: the highest number that is taken, -1 for none. ``records``: by number, None for those ``unreadable``.
     ``announced``: of each transaction in them the highest number of a record. ``at``: transactions by their step.

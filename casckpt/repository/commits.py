@@ -15,11 +15,11 @@ from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import Committed, FirstRecord, Forgotten, Kept, LaterRecord, Purged, Restored
 from casckpt.lazy import cached_property
 from casckpt.parallel import in_parallel
-from casckpt.repository.announcements import COMMITTED, Announcement, announce
 from casckpt.repository.caches import Shown, shown
 from casckpt.repository.reading import Read, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
+from casckpt.repository.runs.announcements import COMMITTED, Announcement, announce
 from casckpt.storage.base import ListedObject
 
 PREFIX = "commits/"
@@ -236,16 +236,16 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
     doubt = _doubt(log)
     if doubt is not None:
         raise doubt
-    now = _folded(commit.txid, log)
+    now = _folded(commit.txid, log, commit)
     if now is None or all(isinstance(record, Kept) for of, record in log.items() if of):
         return replace(commit, number=number)
-    return replace(now, restored=max(now.restored, commit.restored))
+    return now
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
     """Make a checkpoint visible: announce it, and create commits/<txid>. Its own record, put before, is success.
 
-    ``seen``: see `casckpt.repository.announcements.announce`. Raises `Revoked` if the transaction was revoked,
+    ``seen``: see `casckpt.repository.runs.announcements.announce`. Raises `Revoked` if the transaction was revoked,
     `Conflict` if something else has its name, `StorageError` if the storage does not say: then the commit may still
     happen, until `casckpt.repository.transactions.revoke` wins.
     """
@@ -410,8 +410,8 @@ def _checked(record: Read, txid: TxId, key: str) -> Read:
     return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
 
 
-def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
-    """Return what the readable records of a log say; None without the first."""
+def _folded(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
+    """Return what the readable records of a log say; None without the first. ``before``: what was known of it."""
     first = log[0]
     if isinstance(first, CasckptError):
         return None
@@ -421,8 +421,9 @@ def _folded(txid: TxId, log: Mapping[int, Read]) -> Commit | None:
     telling = [record for record in readable if not isinstance(record, Kept)]
     last = next((record for record in telling if isinstance(record, Purged)), telling[-1])
     others = (Forgotten, Purged, Kept)
-    restored = (number for number in range(max(log), 0, -1) if not isinstance(log.get(number), others))
-    return Commit(txid, first, _STATES[type(last)], max(log), last.time, next(restored, 0))
+    known, restored = (0, 0) if before is None else (before.number, before.restored)
+    doubtful = (number for number in range(max(log), known, -1) if not isinstance(log.get(number), others))
+    return Commit(txid, first, _STATES[type(last)], max(log), last.time, next(doubtful, restored))
 
 
 def _is_whole(log: Mapping[int, Read]) -> bool:

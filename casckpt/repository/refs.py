@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run
 from casckpt.repository.commits import Commit, CommitList, list_commits
-from casckpt.repository.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.repository.tags import get_tag, named_by, no_tag
 
 MIN_PREFIX = 6

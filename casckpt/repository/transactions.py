@@ -75,7 +75,7 @@ class Transaction:
     """A save in progress of this process, which gives signs of life until it ends, or until nobody refers to it.
 
     ``began``: the record under transactions/<txid>. ``joined``: the number of the last sign of life of one that another
-    process has begun, None for one of our own. ``seen``: see `casckpt.repository.announcements.announce`.
+    process has begun, None for one of our own. ``seen``: see `casckpt.repository.runs.announcements.announce`.
     """
 
     def __init__(

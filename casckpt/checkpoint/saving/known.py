@@ -15,8 +15,8 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reuse import CellSource, KnownCells, ManifestCells
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
-from casckpt.repository.following import is_live, newest_of_runs
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import is_live, newest_of_runs
 
 log = logging.getLogger(__name__)
 _MAX_BASES = 8

@@ -30,8 +30,8 @@ from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, forget, read_log
-from casckpt.repository.following import at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import at_step, greatest, is_visible, look_at_all, newest_reusable
 from casckpt.repository.transactions import Transaction, begin
 
 log = logging.getLogger(__name__)

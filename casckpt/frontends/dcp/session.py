@@ -38,8 +38,8 @@ from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of,
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.commits import Commit
-from casckpt.repository.following import newest_reusable
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import newest_reusable
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.state import check_key

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
-from casckpt.repository.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import CommitList, keep, list_commits
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
 
 _UNREADABLE = (

@@ -12,9 +12,9 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import CommitList, list_commits
-from casckpt.repository.following import newest_reusable
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
 from tests.support import repositories as support

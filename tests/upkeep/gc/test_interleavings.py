@@ -186,4 +186,4 @@ def test_a_gc_that_lists_no_tags_again_takes_what_is_held(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retiring, "_tagged", lambda repo, commits: set())
-    assert is_lost(tmp_path, seed, holders)
+    assert is_lost(tmp_path, seed, holders, switches=0.05)

@@ -12,11 +12,11 @@ from casckpt.errors import StorageError
 from casckpt.format.keys import announcement_key, commit_key, run_hash
 from casckpt.format.records import Forgotten
 from casckpt.repository import blobs, commits, manifests
-from casckpt.repository.announcements import Announcement, announce, look, read_back
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import list_commits
-from casckpt.repository.following import is_visible, newest
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.announcements import Announcement, announce, look, read_back
+from casckpt.repository.runs.following import is_visible, newest
 from casckpt.repository.transactions import begin
 from casckpt.storage.base import ObjectStore
 from casckpt.upkeep.gc.settling import faults, settle

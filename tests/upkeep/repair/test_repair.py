@@ -21,9 +21,9 @@ from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.plan.progress import silent
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.following import newest_reusable
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import newest_reusable
 from casckpt.storage.local.newfile import temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.repair.repair import repair

@@ -197,8 +197,8 @@ def _synthesize(
     from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
     from casckpt.format.names import ManifestId
     from casckpt.format.records import Announced, Committed
-    from casckpt.repository.announcements import look
     from casckpt.repository.commits import just_committed
+    from casckpt.repository.runs.announcements import look
 
     made, number = None, look(history.maker.repository, run_hash(run)).head
     for step in range(first, first + count):

@@ -11,10 +11,10 @@ import pytest
 from casckpt.errors import StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_log, run_hash
 from casckpt.repository import commits
-from casckpt.repository.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import forget, purge, restore
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
@@ -201,7 +201,7 @@ def test_what_a_host_has_read_no_process_of_it_reads_again(tmp_path: Path) -> No
 
 def test_who_was_announced_and_is_not_there_yet_is_not_forgotten(tmp_path: Path) -> None:
     """Neither by a process, nor over its end."""
-    from casckpt.repository.following import is_visible, newest
+    from casckpt.repository.runs.following import is_visible, newest
 
     repo, storage = faulty(tmp_path)
     first, late = commit_bare(repo), committed(repo, step=1)

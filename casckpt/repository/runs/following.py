@@ -13,10 +13,10 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.names import TxId
 from casckpt.parallel import in_parallel
-from casckpt.repository.announcements import look, read_back, runs
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.announcements import look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""

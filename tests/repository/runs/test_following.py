@@ -16,9 +16,11 @@ from casckpt.format.keys import announcement_key, commit_key, make_txid, run_has
 from casckpt.format.names import TxId
 from casckpt.format.records import time_of
 from casckpt.repository import commits as log
-from casckpt.repository.announcements import look
 from casckpt.repository.commits import Commit, list_commits
-from casckpt.repository.following import (
+from casckpt.repository.refs import resolve
+from casckpt.repository.repository import Repository
+from casckpt.repository.runs.announcements import look
+from casckpt.repository.runs.following import (
     MANY_RUNS,
     at_step,
     greatest,
@@ -29,8 +31,6 @@ from casckpt.repository.following import (
     newest_of_runs,
     newest_reusable,
 )
-from casckpt.repository.refs import resolve
-from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, begin
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
