@@ -12,20 +12,18 @@ the writer's choice (`casckpt.format.blob_writer`), and any cut is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from struct import Struct
 from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, MIN_LEAVES, RECORD_BYTES
-from casckpt.format.columns import Ints
 from casckpt.format.digest import Buffer, Hasher, cell_digest, proof_name
 from casckpt.format.names import BlobHash, CellDigest
 
 MAX_LEAF_BYTES = 1 << 30
 
-_RECORD = np.dtype([("nbytes", "<u4"), ("digest", "u1", (32,))])
+_RECORD = Struct("<I32s")
 _FIRST_TAIL = 4096  # bytes: the proofs of nearly all blobs
 _MORE = 16
 
@@ -53,17 +51,17 @@ def decode_proof(data: Buffer) -> list[Leaf]:
     count, rest = divmod(len(data), RECORD_BYTES)
     if rest or not MIN_LEAVES <= count <= MAX_LEAVES:
         raise Refused(f"a proof of {len(data)} bytes: it has {MIN_LEAVES} to {MAX_LEAVES} records of {RECORD_BYTES}")
-    lengths = _lengths(data)
-    if int(lengths.min()) < 1 or int(lengths.max()) > MAX_LEAF_BYTES or int(lengths[0]) != DATA_OFFSET:
+    leaves = as_leaves(data)
+    if not all(1 <= leaf.nbytes <= MAX_LEAF_BYTES for leaf in leaves) or leaves[0].nbytes != DATA_OFFSET:
         raise Refused(f"a leaf has not 1 to {MAX_LEAF_BYTES} bytes, or the first of them is no header")
-    return as_leaves(data)
+    return leaves
 
 
 def as_leaves(data: Buffer) -> list[Leaf]:
     """Split records, whatever they say, into leaves."""
-    records, lengths = bytes(data), _lengths(data)
-    digests = [CellDigest(records[at - 32 : at]) for at in range(RECORD_BYTES, len(records) + 1, RECORD_BYTES)]
-    return list(map(Leaf, (np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), digests))
+    records = list(_RECORD.iter_unpack(data))
+    offsets = accumulate((nbytes for nbytes, _ in records), initial=0)
+    return [Leaf(at, nbytes, CellDigest(digest)) for at, (nbytes, digest) in zip(offsets, records, strict=False)]
 
 
 def find_proof(tail: Buffer, size: int) -> bytes | None:
@@ -74,12 +72,12 @@ def find_proof(tail: Buffer, size: int) -> bytes | None:
     count = min(len(tail) // RECORD_BYTES, MAX_LEAVES)
     if not count:
         return None
-    records = memoryview(tail)[len(tail) - count * RECORD_BYTES :]
-    ends = np.cumsum(_lengths(records)[::-1] + RECORD_BYTES)
-    found = int(np.searchsorted(ends, size))
-    if found == count or int(ends[found]) != size:
-        return None
-    return bytes(records[(count - found - 1) * RECORD_BYTES :])
+    records, covered = memoryview(tail)[len(tail) - count * RECORD_BYTES :], 0
+    for at in range((count - 1) * RECORD_BYTES, -1, -RECORD_BYTES):
+        covered += _RECORD.unpack_from(records, at)[0] + RECORD_BYTES
+        if covered >= size:
+            return bytes(records[at:]) if covered == size else None
+    return None
 
 
 def read_proof(read: Callable[[int, int], Buffer], size: int, name: BlobHash) -> bytes:
@@ -126,8 +124,3 @@ class LeafCheck:
         if digest != leaf.digest:
             self.wrong.append(leaf)
         self._leaf, self._hasher = next(self._rest, None), None
-
-
-def _lengths(data: Buffer) -> Ints:
-    records: npt.NDArray[np.void] = np.frombuffer(data, dtype=_RECORD)
-    return records["nbytes"].astype(np.int64)
