@@ -123,7 +123,8 @@ class Leader:
             if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
                 log.warning(_MADE_AGAIN, self.repo.storage.url)
         self._replaced = self._existing(announced)
-        latest, seen = greatest(self.repo, announced, run), announced.head
+        seen = announced.head  # first: another thread may read on meanwhile, and then it says too little, not too much
+        latest = greatest(self.repo, announced, run)
         self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
         self._parent = newest_reusable(self.repo, run)
         return self._transaction.txid
