@@ -138,7 +138,7 @@ def _bound(known: RunCache, low: int) -> TxId | None:
 
 def _hidden(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
     """Return what announcements from ``low`` on may have told of that cannot be read: whatever has a record."""
-    if not any(number >= low for number in known.unreadable):
+    if max(known.unreadable, default=-1) < low:
         return set()
     return {txid for txid in list_names(repo) if parse_txid(txid).run_hash == run}
 
