@@ -16,7 +16,7 @@ from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import look, read_back, runs
+from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""
@@ -41,6 +41,18 @@ def look_at_all(repo: Repository, run: str) -> RunCache:
     hashed = run_hash(run)
     look(repo, hashed)
     return read_back(repo, hashed)
+
+
+def announce_lost(repo: Repository) -> bool:
+    """Announce all that commits/ shows, where nothing is announced at all: runs/ was lost, or left out of a copy.
+
+    A gc does that for single records. False where there is nothing to be told. Raises `StorageError`.
+    """
+    if runs(repo):
+        return False
+    lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
+    announce(repo, [Announcement(commit.txid, commit.number, commit.last) for commit in lost])
+    return bool(lost)
 
 
 def newest(repo: Repository, run: str, wanted: Wanted) -> Commit | None:

@@ -312,3 +312,24 @@ def test_a_save_says_of_no_announcement_that_it_looked_which_another_thread_read
     store.save(STATE, run="a", step=3)
     monkeypatch.undo()
     assert reopened(store).get("a@latest").step == list_commits(store.repository).visible()[-1].step == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a copy of folders that left runs/ out."""
+    made = small()
+    for step in (1, 2):
+        made.save({"w": cells(3, seed=1)}, run="a", step=step)
+    storage = made.repository.storage
+    for entry in list(storage.list("runs/")):
+        storage.delete(entry.key)
+    store = made if known else Store(Repository(storage))
+    with pytest.raises(Conflict, match="a@1 exists already"):
+        store.save(STATE, run="a", step=1)
+    assert "runs/ of" in caplog.text
+    again = store.save({"w": cells(3, seed=1)}, run="a", step=3)
+    assert again.stats.blobs_written == 0
+    assert [one.step for one in reopened(store).checkpoints()] == [1, 2, 3]
+    assert not store.verify().records
