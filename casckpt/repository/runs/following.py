@@ -84,8 +84,10 @@ def newest_of_runs(
     """
     hashes = [run for run in runs(repo) if but is None or run != run_hash(but)]
     if len(hashes) > MANY_RUNS:
-        every = (commit for commit in list_commits(repo).live() if commit.run != but and wanted(commit))
-        found = list({commit.run: commit for commit in every}.values())
+        listed = list_commits(repo)
+        left_out = listed.damaged if skip_doubtful else {}
+        every = (commit for commit in listed.live() if commit.run != but and commit.txid not in left_out)
+        found = list({commit.run: commit for commit in every if wanted(commit)}.values())
     else:
         each = in_parallel(
             repo.storage.traits.requests,
