@@ -286,7 +286,10 @@ def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
     try:
         record: R = DECODERS[kind].decode(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Refused(f"{key} is not understood: {error}; was it written by a later version of casckpt?") from error
+        raise Refused(
+            f"{key} is not understood: {error}. Another version of casckpt wrote it: a later one, then upgrade; or one "
+            "from before this format, then read the store with that one, and save its checkpoints into a new store"
+        ) from error
     return record
 
 

@@ -79,8 +79,6 @@ class RunCache:
 
     def add(self, number: int, record: Announced | None) -> None:
         """Take note of what was read."""
-        self.head = max(self.head, number)
-        self.records[number] = record
         if record is None:
             self.unreadable.add(number)
         else:
@@ -90,12 +88,21 @@ class RunCache:
                 self.at.setdefault(parse_txid(txid).step, []).append(txid)
                 self.newest = max(self.newest or txid, txid)
             self.announced[txid] = max(self.announced.get(txid, 0), of_log)
+        self.head = max(self.head, number)
+        self.records[number] = record  # last: of what a fork or an interrupt cut off the announcement is read again
 
     def unread(self, low: int = 0) -> list[int]:
         """Return the numbers from ``low`` on that nobody has read yet, the highest first."""
         if len(self.records) == self.head + 1:
             return []
         return [number for number in range(self.head, low - 1, -1) if number not in self.records]
+
+
+class RunCaches(dict[str, RunCache]):
+    """By the hash of the run; of threads that ask for one at once all get the same."""
+
+    def __missing__(self, run: str) -> RunCache:
+        return self.setdefault(run, RunCache())
 
 
 class ManifestCache:

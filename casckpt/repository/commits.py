@@ -233,13 +233,12 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
         number += 1
     if number == commit.number:
         return commit
+    if all(isinstance(record, Kept) for of, record in log.items() if of):
+        return replace(commit, number=number)
     doubt = _doubt(log)
     if doubt is not None:
         raise doubt
-    now = _folded(commit.txid, log, commit)
-    if now is None or all(isinstance(record, Kept) for of, record in log.items() if of):
-        return replace(commit, number=number)
-    return now
+    return _folded(commit.txid, log, commit) or commit
 
 
 def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> None:
@@ -287,7 +286,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
         now = refresh(repo, commit)
         if _holds(now, wanted):
             return now
-        if (now.last, now.changed_at) == (commit.last, commit.changed_at):  # the number was taken, and no more
+        if (now.last, now.restored) == (commit.last, commit.restored):  # the number was taken, and no more
             return append(repo, now, kind)
         message = f"{commit} was {now.last} by somebody else just now, so it was not {wanted}; look again"
         raise Conflict(message, checkpoints=(commit.id,)) from None
@@ -363,15 +362,19 @@ def _touched(before: Mapping[str, Shown], now: Mapping[str, Shown]) -> set[TxId]
 
 
 def _entries(listed: Mapping[str, Shown], touched: Collection[TxId]) -> dict[ListedObject, tuple[TxId, int]]:
-    """Return all records of the transactions, by what was listed of them; the first one too where it was not listed."""
+    """Return all records of the transactions, by what was listed of them.
+
+    Also the first one, and the one right before each that was listed, where those were not.
+    """
     names = {
         ListedObject(key, *found): name
         for key, found in listed.items()
         if key[len(PREFIX) :].partition(".")[0] in touched and (name := parse_log(key))
     }
-    for txid in {name[0] for name in names.values()}:
-        if commit_key(txid) not in listed:  # put while the listing ran, or gone
-            names[ListedObject(commit_key(txid), -1)] = (txid, 0)
+    wanted = {(txid, of) for txid, number in names.values() for of in (0, max(0, number - 1))}
+    for txid, number in wanted:  # put while the listing ran, or gone: a `kept` record says nothing of what is before it
+        if (key := commit_key(txid, number)) not in listed:
+            names[ListedObject(key, -1)] = (txid, number)
     return names
 
 
@@ -381,7 +384,8 @@ def _read_logs(
     logs: dict[TxId, dict[int, Read]] = defaultdict(dict)
     found = read_records(repo, PREFIX, names, _kind, anew=anew)
     for entry, (txid, number) in names.items():
-        logs[txid][number] = _checked(found[entry.key], txid, entry.key)
+        if not (number and entry.size < 0 and isinstance(found[entry.key], NotFound)):
+            logs[txid][number] = _checked(found[entry.key], txid, entry.key)
     return logs
 
 
@@ -432,10 +436,20 @@ def _is_whole(log: Mapping[int, Read]) -> bool:
 
 
 def _doubt(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return why the state of a transaction is not known for sure; None if it is. What was purged is so for ever."""
+    """Return why the state of a transaction is not known for sure; None if it is. What was purged is so for ever.
+
+    A `kept` record says nothing, so it is the one before it that is to be read.
+    """
     if any(isinstance(record, Purged) for record in log.values()):
         return None
-    return next((log[number] for number in (0, max(log)) if isinstance(log[number], CasckptError)), None)
+    first, last = log[0], max(log)
+    if isinstance(first, CasckptError):
+        return first
+    while isinstance(log.get(last), Kept):
+        last -= 1
+    key = commit_key(first.txid, last)
+    found = log.get(last, NotFound(f"{key} is missing, and there are records behind it", key=key))
+    return found if isinstance(found, CasckptError) else None
 
 
 def _holds(commit: Commit, wanted: str) -> bool:

@@ -224,4 +224,5 @@ def _listed(names: Sequence[str]) -> str:
 
 def _doubt(found: CommitList) -> str:
     count = len(found.damaged)
-    return f" ({count} commit records cannot be read: see `casckpt verify`)" if count else ""
+    refused = next((f", as {error}" for error in found.damaged.values() if isinstance(error, Refused)), "")
+    return f" ({count} commit records cannot be read: see `casckpt verify`{refused})" if count else ""

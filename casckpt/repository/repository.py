@@ -6,7 +6,6 @@ import os
 import re
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from casckpt.format.digest import hex_digest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache
-from casckpt.repository.caches import ManifestCache, RecordCache, RunCache
+from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
 from casckpt.storage.base import AlreadyExists, ObjectStore
@@ -62,9 +61,7 @@ class Repository:
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
     seen_blobs: set[tuple[TxId, BlobHash]] = field(default_factory=set, init=False, repr=False, compare=False)
     last_commit: str | None = field(default=None, init=False, repr=False, compare=False)
-    runs: dict[str, RunCache] = field(
-        default_factory=lambda: defaultdict(RunCache), init=False, repr=False, compare=False
-    )
+    runs: RunCaches = field(default_factory=RunCaches, init=False, repr=False, compare=False)
     _marker: Marker | None = field(default=None, init=False, repr=False, compare=False)
     _creates_checked: bool = field(default=False, init=False, repr=False, compare=False)
     _declared: bool = field(default=False, init=False, repr=False, compare=False)
@@ -78,7 +75,7 @@ class Repository:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {"manifests": ManifestCache(), "records": RecordCache()})
-        self.runs = defaultdict(RunCache)
+        self.runs = RunCaches()
 
     @property
     def marker(self) -> Marker:
@@ -161,7 +158,7 @@ class Repository:
     def look_again(self) -> None:
         """Forget what this process knows of the store: it was of another one, which was in its place before."""
         self._marker, self._declared, self._catalogue, self.last_commit = None, False, None, None
-        self.runs = defaultdict(RunCache)
+        self.runs = RunCaches()
 
     def _check_creates(self, *, new: bool) -> bool:
         """Refuse a storage that cannot create exclusively, once for each process; was it probed by this call?

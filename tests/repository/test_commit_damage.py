@@ -7,18 +7,20 @@ from uuid import uuid4
 
 import pytest
 
-from casckpt.errors import Damaged, NotFound, Refused
+from casckpt.errors import Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key
 from casckpt.format.records import Forgotten, Restored
 from casckpt.repository.commits import (
     forget,
+    keep,
     list_commits,
     list_names,
     purge,
     purge_unreadable,
     refresh,
+    restore,
 )
 from casckpt.repository.repository import Repository
 from casckpt.storage.memory import MemoryStore
@@ -86,6 +88,51 @@ def test_a_damaged_last_record_leaves_the_state_before_it_and_a_doubt(repo: Repo
     assert again.number == 2
     assert list_commits(repo).damaged == {}
     assert list_commits(repo).commits[forgotten.txid] == again
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_kept_number_behind_a_damaged_record_leaves_the_doubt(repo: Repository, gone: bool) -> None:
+    """It says nothing: the checkpoint may be purged, or restored."""
+    forgotten = forget(repo, commit_bare(repo, "a", 1))
+    restored = restore(repo, forgotten)
+    assert keep(repo, restored.txid, 3)
+    if gone:
+        repo.storage.delete(commit_key(restored.txid, 2))
+    else:
+        flip(repo, commit_key(restored.txid, 2))
+    found = list_commits(Repository(repo.storage, repo.cache_dir and repo.cache_dir / "new"))
+    assert found.damaged.keys() == {restored.txid}
+    assert found.newest_live("a") is None
+    if not gone:
+        with pytest.raises(Damaged):
+            purge(repo, forgotten)
+
+
+def test_of_an_old_look_kept_numbers_change_nothing(repo: Repository) -> None:
+    forgotten = forget(repo, commit_bare(repo, "a", 1))
+    assert keep(repo, forgotten.txid, 2)
+    now = refresh(repo, forgotten)
+    assert (now.last, now.number, now.changed_at) == ("forgotten", 2, forgotten.changed_at)
+    assert keep(repo, forgotten.txid, 3)
+    assert refresh(repo, now) == refresh(repo, forgotten) == list_commits(repo).commits[forgotten.txid]
+
+
+def test_a_restore_that_the_listing_missed_is_not_hidden_by_a_kept_number(tmp_path: Path) -> None:
+    """Both were put while it ran, and it shows the later one: else the next gc would purge what is visible."""
+
+    class Late(MemoryStore):
+        def list(self, prefix: str, **known):  # type: ignore[no-untyped-def]  # as its base
+            return (entry for entry in super().list(prefix, **known) if not entry.key.endswith(".2"))
+
+    storage = MemoryStore(uuid4().hex)
+    repo = repository(tmp_path, storage)
+    back = restore(repo, forget(repo, commit_bare(repo)))
+    assert keep(repo, back.txid, 3)
+    late = repository(tmp_path / "late", Late(storage.name))
+    found = list_commits(late).commits[back.txid]
+    assert (found.last, found.number, found.restored) == ("restored", 3, 2)
+    with pytest.raises(Conflict, match="forget it first"):
+        purge(late, found)
 
 
 def test_a_record_behind_a_damaged_one_is_not_lost_sight_of(repo: Repository) -> None:

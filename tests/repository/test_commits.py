@@ -18,6 +18,7 @@ from casckpt.repository.commits import (
     append,
     commit,
     forget,
+    keep,
     list_commits,
     list_names,
     purge,
@@ -99,6 +100,18 @@ def test_an_old_look_never_overrules_what_somebody_did_since(repo: Repository) -
     restore(repo, forget(repo, old))
     with pytest.raises(Conflict, match="restored by somebody else"):
         forget(repo, old)
+
+
+def test_a_purge_with_an_old_look_fails_whatever_the_clocks_say(tmp_path: Path) -> None:
+    """Restored, tagged and forgotten again in one tick: it is not the `forgotten` that the gc read."""
+    repo = repository(tmp_path, clock=Ticks(step=0))
+    old = forget(repo, commit_bare(repo))
+    now = forget(repo, restore(repo, old))
+    assert now.changed_at == old.changed_at
+    with pytest.raises(Conflict, match="by somebody else"):
+        purge(repo, old)
+    assert keep(repo, now.txid, 4)
+    assert purge(repo, now).number == 5
 
 
 def test_an_old_look_at_what_is_so_already_is_fine(repo: Repository) -> None:

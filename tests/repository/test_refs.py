@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Damaged, InvalidInput, NotFound
+from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
 from casckpt.repository.commits import Commit, forget, list_commits, purge
@@ -170,6 +171,16 @@ def test_unreadable_records_are_mentioned_where_something_is_missing(repo: Repos
     repo.storage.replace(commit_key(commit.txid), b"torn")
     with pytest.raises(NotFound, match=r"\(1 commit records cannot be read"):
         resolve(repo, "a@1")
+
+
+def test_records_of_another_version_say_what_to_do(repo: Repository) -> None:
+    """As of a store of before the format was settled, whose records name no head: that is no damage."""
+    key = commit_key(commit_bare(repo, "a", 1).txid)
+    line = repo.storage.get(key, limit=1 << 20).partition(b"\n")[0].replace(b'"head"', b'"foot"')
+    repo.storage.replace(key, line + b"\n" + hex_digest(line).encode() + b"\n")
+    for ref in ("latest", "a@1", "a@latest"):
+        with pytest.raises(NotFound, match=r"Another version of casckpt wrote it: .*into a new store\)"):
+            resolve(repo, ref)
 
 
 def test_several_and_ranges(repo: Repository) -> None:

@@ -31,12 +31,21 @@ from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, forget, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.following import at_step, greatest, is_visible, look_at_all, newest_reusable
+from casckpt.repository.runs.following import (
+    announce_lost,
+    at_step,
+    greatest,
+    is_visible,
+    look_at_all,
+    newest_reusable,
+)
 from casckpt.repository.transactions import Transaction, begin
 
 log = logging.getLogger(__name__)
 
 _MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
+
+_NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
 
 
 @dataclass
@@ -122,8 +131,12 @@ class Leader:
             known = self.repo.marker
             if self.repo.create(cell_bytes=known.cell_bytes, blob_bytes=known.blob_bytes):
                 log.warning(_MADE_AGAIN, self.repo.storage.url)
+            elif announce_lost(self.repo):
+                log.warning(_NOT_ANNOUNCED, self.repo.storage.url)
+                announced = look_at_all(self.repo, run)
         self._replaced = self._existing(announced)
-        latest, seen = greatest(self.repo, announced, run), announced.head
+        seen = announced.head  # first: another thread may read on meanwhile, and then it says too little, not too much
+        latest = greatest(self.repo, announced, run)
         self._transaction = begin(self.repo, run, step, after=[latest] if latest else [], seen=seen)
         self._parent = newest_reusable(self.repo, run)
         return self._transaction.txid

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_args
 
@@ -74,6 +75,13 @@ class SaveOptions:
     check_replicas: bool = False
     process_group: ProcessGroup | None = None
     no_dist: bool = False
+
+    def copied(self) -> Self:
+        """The same, whatever the caller does with his metadata and metrics from now on."""
+        try:
+            return replace(self, metadata=deepcopy(self.metadata), metrics=deepcopy(self.metrics))
+        except Exception:  # noqa: BLE001 - of any object; what cannot be copied is none that can be stored, as the save says
+            return self
 
     def checked(self) -> Self:
         """The same, as it is stored. Called where all ranks learn of it. Raises InvalidInput."""

@@ -50,7 +50,8 @@ class Saver:
                 ranks.fail(InvalidInput(f"when_busy={when_busy!r} is not known; give 'wait' or 'refuse'"))
             failed = self.background.unheard()
             prepared = _failing(failed) if failed else self._copied(state, ranks, options)
-            future = self.background.submit(lambda: self._run(ranks, options, prepared))
+            copied = options.copied()
+            future = self.background.submit(lambda: self._run(ranks, copied, prepared))
         if failed is not None:  # the other ranks hear of it in their futures, if they have asked for the first
             future.exception()
             raise failed

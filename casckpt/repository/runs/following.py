@@ -16,7 +16,7 @@ from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import look, read_back, runs
+from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""
@@ -41,6 +41,18 @@ def look_at_all(repo: Repository, run: str) -> RunCache:
     hashed = run_hash(run)
     look(repo, hashed)
     return read_back(repo, hashed)
+
+
+def announce_lost(repo: Repository) -> bool:
+    """Announce all that commits/ shows, where nothing is announced at all: runs/ was lost, or left out of a copy.
+
+    A gc does that for single records. False where there is nothing to be told. Raises `StorageError`.
+    """
+    if runs(repo):
+        return False
+    lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
+    announce(repo, [Announcement(commit.txid, commit.number, commit.last) for commit in lost])
+    return bool(lost)
 
 
 def newest(repo: Repository, run: str, wanted: Wanted) -> Commit | None:
@@ -72,8 +84,10 @@ def newest_of_runs(
     """
     hashes = [run for run in runs(repo) if but is None or run != run_hash(but)]
     if len(hashes) > MANY_RUNS:
-        every = (commit for commit in list_commits(repo).live() if commit.run != but and wanted(commit))
-        found = list({commit.run: commit for commit in every}.values())
+        listed = list_commits(repo)
+        left_out = listed.damaged if skip_doubtful else {}
+        every = (commit for commit in listed.live() if commit.run != but and commit.txid not in left_out)
+        found = list({commit.run: commit for commit in every if wanted(commit)}.values())
     else:
         each = in_parallel(
             repo.storage.traits.requests,
@@ -138,7 +152,7 @@ def _bound(known: RunCache, low: int) -> TxId | None:
 
 def _hidden(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
     """Return what announcements from ``low`` on may have told of that cannot be read: whatever has a record."""
-    if not any(number >= low for number in known.unreadable):
+    if max(known.unreadable, default=-1) < low:
         return set()
     return {txid for txid in list_names(repo) if parse_txid(txid).run_hash == run}
 

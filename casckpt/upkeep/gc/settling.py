@@ -69,7 +69,7 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
     """Return (txid, number) of what was announced before ``since`` and is not listed, of each log the next one only."""
-    for record in known.records.values():
+    for record in list(known.records.values()):  # other threads go on announcing
         for txid, number, _ in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)
             if txid not in listed.damaged and number == (0 if commit is None else commit.number + 1):

@@ -34,6 +34,25 @@ class Held:
         assert self.go.wait(SECONDS)
 
 
+def test_figures_may_change_once_the_call_returned() -> None:
+    """A loop fills the same dict at each step."""
+    held = Held()
+    metrics: dict[str, Any] = {"loss": 1.0}
+    metadata: dict[str, Any] = {"data": {"epoch": 1}}
+    future = held.store.save_async({"w": cells(1)}, step=1, metrics=metrics, metadata=metadata)
+    assert held.reached.wait(SECONDS)
+    metrics["loss"] = metadata["data"]["epoch"] = 2
+    held.go.set()
+    ckpt = future.result(SECONDS)
+    assert (ckpt.metrics, ckpt.metadata) == ({"loss": 1.0}, {"data": {"epoch": 1}})
+
+
+def test_what_cannot_be_copied_shows_in_the_future() -> None:
+    metadata = {"lock": threading.Lock()}
+    with pytest.raises(InvalidInput):
+        small().save_async({"w": cells(1)}, step=1, metadata=metadata).result(SECONDS)
+
+
 def test_the_state_may_change_once_the_call_returned() -> None:
     held = Held()
     weight, array, items = cells(5), np.arange(5000.0), [1, 2]

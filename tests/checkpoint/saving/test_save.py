@@ -15,13 +15,17 @@ import torch
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.keys import MAX_STEP
+from casckpt.format.names import TxId
+from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.runs.following import greatest, look_at_all
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ids import named
-from tests.support.repositories import memory
-from tests.support.saves import cells, same_state, small, steps
+from tests.support.repositories import Ticks, commit_bare, memory, repository
+from tests.support.saves import cells, reopened, same_state, small, steps
 
 STATE = {"w": torch.arange(6.0), "x": [1]}
 
@@ -288,3 +292,44 @@ def test_nothing_is_said_about_a_good_save(caplog: pytest.LogCaptureFixture) -> 
         store.save(STATE, step=2)
         store.read("default@2")
     assert caplog.text == ""
+
+
+def test_a_save_says_of_no_announcement_that_it_looked_which_another_thread_read_since(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The clock of another host is ahead: what it has saved stays the newest."""
+    store = small()
+    store.save(STATE, run="a", step=1)
+    ahead = repository(tmp_path, store.repository.storage, clock=Ticks(store.repository.clock() + 10**9))
+
+    def meanwhile(repo: Repository, known: RunCache, run: str) -> TxId | None:
+        found = greatest(repo, known, run)
+        commit_bare(ahead, run, 2)
+        look_at_all(repo, run)  # by another thread of this process
+        return found
+
+    monkeypatch.setattr("casckpt.checkpoint.saving.leader.greatest", meanwhile)
+    store.save(STATE, run="a", step=3)
+    monkeypatch.undo()
+    assert reopened(store).get("a@latest").step == list_commits(store.repository).visible()[-1].step == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
+    known: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a copy of folders that left runs/ out."""
+    made = small()
+    for step in (1, 2):
+        made.save({"w": cells(3, seed=1)}, run="a", step=step)
+    storage = made.repository.storage
+    for entry in list(storage.list("runs/")):
+        storage.delete(entry.key)
+    store = made if known else Store(Repository(storage))
+    with pytest.raises(Conflict, match="a@1 exists already"):
+        store.save(STATE, run="a", step=1)
+    assert "runs/ of" in caplog.text
+    again = store.save({"w": cells(3, seed=1)}, run="a", step=3)
+    assert again.stats.blobs_written == 0
+    assert [one.step for one in reopened(store).checkpoints()] == [1, 2, 3]
+    assert not store.verify().records

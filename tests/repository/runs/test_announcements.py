@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from casckpt.errors import StorageError
 from casckpt.format.keys import announcement_key, commit_key, parse_log, run_hash
+from casckpt.format.names import TxId
 from casckpt.repository import commits
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import forget, purge, restore
@@ -139,6 +141,32 @@ def test_a_kept_number_says_nothing(tmp_path: Path) -> None:
     assert commits.list_commits(repo).commits[one.txid] == now == commits.read_log(repo, one.txid)
     gone = purge(repo, forget(repo, now))
     assert (gone.last, gone.number) == ("purged", 3)
+
+
+def test_what_was_noted_in_part_is_read_again(tmp_path: Path) -> None:
+    """A fork, or an interrupt, may come in the middle of it."""
+    repo, _ = faulty(tmp_path)
+    one = commit_bare(repo)
+
+    class Cut(dict[TxId, int]):
+        def __setitem__(self, key: TxId, value: int) -> None:
+            raise KeyboardInterrupt
+
+    known = repo.runs[RUN]
+    known.announced = Cut(known.announced)
+    with pytest.raises(KeyboardInterrupt):
+        commit_bare(repo, step=1)
+    known.announced = dict(known.announced)
+    ((txid, _, _),) = told(repo)[1][1]
+    assert look_at(repo).announced == {one.txid: 0, txid: 0}
+    assert len(told(repo)) == 2
+
+
+def test_threads_that_ask_for_a_run_at_once_get_the_same(tmp_path: Path) -> None:
+    repo, _ = faulty(tmp_path)
+    for run in range(200):
+        with ThreadPoolExecutor(4) as pool:
+            assert len({id(one) for one in pool.map(lambda _, run=run: repo.runs[str(run)], range(4))}) == 1
 
 
 def test_many_are_announced_at_once(tmp_path: Path) -> None:

@@ -217,6 +217,20 @@ def test_latest_asks_each_run_or_lists_where_there_are_many(tmp_path: Path) -> N
     assert next(one.txid for one in newest_of_runs(repo, is_live, but="one-more")) == last.txid
 
 
+@pytest.mark.parametrize("count", [2, MANY_RUNS + 1])
+def test_nothing_of_other_runs_is_reused_whose_state_is_in_doubt(tmp_path: Path, count: int) -> None:
+    """It may be purged: the record that says so cannot be read."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    one, *others = (commit_bare(repo, f"run-{number}") for number in range(count))
+    log.purge(repo, log.forget(repo, one))
+    key = commit_key(one.txid, 2)
+    storage.delete(key)
+    storage.put(key, b"torn")
+    found = newest_of_runs(repository(tmp_path / "new", storage), is_live, skip_doubtful=True)
+    assert {commit.txid for commit in found} == {commit.txid for commit in others}
+
+
 def test_where_nothing_is_announced_all_is_listed(tmp_path: Path) -> None:
     """And the error names what there is."""
     storage = memory()

@@ -22,9 +22,9 @@ from casckpt.storage.base import ObjectStore
 from casckpt.upkeep.gc.settling import faults, settle
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import announcements, undecided, untold
-from tests.support.faulty import FaultyStore, Kind, fail_before
+from tests.support.faulty import FaultyStore, Kind, call_first, fail_before
 from tests.support.gcs import collect
-from tests.support.repositories import START, Ticks, commit_bare, committed, memory, repository, save
+from tests.support.repositories import START, Ticks, commit_bare, committed, meanwhile, memory, repository, save
 from tests.upkeep.gc.play import finish
 
 RUN, HOUR = run_hash("run"), 3600.0
@@ -87,6 +87,15 @@ def test_who_was_slow_announces_the_next_number(repo: Repository) -> None:
     one = die_before_the_record(repo)
     settle(repo, 0)
     assert commits.forget(repo, one).number == 2
+
+
+def test_others_may_announce_while_a_gc_settles(repo: Repository) -> None:
+    """Threads of one process share what they know of a run."""
+    dead = [die_before_the_record(repo) for _ in range(2)]
+    clock(repo).advance(HOUR)
+    repo.storage.inject(call_first("put", meanwhile(lambda: commit_bare(repo, step=7)), key="commits/*.1"))  # type: ignore[attr-defined]  # a FaultyStore
+    settle(repo, HOUR)
+    assert [list_commits(repo).commits[one.txid].number for one in dead] == [1, 1]
 
 
 def test_records_that_nobody_announced_are_announced(repo: Repository, tmp_path: Path) -> None:
