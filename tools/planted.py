@@ -147,6 +147,13 @@ PLANTED = (
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
+        "a twin that is forgotten itself frees what a tag names",
+        "casckpt/upkeep/gc/retiring.py",
+        "    visible = {commit.id for commit in listed.visible()}\n",
+        "    ids = [commit.id for commit in listed.live()]\n    visible = {id for id in ids if ids.count(id) > 1}\n",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
         "a tag that expired by one's own clock counts no more for a gc",
         "casckpt/upkeep/gc/retiring.py",
         "    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()",

@@ -24,7 +24,7 @@ from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
 from casckpt.format.columns import Ints
-from casckpt.format.digest import Buffer
+from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
 from casckpt.format.sections.blobs import DECODE_ERRORS, BlobList, BlobRef
@@ -224,6 +224,18 @@ class Manifest:
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
+    def is_right(self) -> bool:
+        """Read all that is not in front; does it have its hashes? Raises what reading does."""
+        others = [section for section in self.head.sections if section.name not in FRONT]
+        read = self.read([(section.offset, section.length) for section in others])
+        return all(cell_digest(data) == section.digest for section, data in zip(others, read, strict=True))
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Did something that was read of it not have its hash? It may have been put right since, in the store."""
+        readers = (vars(self).get(name) for name in ("_cells", "_rows", "_objects"))
+        return any(one is not None and one.is_spoilt for one in readers)
+
     def data(self, one: StoredObject | StoredAttachment) -> bytes:
         """Return the data of an object or attachment. Raises Damaged, and what reading does."""
         try:
@@ -276,8 +288,10 @@ class Manifest:
 
 def _told(head: Head, packed: bytes) -> Manifest:
     """Return what another rank has told of a manifest."""
-    front, first = memoryview(zlib.decompress(packed)), head[FRONT[0]].offset
-    return Manifest(head, {name: front[head[name].offset - first : head[name].end - first] for name in FRONT}).check()
+    front, parts = memoryview(zlib.decompress(packed)), {}
+    for name in FRONT:  # one after the other, whatever else lies between them in the manifest
+        parts[name], front = front[: head[name].length], front[head[name].length :]
+    return Manifest(head, parts).check()
 
 
 def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:

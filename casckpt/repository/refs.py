@@ -100,6 +100,9 @@ def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
         return found.commits.get(commit.txid, commit)
     now = found.commits.get(commit.txid) or _by_id(repo, found, commit.id)  # what is of another store may be copied
     if now.last == "purged":
+        twin = next((one for one in reversed(found.visible()) if one.id == now.id), None)
+        if twin is not None:  # it was repaired
+            return twin
         raise Conflict(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
     return now
 

@@ -138,11 +138,13 @@ def tagged_txids(found: Mapping[str, Tag], commits: Iterable[Commit]) -> set[TxI
 
 
 def named_by(tag: Tag, listed: CommitList) -> Commit | None:
-    """Return the commit that a tag names: the one it was set on, unless only another one of its id is visible."""
+    """Return the commit that a tag names: of its id, visible before forgotten ones, and those before purged ones.
+
+    Of several the one it was set on.
+    """
+    same = [commit for commit in listed.live() if commit.id == tag.manifest]
     found = listed.commits.get(tag.txid)
-    if found is not None and found.visible:
-        return found
-    return next((commit for commit in reversed(listed.visible()) if commit.id == tag.manifest), found)
+    return max(same, key=lambda commit: (commit.visible, commit is found, commit.txid), default=found)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from casckpt.errors import Damaged, Refused
 from casckpt.format.columns import pack
+from casckpt.format.digest import cell_digest
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry, encode
 from casckpt.format.manifest import FRONT, Manifest, decode
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.blobs import MAX_BLOB_BYTES, BlobRef
-from casckpt.format.sections.head import KNOWN, NEEDED, Section, assemble, decode_head
+from casckpt.format.sections.head import HEAD_BYTES, INDEX, KNOWN, NEEDED, Section, assemble, decode_head
+from casckpt.format.sections.head import _encode as encode_head
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.format.sections.pieces import cut
@@ -180,6 +182,24 @@ def test_it_travels_to_another_rank(ranged: bool) -> None:
         told.attach(source.read)
     _use(told)
     assert told.encoded() == made.data
+
+
+def test_so_it_does_with_a_section_of_a_later_version_between_the_others() -> None:
+    made, parts, end = encode(drawn()), [], HEAD_BYTES
+    for one in made.decoded_head.sections:
+        parts.append((one, made.data[one.offset : one.end]))
+        if one.name == INDEX:
+            parts.append((Section("later", 0, 0, 5, cell_digest(b"bytes")), b"bytes"))
+    sections = []
+    for one, part in parts:
+        sections.append(one._replace(offset=end))
+        end += len(part)
+    head = encode_head(sections)
+    source = Ranged(Encoded(head, b"".join((head.data, *(part for _, part in parts)))))
+    told = pickle.loads(pickle.dumps(source.manifest))
+    told.attach(source.read)
+    _use(told)
+    assert told.encoded() == source.data
 
 
 def test_another_manifest_under_this_name_is_damaged() -> None:

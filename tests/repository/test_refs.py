@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Damaged, InvalidInput, NotFound
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
@@ -102,6 +102,16 @@ def test_what_was_purged_is_said_to_be_gone(repo: Repository) -> None:
         resolve(repo, purged.id)
     other = commit_bare(repo, "a", 2, manifest=an_id(purged.id[:6]))
     assert resolve(repo, purged.id[:6]) == other
+
+
+def test_a_commit_that_was_purged_names_the_same_checkpoint_by_another(repo: Repository) -> None:
+    """Who holds it goes on though it was repaired, by a commit of its own, and purged then."""
+    commit = commit_bare(repo, "a", 1)
+    purge(repo, forget(repo, commit))
+    with pytest.raises(Conflict, match="purged"):
+        resolve(repo, commit)
+    again = commit_bare(repo, "a", 1, manifest=commit.id)
+    assert resolve(repo, commit) == again
 
 
 def test_tags(repo: Repository) -> None:

@@ -239,6 +239,8 @@ def test_a_tag_names_the_id_whatever_commit_it_was_set_on(repo: Repository) -> N
     found = named_by(tag, list_commits(repo))
     assert found is not None
     assert found.txid == old.txid
+    purge(repo, found)
+    assert named_by(tag, list_commits(repo)) == list_commits(repo).commits[again.txid], "it can be restored"
 
 
 # old generations

@@ -85,9 +85,9 @@ class ReusableManifests:
     def knowledge(self) -> Knowledge:
         """For other ranks."""
         all_of = [*([] if self.parent is None else [self.parent]), *self.bases]
-        return Knowledge(
-            None if self.parent is None else self.parent.id, tuple((m.id, m.encoded()) for m in all_of), self.damaged
-        )
+        told = [(one.id, data) for one in all_of if (data := _encoded(one)) is not None]
+        parent = self.parent.id if self.parent is not None and told and told[0][0] == self.parent.id else None
+        return Knowledge(parent, tuple(told), self.damaged)
 
 
 def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCells:
@@ -121,6 +121,15 @@ def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | Non
     except CasckptError as error:
         if warn:
             log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)
+        return None
+
+
+def _encoded(manifest: Manifest) -> bytes | None:
+    """All bytes of a manifest, or None if a part of it is damaged: a save goes on without it."""
+    try:
+        return manifest.encoded()
+    except CasckptError as error:
+        log.warning("this save reuses nothing of %s@%d: %s", manifest.body.run, manifest.body.step, error)
         return None
 
 

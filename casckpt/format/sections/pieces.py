@@ -68,6 +68,7 @@ class PieceReader:
         self._firsts, self._bounds = firsts, [self._ends[first] for first in firsts]
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
         self._all = memoryview(read([(section.offset, section.length)])[0]) if proved else None
+        self.is_spoilt = False
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -127,3 +128,4 @@ class PieceReader:
                 part = view[bounds[group] - begin : bounds[group + 1] - begin]
                 right = cell_digest(part) == self._hashes[_HASH * group : _HASH * (group + 1)]
                 self._held[group] = part if right else None
+                self.is_spoilt |= not right

@@ -70,6 +70,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
             named = {number: name for number, name in numbered if name in every}
             if not named or not refresh(repo, commit).live:
                 continue
+            manifest.ready(objects=())
         except (Conflict, Damaged, Refused):
             continue
         used |= set(named.values())
@@ -92,8 +93,8 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 
 def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
+    """Note which cells lie in wrong bytes, of a manifest that is at hand."""
     numbers = list(uses)
-    manifest.ready(objects=())
     for entry in manifest.entries:
         try:
             table = manifest.extents(entry)

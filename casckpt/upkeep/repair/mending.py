@@ -17,10 +17,9 @@ from casckpt.format.dtypes import stored_name
 from casckpt.format.keys import blob_key
 from casckpt.format.proof import Leaf, LeafCheck, as_leaves, decode_proof, encode_proof, read_proof
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
-from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell
+from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, take_cell
 
 _PAGE = DATA_OFFSET
 _UNREADABLE = (CasckptError, ShortObject)
@@ -109,7 +108,7 @@ class Source:
         part = found.part(cell.offset, cell.nbytes)
         if self.cells.fetch(cell.digest, part):
             return True
-        return any(holds_cell(reader, cell.offset, part, cell.digest) for reader in self.copies.readers(found.ref))
+        return any(take_cell(reader, cell.offset, part, cell.digest) for reader in self.copies.readers(found.ref))
 
     def _take_leaf(self, found: Mending, leaf: Leaf) -> bool:
         """Put a leaf right that is no live cell: the header, padding, or a dead cell that lives elsewhere."""

@@ -187,8 +187,8 @@ def _supersede(
         commit = hit[txid]
         try:
             new = supersede(repo, commit, lost, source)
-        except Conflict:
-            continue  # somebody purged or forgot it just now
+        except (Conflict, Damaged, Refused):
+            continue  # somebody purged or forgot it just now; or its manifest is damaged where nobody has looked yet
         if new is not None:
             done[txid] = Superseded(commit.run, commit.step, commit.id, new.id)
     return done

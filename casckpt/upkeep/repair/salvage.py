@@ -43,12 +43,21 @@ class _CellCopy:
     nbytes: int
 
     def fill(self, target: memoryview, digest: CellDigest) -> bool:
-        """Fill ``target``; does it have ``digest`` then?"""
+        """Fill ``target`` if this is the cell with that digest; was it?"""
         try:
             with self.repo.storage.open(self.key) as reader:
-                return holds_cell(reader, self.offset, target, digest)
+                return take_cell(reader, self.offset, target, digest)
         except (NotFound, StorageError):
             return False
+
+
+def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDigest) -> bool:
+    """Fill ``target`` with a cell if that is what was written, else leave it as it is; was it?"""
+    found = memoryview(bytearray(len(target)))
+    if not holds_cell(reader, offset, found, digest):
+        return False
+    target[:] = found
+    return True
 
 
 class BlobCopies:
@@ -89,7 +98,11 @@ class Cells:
                 self._learn(store, manifest)
 
     def _learn(self, store: Repository, manifest: Manifest) -> None:
-        for entry in manifest.entries:
+        try:
+            entries = manifest.entries
+        except Refused:
+            return
+        for entry in entries:
             try:
                 table = manifest.extents(entry)
             except (Damaged, Refused):
@@ -108,7 +121,7 @@ class Cells:
         return extents
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
-        """Fill ``target`` with the cell; False if it is not to be had."""
+        """Fill ``target`` with the cell; False, and it stays as it is, if that is not to be had."""
         places = (place for place in self._places.get(digest, ()) if place.nbytes == len(target))
         return any(place.fill(target, digest) for place in places)
 

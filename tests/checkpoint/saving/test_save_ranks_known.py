@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.checkpoint.ranks import open_ranks
-from casckpt.format.keys import parse_object
+from casckpt.format.keys import manifest_key, parse_object
+from casckpt.format.sections.head import decode_head
 from casckpt.repository import blobs, manifests
 from casckpt.repository.repository import Repository, microseconds
 from casckpt.storage.local.store import LocalStore
@@ -21,7 +22,7 @@ from casckpt.store.store import Store
 from tests.support.copies import copy
 from tests.support.far import FarStore
 from tests.support.repositories import repository
-from tests.support.saves import CELL, small_folder
+from tests.support.saves import CELL, content, flip, small_folder
 from tests.support.together import (
     emptied,
     line,
@@ -51,6 +52,17 @@ def test_fewer_ranks_write_nothing_and_more_ranks_little(ranks: Pool, path: Path
     assert written[1:3] == [0, 0]
     assert written[3] <= 0.05 * total
     assert written[4] == 0
+
+
+@pytest.mark.parametrize("section", ["objects", "cells"])
+def test_a_parent_whose_manifest_is_damaged_costs_its_reuse_and_no_save(ranks: Pool, path: Path, section: str) -> None:
+    ranks.run(2, save_rows, path, 1, 4)
+    store = casckpt.open(path)
+    commit = store.save({"model": store.read("a@1")["model"], "text": "x" * 500}, run="a", step=2).commit
+    key = manifest_key(commit.txid, commit.id)
+    flip(store, key, decode_head(content(store, key))[section].offset)
+    ranks.run(2, save_rows, path, 3, 4)
+    assert not casckpt.open(path).verify("a@3").is_damaged
 
 
 def save_uneven(rank: int, size: int, path: Path, step: int) -> Any:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from casckpt.errors import Conflict, NotFound, Revoked
+from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.head import BLOBS
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import CommitList, list_commits
@@ -17,6 +19,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
+from casckpt.upkeep.repair.superseding import commit_behind, record_of
 from tests.support import repositories as support
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
@@ -80,6 +83,10 @@ class Play:
     def holder(self, name: str) -> None:
         repo = self.repo(name)
         self.stage.add(name, lambda: hold_on(self, repo, name))
+
+    def repairer(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: commit_anew(self, repo))
 
     def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
         """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
@@ -170,6 +177,20 @@ def finish(repo: Repository, transaction: Transaction, texts: list[str], known: 
     began = transaction.began
     support.commit_draft(repo, began.txid, support.draft([*refs, *known], began.run, began.step))
     transaction.close()
+
+
+def commit_anew(play: Play, repo: Repository) -> None:
+    """As a repair does: the same checkpoint once more, and what was there is forgotten."""
+    for _ in range(3):
+        current = list_commits(repo).current()
+        if not current:
+            return
+        commit = play.draw.choice(current)
+        try:
+            made = placed(manifests.get(repo, commit), manifests.get(repo, commit).section(BLOBS))
+            commit_behind(repo, commit, lambda txid, _, made=made, commit=commit: record_of(repo, txid, commit, made))
+        except Conflict:
+            continue
 
 
 def hold_on(play: Play, repo: Repository, name: str) -> None:

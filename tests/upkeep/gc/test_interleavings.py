@@ -5,20 +5,23 @@ The code is the real one; only the order of the storage calls is drawn. What liv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from casckpt.errors import Revoked
 from casckpt.format.keys import parse_object
+from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import leases, tags, transactions
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc, retiring
 from casckpt.upkeep.gc.waiting import Waited
 from tests.support.repositories import put_blob
-from tests.upkeep.gc.play import ROUNDS, Lost, Play, draw_from_log, draw_known, finish
+from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, commit_anew, draw_from_log, draw_known, finish
 
 # what actors do
 
@@ -56,7 +59,18 @@ def holders(play: Play) -> None:
     play.user("user")
 
 
-PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders]
+def twins(play: Play) -> None:
+    """One of several commits of a checkpoint may be purged though it is held, but never the last one."""
+    commit_anew(play, play.watcher)
+    _, commit = leases.hold(play.watcher, "watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
+    play.held["watcher"] = commit.id
+    play.repairer("r0")
+    play.gc("g0")
+    play.gc("g1")
+    play.user("user")
+
+
+PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins]
 
 
 @pytest.mark.timeout(1800)
@@ -187,3 +201,14 @@ def test_a_gc_that_lists_no_tags_again_takes_what_is_held(
 ) -> None:
     monkeypatch.setattr(retiring, "_tagged", lambda repo, commits: set())
     assert is_lost(tmp_path, seed, holders, switches=0.05)
+
+
+def test_a_gc_that_takes_a_forgotten_twin_for_enough_loses_what_is_held(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_any_twin(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
+        count = Counter(commit.id for commit in listed.live())
+        return {commit.txid for commit in commits if not commit.visible and count[commit.id] > 1}
+
+    monkeypatch.setattr(retiring, "_with_visible_twin", with_any_twin)
+    assert is_lost(tmp_path, seed, twins)

@@ -12,6 +12,7 @@ from casckpt.format.records import changed
 from casckpt.repository import commits, tags
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.leases import hold, renew
+from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc.gc import execute, plan_gc
 from casckpt.upkeep.gc.retiring import GcPlan, retire_now
@@ -76,6 +77,90 @@ def test_a_tag_bars_by_id(repo: Repository) -> None:
     assert [one.reason for one in run_gc(repo).waiting] == ["tagged", "tagged"]
     tags.delete_tag(repo, "eval")
     assert {one.txid for one in run_gc(repo).purged} == {commit.txid, twin.txid}
+
+
+def twin_of(repo: Repository, commit: Commit) -> Commit:
+    """The same checkpoint committed anew, at other places, and ``commit`` forgotten: as a repair does it."""
+    again = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
+    commits.commit(repo, again)
+    commits.forget(repo, commit)
+    return commits.just_committed(again)
+
+
+def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) -> None:
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    tags.set_tag(repo, "best", commit)
+    twin = twin_of(repo, commit)
+    assert [one.txid for one in plan_gc(repo, min_age=0.0).purge] == [commit.txid]
+    assert [one.txid for one in run_gc(repo).purged] == [commit.txid]
+    assert resolve(repo, "tag:best").txid == twin.txid
+    commits.forget(repo, twin)
+    (waiting,) = run_gc(repo).waiting
+    assert (waiting.txid, waiting.reason, waiting.tags) == (twin.txid, "tagged", ("best", "eval"))
+
+
+def test_a_twin_that_is_forgotten_itself_frees_nothing(repo: Repository) -> None:
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    commits.forget(repo, twin_of(repo, commit))
+    result = run_gc(repo)
+    assert (result.purged, [one.reason for one in result.waiting]) == ((), ["tagged", "tagged"])
+
+
+@pytest.mark.parametrize("when", ["tags/", "commits/"])
+def test_a_twin_that_is_forgotten_meanwhile_frees_nothing(repo: Repository, faults: FaultyStore, when: str) -> None:
+    """It was visible when the gc was planned, and is not when tags are listed again, or commits behind them."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    twin, plan = twin_of(repo, commit), plan_gc(repo, min_age=0.0)
+    assert [one.txid for one in plan.purge] == [commit.txid]
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            commits.forget(repo, twin)
+
+    faults.calls.clear()
+    faults.inject(call_first("list", forget, key=when, times=9))
+    assert execute(repo, plan).purged == ()
+    assert {one.txid for one in list_commits(repo).live()} >= {commit.txid, twin.txid}
+
+
+def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:
+    """One is about to purge the commit, for its twin is visible; that is forgotten then, and another gc runs."""
+    commit = first(repo)
+    hold(repo, "eval", commit, HOUR)
+    twin, purged = twin_of(repo, commit), []
+
+    def other() -> None:
+        commits.forget(repo, twin)
+        purged.extend(run_gc(repo).purged)
+
+    plan = plan_gc(repo, min_age=0.0)
+    faults.inject(call_first("put", meanwhile(other), key=f"commits/{commit.txid}.2"))
+    assert [one.txid for one in execute(repo, plan).purged] == [commit.txid]
+    assert purged == []
+    assert commit.id in {one.id for one in list_commits(repo).live()}
+
+
+def test_two_gcs_that_forget_a_twin_each_put_back_what_is_held_by_then(repo: Repository, faults: FaultyStore) -> None:
+    """Both twins are visible, as after a repair that was killed; a lease is granted before either of them forgets."""
+    commit = first(repo)
+    again = changed(commit.committed, txid=repo.new_txid("run", 0))
+    commits.commit(repo, again)
+    twin = commits.just_committed(again)
+
+    def other() -> None:
+        faults.inject(
+            call_first("put", meanwhile(lambda: hold(repo, "eval", commit, HOUR)), key=f"commits/{twin.txid}.1")
+        )
+        assert [one.txid for one in execute(repo, GcPlan((twin,), (twin,))).purged] == [twin.txid]
+
+    faults.inject(call_first("put", meanwhile(other), key=f"commits/{commit.txid}.1"))
+    assert execute(repo, GcPlan((commit,), (commit,))).purged == ()
+    assert first(repo).txid == commit.txid
+    assert first(repo).visible
 
 
 def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: FaultyStore) -> None:

@@ -18,6 +18,7 @@ from casckpt.format.draft import placed
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.proof import encode_proof
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
+from casckpt.format.sections.head import decode_head
 from casckpt.plan.progress import silent
 from casckpt.repository import blobs, commits, manifests, tags
 from casckpt.repository.commits import Commit, list_commits
@@ -43,6 +44,8 @@ from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import collect, run_gc
 from tests.support.repositories import committed_encoded, meanwhile, memory, repository
+from tests.support.saves import blob_keys, cells, reopened, same_state, small
+from tests.support.saves import flip as flip_object
 
 STATE: Arrays = {"a": array(1, 3), "b": array(2, dtype="int64"), "c": array(3, 0.5, dtype="uint8")}
 
@@ -362,6 +365,41 @@ def test_dead_cells_that_cannot_be_had_do_not_keep_the_live_ones_from_a_new_blob
     assert read_arrays(repo, made) == content(kept)
     collect(repo)
     assert not verify(repo).is_damaged
+
+
+def test_a_manifest_that_is_damaged_elsewhere_keeps_no_other_repair_from_being_made() -> None:
+    """Its blob could be left behind, but nobody knows the objects that the new manifest would hold."""
+    store = small()
+    store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
+    first = blob_keys(store)[0]
+    ckpt = store.save({"a": cells(3, seed=1), "text": "x" * 3000}, step=2)
+    store.forget("default@1")
+    store.gc(min_age=0)
+    assert first in blob_keys(store)
+    flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # of b, which no checkpoint has any more
+    key = manifest_key(ckpt.commit.txid, ckpt.id)
+    flip_object(store, key, decode_head(store.repository.storage.get(key, limit=1 << 20))["objects"].offset)
+    again = reopened(store)
+    again.verify()
+    found = again.repair()
+    assert ([one.id for one in found.lost_manifests], len(found.lost), found.superseded) == ([ckpt.id], 1, ())
+    assert same_state(again.read("default@2", keys=["a"]), {"a": cells(3, seed=1)})
+
+
+def test_a_damaged_source_does_not_spoil_what_is_right(repo: Repository) -> None:
+    """A leaf of a live cell and a dead one that is wrong; where a cell has the same bytes, the other is."""
+    a, b = array(1, 0.25), array(2, 0.25)
+    older = save_arrays(repo, {"a": a, "b": b})
+    both = save_arrays(repo, {"c": np.concatenate([a, b])}, "other", 1)
+    save_arrays(repo, {"a": a}, step=1, reuse=older)
+    commits.forget(repo, older)
+    collect(repo)
+    flip(repo, only_blob(repo, older), DATA_OFFSET + b.nbytes + 5)
+    flip(repo, only_blob(repo, both), DATA_OFFSET + 5)
+    verify(repo)
+    found = repair(repo)
+    assert (len(found.superseded), [lost.keys for lost in found.lost]) == (1, [("c",)])
+    assert read_arrays(repo, resolve(repo, "run@1")) == content({"a": a})
 
 
 def test_a_marked_blob_that_is_right_loses_its_mark(repo: Repository) -> None:

@@ -25,7 +25,7 @@ from casckpt.upkeep.repair.verify import Mode, verify
 from tests.support.checkpoints import CELL, array, flip, known_cells, only_blob, put_cells, read_arrays, save_arrays
 from tests.support.faulty import FaultyStore, call_first, corrupt, fail_before
 from tests.support.gcs import collect
-from tests.support.repositories import commit_draft, draft
+from tests.support.repositories import commit_draft, draft, repository
 from tests.support.told import Told
 
 
@@ -281,6 +281,27 @@ def test_what_is_purged_while_verify_reads_is_neither_reported_nor_marked(
     faults.inject(call_first("open", purge, key=only_blob(repo, one)))
     found = verify(repo)
     assert (found.damaged, found.manifests) == ((), ())
+    assert marks(repo) == set()
+
+
+def test_so_is_what_is_purged_while_its_damage_is_described(
+    tmp_path: Path, repo: Repository, faults: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large manifest is read in parts, and goes between two of them."""
+    monkeypatch.setattr(manifests, "WHOLE_BYTES", 0)
+    one = save_arrays(repo, {"a": array(1)})
+    save_arrays(repo, {"a": array(2)}, step=1)
+    flip(repo, only_blob(repo, one), DATA_OFFSET)
+
+    def purge(call: object) -> None:
+        faults.heal()
+        commits.forget(repo, one)
+        assert collect(repo).deleted_blobs == 1
+
+    faults.inject(call_first("open", purge, key=manifest_key(one.txid, one.id), at=5))
+    found = verify(repository(tmp_path / "other", faults, seed=3))
+    assert (found.damaged, found.manifests) == ((), ())
+    assert len(commits.list_commits(repo).live()) == 1
     assert marks(repo) == set()
 
 
