@@ -21,6 +21,7 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, restore
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
 from casckpt.upkeep.copies.mirrored import note, unmirrored
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, replicate, taken, twin
@@ -167,13 +168,16 @@ def execute(
     ``part``: (number, count) of this process among those that do the same copy. ``progress``: called with the bytes of
     blobs that are there now, `CopyPlan.total` in all. Where the target is the source's mirror, that is written down.
 
-    Raises `StorageError`: what is copied by then stays, and the next copy goes on from there. What cannot be copied
+    Raises `Unsupported` where a store demands of writers what this version does not know; `StorageError`: what is
+    copied by then stays, and the next copy goes on from there. What cannot be copied
     stands in the result.
     """
     progress.expect(plan.total)
     work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+    for written in (target, source) if is_mirror else (target,):
+        check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
     def copy(commit: Commit) -> Replica:

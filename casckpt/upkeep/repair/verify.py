@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused, StorageError, Unsupported
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format.keys import blob_key, commit_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
@@ -19,6 +19,7 @@ from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.fetching import compare_size
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import list_tags
 from casckpt.upkeep.gc.settling import faults
 from casckpt.upkeep.lost import ADVICE, lost_records
@@ -202,20 +203,22 @@ def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
         yield Checked(ref, compare_size(ref, size), ranges=((min(size or 0, ref.size), ref.size),))
 
 
-def _mark(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
+def _mark(repo: Repository, damaged: Sequence[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
     """Mark what is damaged, unmark what is right, where the store can be written; the blobs that were unmarked."""
     try:
         return _write_marks(repo, damaged, checked)
-    except (StorageError, Unsupported) as error:  # what was found is worth more than the marks
+    except CasckptError as error:  # what was found is worth more than the marks
         log.warning("the marks of damaged blobs are as before, and saves go by them: %s", error)
         return ()
 
 
-def _write_marks(repo: Repository, damaged: Iterable[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
-    for one in damaged:
-        blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
+def _write_marks(repo: Repository, damaged: Sequence[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
     right = {(one.ref.uploader, one.ref.hash) for one in checked if one.is_right}
     healed = sorted(blobs.damaged_marks(repo) & right) if right else []
+    if damaged or healed:
+        check_requirements(repo)
+    for one in damaged:
+        blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
     for uploader, blob in healed:
         blobs.mark_repaired(repo, uploader, blob, "verify found it right")
     return tuple(blob for _, blob in healed)

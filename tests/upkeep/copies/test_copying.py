@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound, Unsupported
 from casckpt.format.keys import copied_txid, manifest_key, parse_txid
 from casckpt.plan.progress import Progress
 from casckpt.repository import commits, manifests, tags
@@ -20,7 +20,7 @@ from tests.support.checkpoints import array, content, only_blob, save_arrays
 from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.forging import taken_apart
-from tests.support.gcs import collect
+from tests.support.gcs import collect, snapshot
 from tests.support.repositories import committed_encoded, meanwhile, memory, repository
 from tests.support.told import Told
 
@@ -238,3 +238,12 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path, source: Repository, ta
         with pytest.raises(InvalidInput, match="usable"):
             copy(source, target, **options)
     assert not target.exists()
+
+
+def test_nothing_is_copied_into_a_store_that_demands_what_is_not_known(source: Repository, target: Repository) -> None:
+    target.create()
+    target.change_settings(requires=["rewrites"])
+    before = contents(target), snapshot(target)
+    with pytest.raises(Unsupported, match="know of rewrites"):
+        copy(source, target)
+    assert (contents(target), snapshot(target)) == before

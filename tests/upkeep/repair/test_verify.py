@@ -361,6 +361,16 @@ def test_damage_is_reported_where_it_cannot_be_marked(
     assert marks(repo) == set()
 
 
+def test_a_store_that_demands_what_is_not_known_is_verified_and_not_marked(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(repo, only_blob(repo, save_arrays(repo, {"a": array(1)})), DATA_OFFSET)
+    repo.change_settings(requires=["rewrites"])
+    assert len(verify(repo).damaged) == 1
+    assert "know of rewrites" in caplog.text
+    assert marks(repo) == set()
+
+
 def test_a_disk_that_lies_is_found_out(repo: Repository, faults: FaultyStore) -> None:
     save_arrays(repo, {"a": array(1)})
     faults.inject(corrupt("read_into"))
