@@ -14,7 +14,9 @@ import torch
 from blake3 import blake3
 
 import casckpt
+from tests.support.exact import same
 from tests.support.plain_bytes import DamagedError, RefusedError
+from tests.support.plain_examples import EXAMPLES
 from tests.support.plain_reader import Checkpoint, Store
 
 ODD = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bfloat16]
@@ -81,7 +83,8 @@ def test_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
         "od": OrderedDict(b=1, a=2), "dd": defaultdict(list, x=[1]), "empty": [{}, [], ()], 5: {("t", 1): 2.5},
         "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC), "delta": datetime.timedelta(-1, 2, 3),
         "path": Path("a/b"),
-            "ods": [OrderedDict(a=1), OrderedDict()], "np": np.arange(6, dtype="<i2").reshape(2, 3), "scalar": np.float32(1.5),
+        "ods": [OrderedDict(a=1), OrderedDict()],
+        "np": np.arange(6, dtype="<i2").reshape(2, 3), "scalar": np.float32(1.5),
         "large": np.arange(400_000, dtype="<f8"), "buffer": b"z" * 2_000_000,
         "fields": np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8", (2,))]), "time": datetime.time(1, 2, fold=1),
     }  # fmt: skip
@@ -99,6 +102,19 @@ def test_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
     assert_same(mine, theirs)
     assert read.attachments() == files
     assert read.index["metadata"] == read.record["metadata"] == {"loss": 1.5}
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("examples")
+    casckpt.open(folder).save({"values": [[value] for value in EXAMPLES], "w": torch.ones(1)}, run="r", step=1)
+    read: list[Any] = _newest(folder, "r").read()["values"]
+    return read
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_every_kind_of_plain_data(examples: list[Any], number: int) -> None:
+    assert same(examples[number][0], EXAMPLES[number])
 
 
 def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ def _ordered(*children: Any) -> OrderedDict[Any, Any]:
     return made
 
 
+def _named(made: Any, *flat: Any) -> Any:
+    vars(made).update(_pairs(*flat))
+    return made
+
+
 def _bytes_io(raw: bytes, position: int) -> io.BytesIO:
     made = io.BytesIO(raw)
     made.seek(position)
@@ -59,13 +64,18 @@ def _dtype(form: Any) -> np.dtype[Any]:
     made: np.dtype[Any]
     if isinstance(form, str):
         made = np.dtype(form)
+    elif form[0] == "long" and form[2] == np.finfo(np.longdouble).nmant:
+        made = np.dtype(form[1])
     elif form[0] == "array":
         made = np.dtype((_dtype(form[1]), form[2:]))
-    else:
+    elif form[0] == "fields":
         _, size, aligned, *fields = form
         names, dtypes, offsets = zip(*fields, strict=True)
         whole: Any = {"names": names, "formats": [*map(_dtype, dtypes)], "offsets": offsets, "itemsize": size}
         made = np.dtype(whole, align=aligned)
+    else:
+        message = f"the dtype {form}"
+        raise ValueError(message)
     return made
 
 
@@ -94,8 +104,8 @@ VALUES: dict[str, Callable[..., Any]] = {
     "OrderedDict": _ordered,
     "defaultdict": lambda name, *flat: defaultdict(FACTORIES.get(name), _pairs(*flat)),
     "deque": lambda length, *items: deque(items, length),
-    "SimpleNamespace": lambda *flat: types.SimpleNamespace(**_pairs(*flat)),
-    "Namespace": lambda *flat: argparse.Namespace(**_pairs(*flat)),
+    "SimpleNamespace": lambda *flat: _named(types.SimpleNamespace(), *flat),
+    "Namespace": lambda *flat: _named(argparse.Namespace(), *flat),
     "slice": slice,
     "range": range,
     "complex": complex,
