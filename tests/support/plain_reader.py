@@ -29,8 +29,7 @@ from tests.support.plain_values import decode, nest
 
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
 NUMBER = r"(?:0|[1-9]\d{0,8})"
-MOVES = {"committed": {"": "visible"}, "revoked": {"": "revoked"}, "forgotten": {"visible": "forgotten"}}
-MOVES |= {"restored": {"forgotten": "visible"}, "purged": {"forgotten": "purged"}}
+STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ("forgotten", "purged", "revoked")}
 
 
 class Checkpoint:
@@ -181,8 +180,8 @@ class Store:
             record = self.record(key)
             if record["txid"] != txid:
                 refuse(f"{key} tells of another transaction")
-            if record["type"] != "kept":
-                state = MOVES[record["type"]].get(state) or refuse(f"{key} does not follow")
+            if record["type"] != "kept" and state not in {"purged", "revoked"}:
+                state = STATES[record["type"]]
             first, number = first or record, number + 1
         return state, first
 
