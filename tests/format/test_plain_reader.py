@@ -1,0 +1,254 @@
+"""A reader written from docs/format.md alone gives the values that casckpt gives, and notices what was damaged."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+
+import casckpt
+from tests.support.exact import same
+from tests.support.plain_bytes import DamagedError, RefusedError
+from tests.support.plain_examples import EXAMPLES
+from tests.support.plain_reader import Checkpoint, Store
+
+ODD = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bfloat16]
+NATIVE = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32]
+DTYPES = [*NATIVE, torch.float64, torch.complex64, torch.complex128, *ODD]
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def assert_same(mine: Any, theirs: Any) -> None:
+    """What the plain reader gave is what casckpt gave, in kind, order and to the bit."""
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(mine, np.ndarray)
+        assert mine.shape == tuple(theirs.shape)
+        assert mine.tobytes() == _raw(theirs)
+        assert theirs.dtype in ODD or mine.dtype == theirs.numpy().dtype
+    elif isinstance(theirs, dict):
+        assert type(mine) is type(theirs)
+        assert list(mine) == list(theirs)
+        assert getattr(mine, "_metadata", None) == getattr(theirs, "_metadata", None)
+        for key in theirs:
+            assert_same(mine[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        assert type(mine) is type(theirs)
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert_same(one, other)
+    elif isinstance(theirs, np.ndarray | np.generic):
+        assert type(mine) is type(theirs)
+        assert mine.dtype == theirs.dtype
+        assert np.array_equal(mine, theirs)
+    else:
+        assert type(mine) is type(theirs)
+        assert mine == theirs
+
+
+def _newest(folder: Path, run: str) -> Checkpoint:
+    store = Store(folder)
+    txid = store.newest_announced(run)
+    assert txid
+    assert txid == store.newest_listed(run)
+    return store.checkpoint(txid)
+
+
+def test_tensors_of_every_dtype_and_shape(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    noise = torch.randint(0, 256, (7 * 16,), dtype=torch.uint8)
+    state: dict[str, Any] = {str(dtype): noise.view(dtype).view(7, -1) for dtype in DTYPES if dtype != torch.bool}
+    state |= {"torch.bool": noise > 99, "none": torch.empty(0), "flat": torch.empty(3, 0, 2), "one": torch.tensor(7.5)}
+    state["large"] = torch.rand(700_001, dtype=torch.float64)
+    store = casckpt.open(tmp_path)
+    store.save({"a": state, "b": {"c": torch.rand(4)}}, run="r", step=1)
+    read = _newest(tmp_path, "r")
+    assert_same(read.read(), store.read("r@1"))
+    assert all(sound for leaves in read.leaves().values() for _, _, sound in leaves)
+
+
+def test_nesting_plain_data_and_attachments(tmp_path: Path) -> None:
+    bag: dict[Any, Any] = {
+        "none": None, "ints": [1, -(2**40), 2**70, -(2**70), True], "text": "ä\ud800", "bytes": b"\0\1", "c": 1 + 2j,
+        "kinds": ({1, 2}, frozenset("ab"), Counter("aab"), deque([1, 2], 5), range(3), slice(1, None), bytearray(b"x")),
+        "od": OrderedDict(b=1, a=2), "dd": defaultdict(list, x=[1]), "empty": [{}, [], ()], 5: {("t", 1): 2.5},
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC), "delta": datetime.timedelta(-1, 2, 3),
+        "path": Path("a/b"),
+        "ods": [OrderedDict(a=1), OrderedDict()],
+        "np": np.arange(6, dtype="<i2").reshape(2, 3), "scalar": np.float32(1.5),
+        "large": np.arange(400_000, dtype="<f8"), "buffer": b"z" * 2_000_000,
+        "fields": np.zeros(2, dtype=[("a", "<i4"), ("b", "<f8", (2,))]), "time": datetime.time(1, 2, fold=1),
+    }  # fmt: skip
+    nest = {"l": [torch.ones(2), {"x": (torch.zeros(1), 3)}], 4: torch.ones(1), "od": OrderedDict(z=torch.ones(1), a=1)}
+    nest["model"] = torch.nn.Sequential(torch.nn.Linear(2, 2)).state_dict()
+    nest["dd"] = defaultdict(dict, q={"r": torch.ones(1)})
+    store = casckpt.open(tmp_path)
+    files = {"config.json": b"{}", "notes/why.txt": b"because", "long.bin": b"0123456789" * 300_000, "empty": b""}
+    bag |= {"generator": np.random.default_rng(3), "old": np.random.RandomState(4)}
+    store.save({"bag": bag, "nest": nest}, run="r", step=1, attachments=files, metadata={"loss": 1.5})
+    read = _newest(tmp_path, "r")
+    mine, theirs = read.read(), store.read("r@1")
+    for name in ("generator", "old"):
+        assert mine["bag"].pop(name).bytes(8) == theirs["bag"].pop(name).bytes(8)
+    assert_same(mine, theirs)
+    assert read.attachments() == files
+    assert read.index["metadata"] == read.record["metadata"] == {"loss": 1.5}
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("examples")
+    casckpt.open(folder).save({"values": [[value] for value in EXAMPLES], "w": torch.ones(1)}, run="r", step=1)
+    read: list[Any] = _newest(folder, "r").read()["values"]
+    return read
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_every_kind_of_plain_data(examples: list[Any], number: int) -> None:
+    assert same(examples[number][0], EXAMPLES[number])
+
+
+def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:
+    store, whole = casckpt.open(tmp_path), torch.arange(1_000_000.0)
+    for run, step in [("a", 6), ("b", 7), ("a", 2), ("a", 3), ("b", 8), ("a", 4)]:
+        whole[step * 50_000] += 1
+        store.save({"w": whole, "step": step, run: torch.tensor(step)}, run=run, step=step)
+    store.save({"w": whole * 2}, run="a", step=3, overwrite=True)
+    store.forget("a@4", "a@2", "b@7")
+    store.restore(store.forget("b@8")[0])
+    store.tag("best", "a@6")
+    plain = Store(tmp_path)
+    visible = plain.visible()
+    assert sorted(visible) == [("a", 3), ("a", 6), ("b", 8)]
+    states = sorted(state for state, _ in plain.logs().values())
+    assert states == ["forgotten"] * 4 + ["visible"] * 3
+    for (run, step), txid in visible.items():
+        assert_same(plain.checkpoint(txid).read(), store.read(f"{run}@{step}"))
+    for run in ("a", "b"):
+        assert _newest(tmp_path, run).index["step"] == store.get(f"{run}@latest").step
+    assert plain.newest_announced("c") == plain.newest_listed("c") == ""
+    assert plain.tags() == {"best": store.get("a@6").id}
+
+
+def test_the_later_of_two_of_one_step_answers(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path)
+    store.save({"w": torch.arange(9.0), "from": "one"}, run="r", step=1)
+    store.save({"w": torch.arange(9.0), "from": "two"}, run="r", step=1, overwrite=True)
+    txid = next(iter(Store(tmp_path).logs()))
+    line = json.dumps({"type": "restored", "txid": txid, "time": 1_800_000_000_000_000}).encode()
+    record = tmp_path / "commits" / f"{txid}.2"  # by hand: casckpt refuses to restore one whose place is taken
+    record.write_bytes(line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
+    assert [state for state, _ in Store(tmp_path).logs().values()] == ["visible", "visible"]
+    read = _newest(tmp_path, "r")
+    assert_same(read.read(), store.read("r@1"))
+    assert read.read()["from"] == "two"
+
+
+def test_cells_taken_on_the_word_of_the_user(tmp_path: Path) -> None:
+    store, state = casckpt.open(tmp_path), {"w": torch.rand(600_000), "v": torch.rand(3)}
+    store.save(state, run="r", step=1)
+    store.save(state, run="r", step=2, frozen=["*"], metadata={"long": "x" * 70_000})
+    read = _newest(tmp_path, "r")
+    assert {entry.cells[0] for entry in read.entries} == {1}
+    assert read.record.get("metadata") is None
+    assert read.index["metadata"] == {"long": "x" * 70_000}
+    assert_same(read.read(), store.read("r@2"))
+
+
+def test_boxes_flat_parts_and_ranks(tmp_path: Path) -> None:
+    whole = torch.rand(1001, 1001)
+    parts = [
+        casckpt.Shard(whole[a:b, c:d], (1001, 1001), (a, c))
+        for a, b in ((0, 400), (400, 1001))
+        for c, d in ((0, 3), (3, 1001))
+    ]
+    flat = whole.view(-1)
+    ranges = [
+        casckpt.Shard(flat[a:b], (1001, 1001), flat=(a, b)) for a, b in ((0, 77), (77, 600_000), (600_000, 1002001))
+    ]
+    store = casckpt.open(tmp_path)
+    state: dict[str, Any] = {"boxes": parts, "flat": ranges, "mine": casckpt.PerRank(torch.ones(3))}
+    store.save(state | {"plain": casckpt.PerRank("x")}, run="r", step=1)
+    read = _newest(tmp_path, "r").read()
+    assert_same(read, store.read("r@1"))
+    assert_same(read["boxes"], whole)
+
+
+def test_a_copy_and_a_manifest_above_one_mebibyte(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "here")
+    many = {f"layer.{i}.{'weight' * 9}": torch.full((2,), i, dtype=torch.float32) for i in range(9_000)}
+    store.save(many | {"note": "many"}, run="r", step=1)
+    store.copy_to(tmp_path / "there", "r@1", tags=True)
+    here, there = _newest(tmp_path / "here", "r"), _newest(tmp_path / "there", "r")
+    assert here.record["manifest_bytes"] > 2**20
+    assert here.record["manifest"] == there.record["manifest"]
+    expected = store.read("r@1")
+    assert_same(here.read(), expected)
+    assert_same(there.read(), expected)
+
+
+def _flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.chmod(0o644)
+    path.write_bytes(raw)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    store = casckpt.open(tmp_path)
+    store.tag("t", store.save({"w": torch.arange(300_000.0), "n": 1}, run="r", step=1))
+    return tmp_path
+
+
+def test_a_flipped_byte_in_a_leaf_is_noticed(saved: Path) -> None:
+    read = _newest(saved, "r")
+    [(key, _)] = read.blobs
+    [leaves] = read.leaves().values()
+    _flip(saved / "objects" / key, leaves[1][0] + 9)
+    [leaves] = read.leaves().values()
+    assert [sound for _, _, sound in leaves] == [i != 1 for i in range(len(leaves))]
+    with pytest.raises(DamagedError, match="a cell of w"):
+        read.read()
+
+
+@pytest.mark.parametrize("back", [1, 36, 40])
+def test_a_flipped_byte_in_a_proof_is_noticed(saved: Path, back: int) -> None:
+    read = _newest(saved, "r")
+    _flip(saved / "objects" / read.blobs[0][0], -back)
+    with pytest.raises(DamagedError, match="proof"):
+        read.leaves()
+    read.read()  # who reads a checkpoint needs no proof
+
+
+def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:
+    read = _newest(saved, "r")
+    path = saved / "objects" / read.record["uploader"] / f"{read.record['manifest']}.manifest"
+    places = [0, 7, 8, 20, 4000, 4095] + [
+        offset + length // 2 for offset, length, _ in read.sections.values() if length
+    ]
+    for at in places:
+        _flip(path, at)
+        with pytest.raises((DamagedError, RefusedError)):
+            _newest(saved, "r").read()
+        _flip(path, at)
+    _newest(saved, "r").read()
+
+
+@pytest.mark.parametrize("folder", ["commits", "runs", "tags"])
+def test_a_flipped_byte_in_a_record_is_noticed(saved: Path, folder: str) -> None:
+    [path] = [path for path in (saved / folder).rglob("*") if path.is_file()]
+    _flip(path, 12)
+    plain = Store(saved)
+    readers = {"commits": plain.logs, "runs": lambda: plain.newest_announced("r"), "tags": plain.tags}
+    with pytest.raises(DamagedError, match=folder):
+        readers[folder]()
