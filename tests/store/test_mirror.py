@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import casckpt
 from casckpt.errors import Damaged, InvalidInput, StorageError
+from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import mirrored_key
 from casckpt.format.records import Mirrored
 from casckpt.repository.repository import Repository
@@ -25,7 +26,7 @@ from casckpt.store.store import Store
 from casckpt.upkeep.copies.mirror import Mirror
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, tell, wait_for
-from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.saves import CELL, blob_keys, cells, flip, same_state, small_folder, steps
 from tests.support.together import emptied, line
 
 
@@ -134,6 +135,24 @@ def test_overwritten_and_twin_checkpoints_answer_alike_in_the_mirror(
     assert mirror.get("sft@1").id == store.get("sft@1").id
     assert len(mirror.checkpoints(forgotten=True)) == 3
     assert same_state(mirror.read("sft@latest"), {"w": torch.ones(3)})
+
+
+def test_what_was_repaired_by_a_commit_of_its_own_is_safe_with_that(store_path: Path, away: Path) -> None:
+    """The first commit can never be copied: its blob is gone. No gc waits for it, and nobody is told of it."""
+    store = small_folder(store_path)
+    store.save({"a": cells(3, seed=1), "b": cells(1, seed=2)}, step=1)
+    ckpt = store.save({"a": cells(3, seed=1)}, step=2)
+    store.forget("default@1")
+    store.gc(min_age=0)
+    (key,) = blob_keys(store)
+    flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # of b, which nobody can have again
+    store.verify()
+    assert len(store.repair().superseded) == 1
+    store = Store(Repository(LocalStore(store_path)), Repository(LocalStore(away)))
+    store.wait_for_mirror()
+    assert store.mirror_lag().checkpoints == 0
+    assert [one.txid for one in store.gc(min_age=0).purged] == [ckpt.commit.txid]
+    assert same_state(casckpt.open(away).read(ckpt.id), {"a": cells(3, seed=1)})
 
 
 def test_a_damaged_one_keeps_no_other_back_and_is_named(store: Store, link: FaultyStore, away: Path) -> None:

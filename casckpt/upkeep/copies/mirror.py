@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
+from casckpt.format.names import ManifestId
 from casckpt.repository.commits import Commit, forget, list_commits
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
@@ -149,15 +151,26 @@ class Mirror:
         copy_signatures(self._repo, self.target, {commit.id for commit in live})
         there = list_commits(self.target)  # after the commits of the store: what was restored there since is not noted
         visible, lives = ({one.id for one in found} for found in (there.visible(), there.live()))
-        failed: CasckptError | None = None
+        broken: list[tuple[Commit, CasckptError]] = []
         for commit in behind:
             if state.stopped:
                 break
             try:
                 self._copy(commit, is_there=commit.id in (visible if commit.visible else lives))
+                visible |= {commit.id} if commit.visible else set()
             except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
+                broken.append((commit, error))
+        return self._settle(broken, visible)
+
+    def _settle(self, broken: Iterable[tuple[Commit, CasckptError]], visible: set[ManifestId]) -> CasckptError | None:
+        """Note those that were repaired, so that a commit of their own is ``visible`` there; return what failed."""
+        failed: CasckptError | None = None
+        for commit, error in broken:
+            if commit.id in visible:
+                note(self._repo, commit, self.target.storage.url)
+            else:
                 log.error("%s is not mirrored: %s", commit, error)
                 failed = error
         return failed

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from casckpt.errors import Conflict, NotFound, Revoked
-from casckpt.format.draft import placed
+from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.names import TxId
+from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.head import BLOBS
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
-from casckpt.repository.commits import CommitList, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
@@ -187,8 +189,13 @@ def commit_anew(play: Play, repo: Repository) -> None:
             return
         commit = play.draw.choice(current)
         try:
-            made = placed(manifests.get(repo, commit), manifests.get(repo, commit).section(BLOBS))
-            commit_behind(repo, commit, lambda txid, _, made=made, commit=commit: record_of(repo, txid, commit, made))
+            manifest = manifests.get(repo, commit)
+            made = placed(manifest, manifest.section(BLOBS))
+
+            def save(txid: TxId, _: CommitList, commit: Commit = commit, made: Encoded = made) -> Committed:
+                return record_of(repo, txid, commit, made)
+
+            commit_behind(repo, commit, save)
         except Conflict:
             continue
 

@@ -131,7 +131,8 @@ def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: 
     """One is about to purge the commit, for its twin is visible; that is forgotten then, and another gc runs."""
     commit = first(repo)
     hold(repo, "eval", commit, HOUR)
-    twin, purged = twin_of(repo, commit), []
+    purged: list[Commit] = []
+    twin = twin_of(repo, commit)
 
     def other() -> None:
         commits.forget(repo, twin)

@@ -377,7 +377,7 @@ def test_a_manifest_that_is_damaged_elsewhere_keeps_no_other_repair_from_being_m
     store.gc(min_age=0)
     assert first in blob_keys(store)
     flip_object(store, first, DATA_OFFSET + 3 * CELL + 5)  # of b, which no checkpoint has any more
-    key = manifest_key(ckpt.commit.txid, ckpt.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip_object(store, key, decode_head(store.repository.storage.get(key, limit=1 << 20))["objects"].offset)
     again = reopened(store)
     again.verify()

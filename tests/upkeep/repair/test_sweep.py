@@ -127,7 +127,9 @@ def test_each_part_of_a_blob(store: Store) -> None:
     cuts = sorted([(cell.offset, cell.offset + cell.nbytes) for cell, _ in data])
     padding = [stop for (_, stop), (start, _) in pairwise(cuts) if start > stop]
     assert padding, "there is padding"
-    sweep = [(at, set()) for at in (0, 7, 100, DATA_OFFSET - 1, *padding, end, end + 40, len(before) - 1)]
+    sweep: list[tuple[int, set[str]]] = [
+        (at, set()) for at in (0, 7, 100, DATA_OFFSET - 1, *padding, end, end + 40, len(before) - 1)
+    ]
     sweep += [(at, hit) for at, hit in hits.items() if hit <= {"large", "short", "bytes"}]
     for position, hit in sweep:
         flip(store, key, position)
