@@ -309,7 +309,7 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def decode_marker(data: bytes) -> Marker:
-    """Decode the marker. Raises `Refused` for a store of a newer format, `Damaged` for anything that is no marker."""
+    """Decode the marker. Raises `Refused` for a store of another format, `Damaged` for anything that is no marker."""
     try:
         marker: Marker = DECODERS[Marker].decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -319,6 +319,11 @@ def decode_marker(data: bytes) -> Marker:
         raise Refused(
             f"this store has format {marker.format} with features {missing}; this casckpt reads format "
             f"{FORMAT_VERSION}. Upgrade casckpt to use the store"
+        )
+    if "hash" not in msgspec.json.decode(data):
+        raise Refused(
+            "this store was written before casckpt's format was the one of today: read it with the version that wrote "
+            "it, and save its checkpoints into a new store"
         )
     if marker.hash != HASH:
         raise Refused(f"this store is made with the hash {marker.hash[:40]!r}, and this casckpt has {HASH} alone")

@@ -203,6 +203,13 @@ def test_a_marker_outside_the_limits_is_refused(change: dict[str, Any], error: s
         decode_marker(encode_marker(marker))
 
 
+def test_a_store_of_before_says_how_to_read_it() -> None:
+    before = msgspec.json.decode(encode_marker(Marker(format=1, store_id="abc", created_at=5)))
+    del before["hash"]
+    with pytest.raises(Refused, match="read it with the version that wrote it"):
+        decode_marker(msgspec.json.encode(before))
+
+
 @given(st.binary(max_size=60))
 def test_other_bytes_are_no_marker(data: bytes) -> None:
     with pytest.raises((Damaged, Refused)):

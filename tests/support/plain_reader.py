@@ -147,10 +147,10 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        marker: dict[str, Any] = {"features": [], "hash": "blake3", "cell_bytes": 1 << 20, "blob_bytes": 1 << 25}
+        marker: dict[str, Any] = {"features": [], "cell_bytes": 1 << 20, "blob_bytes": 1 << 25}
         marker |= json.loads(self._bytes("casckpt.json"))
         cell, blob = marker["cell_bytes"], marker["blob_bytes"]
-        if marker["format"] != 1 or marker["features"] or marker["hash"] != "blake3":
+        if marker["format"] != 1 or marker["features"] or marker.get("hash") != "blake3":
             refuse("a store that is not understood")
         if cell % 4096 or not 4096 <= cell <= blob <= 2**30:
             refuse("sizes outside of the limits")
