@@ -185,18 +185,17 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
     """A real server, which keeps all in ``folder``. With less ``memory`` it collects garbage more often."""
 
     def command(data: Path, ports: Sequence[int]) -> Sequence[str]:
-        names = ("s3", "master", "volume", "filer", "admin")
+        names = ("s3", "master", "volume", "filer")
         given = [f"-{name}.port={port}" for name, port in zip(names, ports, strict=False)]
         given += [f"-{name}.port.grpc={port}" for name, port in zip(names, ports[len(names) :], strict=True)]
         return [
-            binary("weed"), "mini", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
-            "-s3.port.iceberg=0", "-s3.port.lance=0", "-admin.ui=false", "-webdav=false", "-master.telemetry=false",
-            f"-volume.max={_VOLUMES}",
+            binary("weed"), "server", "-s3", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={_VOLUMES}",
         ]  # fmt: skip
 
     (folder / "data").mkdir()
     credentials = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
-    return Server("seaweedfs", command, 10, folder, {"GOMEMLIMIT": memory, **credentials})
+    return Server("seaweedfs", command, 8, folder, {"GOMEMLIMIT": memory, **credentials})
 
 
 def rclone(folder: Path) -> Server:
