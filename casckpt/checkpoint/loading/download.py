@@ -6,11 +6,11 @@ into a buffer and copied from there. Units that several destinations want are re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from threading import Event
+from threading import BoundedSemaphore, Event
 from typing import NamedTuple, Protocol
 
 from casckpt.checkpoint.cycle_collector import collecting_later
@@ -21,6 +21,7 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
@@ -30,10 +31,12 @@ from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
+from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.memory import copy_bytes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
 
@@ -113,9 +116,11 @@ class Download:
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
         slots = BlobReaders(self.repo, self.manifest, batches, shared=shared)
-        cores = usable_cores(self.ranks_here)
-        if batches and not traits.remote and threads > cores and slots.is_in_memory(batches[0].blob):
-            threads = cores  # reads wait for nothing else
+        if batches and threads > 1 and not traits.remote:
+            if slots.is_in_memory(batches[0].blob):
+                threads = min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
+            else:
+                threads += _AHEAD
         scratches = BufferPool(threads, most)
         stop = Event()
         try:
@@ -124,6 +129,11 @@ class Download:
         finally:
             slots.close()
             scratches.close()
+
+    @cached_property
+    def _turns(self) -> BoundedSemaphore:
+        """What a thread holds while it works for a core, and not while it waits for a disk."""
+        return BoundedSemaphore(min(self.threads, usable_cores(self.ranks_here)))
 
     def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
         """The blobs that `run` would read."""
@@ -179,8 +189,11 @@ class Download:
         reader: Reader | None = None
         try:
             reader = slot.reader()
-            reader.read_into(batch.offset, [target.view for target in targets])
-            self._deliver_all(targets)
+            delivered = 0
+            with closing(self._fill(reader, batch.offset, [target.view for target in targets])) as filled:
+                for count in filled:
+                    self._deliver_all(targets[delivered:count])
+                    delivered = count
         except (_WrongCell, NotFound, ShortObject, StorageError) as error:
             if slot.distrust(reader):
                 return False
@@ -192,6 +205,14 @@ class Download:
                 why += f", but at a second look they are: does something else write where {item.key!r} is loaded to?"
             raise damaged_error(self.repo, self.manifest, slot.ref, item.key, why) from error
         return True
+
+    def _fill(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+        """Fill all views, and yield how many are full by now."""
+        if isinstance(reader, LocalReader):
+            yield from reader.fill(offset, views, self._turns)
+        else:
+            reader.read_into(offset, views)
+            yield len(views)
 
     def _deliver_all(self, targets: Sequence[_Target]) -> None:
         for target in targets:

@@ -12,8 +12,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from typing_extensions import override
@@ -26,7 +26,8 @@ from casckpt.storage.local.syscalls import Lacking, cached_pages
 
 _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
-_BOUNCE = 8 << 20
+_WORTH_A_CALL = 256 << 10  # bytes
+_BOUNCE = 2 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # of a file's pages: with so many in the cache, it is read from there
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -66,14 +67,25 @@ class LocalReader(Reader):
 
     @override
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        pending = [buffer for buffer in buffers if buffer.nbytes]
-        total = sum(buffer.nbytes for buffer in pending)
+        for _ in self.fill(offset, [buffer for buffer in buffers if buffer.nbytes], nullcontext()):
+            pass
+
+    def fill(
+        self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
+    ) -> Generator[int, None, None]:
+        """Do what `read_into` does, and yield how many of ``buffers``, none of them empty, are full by now.
+
+        One of ``turns`` is held while there is work for a core: here, and where that was yielded to. What was read is
+        still in that core's cache then. Close it (`contextlib.closing`), or an error might keep the turn.
+        """
+        total = sum(buffer.nbytes for buffer in buffers)
         self._counts.add(requests=1, reads=1)
         with reporting("read", self._path):
             if total >= _LARGE and self._direct_fd() >= 0:
-                self._read_direct(offset, pending)
+                yield from self._fill_directly(offset, buffers, turns)
             else:
-                self._fill(offset, pending)
+                with turns:
+                    yield from self._fill_from_cache(offset, buffers)
         self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
@@ -93,23 +105,44 @@ class LocalReader(Reader):
                         self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
             return self._direct
 
-    def _read_direct(self, offset: int, buffers: list[memoryview]) -> None:
+    def _fill_directly(
+        self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
+    ) -> Iterator[int]:
+        """Read around the cache as much at a time as the bounce buffer holds."""
         bounce = _bounce_buffer()
-        while buffers:
-            start = offset - offset % BLOCK
-            wanted = offset - start + sum(buffer.nbytes for buffer in buffers)
-            count = os.preadv(self._direct_fd(), [bounce[: min(-(-wanted // BLOCK) * BLOCK, len(bounce))]], start)
-            held = min(count, wanted) - (offset - start)
+        left, full, at = sum(buffer.nbytes for buffer in buffers), 0, 0
+        while left:
+            skipped = offset % BLOCK
+            most = min(-(-(skipped + left) // BLOCK) * BLOCK, len(bounce))
+            held = min(os.preadv(self._direct_fd(), [bounce[:most]], offset - skipped) - skipped, left)
             if held <= 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
-            _scatter(bounce[offset - start : offset - start + held], buffers)
-            buffers = _rest(buffers, held)
-            offset += held
+            offset, left = offset + held, left - held
+            data = bounce[skipped : skipped + held]
+            with turns:
+                while data:
+                    nbytes = min(buffers[full].nbytes - at, data.nbytes)
+                    _copy(buffers[full][at : at + nbytes], data[:nbytes])
+                    data, at = data[nbytes:], at + nbytes
+                    if at == buffers[full].nbytes:
+                        full, at = full + 1, 0
+                        yield full
+
+    def _fill_from_cache(self, offset: int, buffers: Sequence[memoryview]) -> Iterator[int]:
+        """Read some buffers at a time: so much that the call is worth it, so little that a core's cache holds it."""
+        full = 0
+        while full < len(buffers):
+            first, nbytes = full, 0
+            while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
+                nbytes, full = nbytes + buffers[full].nbytes, full + 1
+            self._fill(offset, list(buffers[first:full]))
+            offset += nbytes
+            yield full
 
     def _fill(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill all of ``buffers``, however short the reads are."""
         while buffers:
-            count = os.preadv(self._fd, buffers[:_MAX_BUFFERS], offset)
+            count = os.preadv(self._fd, buffers, offset)
             if count == 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
             offset += count
@@ -165,17 +198,11 @@ def _bounce_buffer() -> memoryview:
     return found.view
 
 
-def _scatter(data: memoryview, buffers: Sequence[memoryview]) -> None:
-    """Copy ``data`` into the buffers, one after the other, without holding up other threads."""
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without holding up other threads."""
     import numpy as np
 
-    source, at = np.frombuffer(data, dtype=np.uint8), 0
-    for buffer in buffers:
-        count = min(buffer.nbytes, len(source) - at)
-        if not count:
-            return
-        np.copyto(np.frombuffer(buffer, dtype=np.uint8, count=count), source[at : at + count])
-        at += count
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:

@@ -192,4 +192,4 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
     target = torch.zeros(1 << 20, dtype=torch.int64)
     store.load({"w": target}, "default@0", threads=4)
     assert torch.equal(target, torch.arange(1 << 20))
-    assert used == [1 if cached else 4]
+    assert used == [1 if cached else 4 + 4]  # some to compute, some to have reads in flight
