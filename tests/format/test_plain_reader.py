@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from blake3 import blake3
 
 import casckpt
+from tests.support import plain_reader
 from tests.support.exact import same
-from tests.support.plain_bytes import DamagedError, RefusedError
 from tests.support.plain_examples import EXAMPLES
-from tests.support.plain_reader import Checkpoint, Store
+from tests.support.plain_reader import Checkpoint, DamagedError, Entry, Store, cells_of, read_head
 
 ODD = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bfloat16]
 NATIVE = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32]
@@ -55,12 +57,25 @@ def assert_same(mine: Any, theirs: Any) -> None:
         assert mine == theirs
 
 
+def test_it_is_short_and_stands_alone() -> None:
+    lines = Path(plain_reader.__file__).read_text().splitlines()
+    assert len(lines) <= 300
+    assert not [line for line in lines if re.match(r"\s*(import|from) (casckpt|torch|tests)", line)]
+
+
+def txids(folder: Path) -> list[str]:
+    return sorted({path.name.partition(".")[0] for path in (folder / "commits").iterdir()})
+
+
+def newest_listed(store: Store, run: str) -> str:
+    return max((txid for (name, _), txid in store.visible().items() if name == run), default="")
+
+
 def _newest(folder: Path, run: str) -> Checkpoint:
     store = Store(folder)
     txid = store.newest_announced(run)
-    assert txid
-    assert txid == store.newest_listed(run)
-    return store.checkpoint(txid)
+    assert txid == newest_listed(store, run)
+    return Checkpoint(folder, store.log(txid)[1])
 
 
 def test_tensors_of_every_dtype_and_shape(tmp_path: Path) -> None:
@@ -129,13 +144,13 @@ def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:
     plain = Store(tmp_path)
     visible = plain.visible()
     assert sorted(visible) == [("a", 3), ("a", 6), ("b", 8)]
-    states = sorted(state for state, _ in plain.logs().values())
+    states = sorted(plain.log(txid)[0] for txid in txids(tmp_path))
     assert states == ["forgotten"] * 4 + ["visible"] * 3
     for (run, step), txid in visible.items():
-        assert_same(plain.checkpoint(txid).read(), store.read(f"{run}@{step}"))
+        assert_same(Checkpoint(tmp_path, plain.log(txid)[1]).read(), store.read(f"{run}@{step}"))
     for run in ("a", "b"):
         assert _newest(tmp_path, run).index["step"] == store.get(f"{run}@latest").step
-    assert plain.newest_announced("c") == plain.newest_listed("c") == ""
+    assert plain.newest_announced("c") == newest_listed(plain, "c") == ""
     assert plain.tags() == {"best": store.get("a@6").id}
 
 
@@ -143,11 +158,11 @@ def test_the_later_of_two_of_one_step_answers(tmp_path: Path) -> None:
     store = casckpt.open(tmp_path)
     store.save({"w": torch.arange(9.0), "from": "one"}, run="r", step=1)
     store.save({"w": torch.arange(9.0), "from": "two"}, run="r", step=1, overwrite=True)
-    txid = next(iter(Store(tmp_path).logs()))
+    txid = txids(tmp_path)[0]
     line = json.dumps({"type": "restored", "txid": txid, "time": 1_800_000_000_000_000}).encode()
     record = tmp_path / "commits" / f"{txid}.2"  # by hand: casckpt refuses to restore one whose place is taken
     record.write_bytes(line + b"\n" + blake3(line).hexdigest().encode() + b"\n")
-    assert [state for state, _ in Store(tmp_path).logs().values()] == ["visible", "visible"]
+    assert [Store(tmp_path).log(each)[0] for each in txids(tmp_path)] == ["visible", "visible"]
     read = _newest(tmp_path, "r")
     assert_same(read.read(), store.read("r@1"))
     assert read.read()["from"] == "two"
@@ -238,7 +253,7 @@ def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:
     ]
     for at in places:
         _flip(path, at)
-        with pytest.raises((DamagedError, RefusedError)):
+        with pytest.raises(DamagedError):
             _newest(saved, "r").read()
         _flip(path, at)
     _newest(saved, "r").read()
@@ -249,6 +264,53 @@ def test_a_flipped_byte_in_a_record_is_noticed(saved: Path, folder: str) -> None
     [path] = [path for path in (saved / folder).rglob("*") if path.is_file()]
     _flip(path, 12)
     plain = Store(saved)
-    readers = {"commits": plain.logs, "runs": lambda: plain.newest_announced("r"), "tags": plain.tags}
+    readers = {"commits": plain.visible, "runs": lambda: plain.newest_announced("r"), "tags": plain.tags}
     with pytest.raises(DamagedError, match=folder):
         readers[folder]()
+
+
+HEADS = {"version": (7, b"\2"), "few": (8, b"\5"), "many": (8, b"\7"), "unknown": (16, b"other"), "gap": (40, b"\1")}
+
+
+@pytest.mark.parametrize(("at", "data"), [*HEADS.values(), (4000, b"x")], ids=[*HEADS, "more"])
+def test_a_head_that_is_not_made_so_is_refused(saved: Path, at: int, data: bytes) -> None:
+    raw = bytearray(next((saved / "objects").rglob("*.manifest")).read_bytes())
+    assert "index" in read_head(bytes(raw), raw[4064:4096].hex())
+    raw[at : at + len(data)] = data
+    raw[4064:4096] = blake3(raw[:4064]).digest()
+    with pytest.raises(ValueError, match=r"manifest|section"):
+        read_head(bytes(raw), raw[4064:4096].hex())
+
+
+MARKERS = [{"format": 2}, {"features": ["x"]}, {"hash": "sha256"}, {"cell_bytes": 5000}, {"blob_bytes": 2**31}]
+
+
+@pytest.mark.parametrize("change", MARKERS, ids=str)
+def test_a_store_that_is_not_understood_is_refused(saved: Path, change: dict[str, Any]) -> None:
+    marker = saved / "casckpt.json"
+    read = json.loads(marker.read_text())
+    marker.chmod(0o644)
+    marker.write_text(json.dumps(read | change))
+    with pytest.raises(ValueError, match="not understood"):
+        Store(saved)
+
+
+TWO_SPANS = (b"\1\2\0\2\3", b"\1\0\1", b"\1\0\0", b"\1\6\6", bytes(128), b"")  # halves of a tensor [4, 3]
+WRONG = {
+    "a box outside": (0, b"\1\3\0\2\3"), "no such box": (1, b"\1\0\2"), "out of order": (1, b"\1\1\0"),
+    "an empty span": (2, b"\1\0\6"), "outside its box": (3, b"\1\6\7"), "a digest too few": (4, bytes(96)),
+    "a digest too many": (4, bytes(160)), "one hi too few": (3, b"\1\6"),
+}  # fmt: skip
+
+
+def _places(columns: tuple[bytes, ...]) -> list[list[int]]:
+    cells = b"\2" + msgspec.msgpack.encode(columns)
+    found = cells_of(Entry("tensor", "w", 0, 0, "uint8", 1, (4, 3), cells, b""), 4)
+    return [where.tolist() for where, _ in found]
+
+
+@pytest.mark.parametrize(("number", "column"), WRONG.values(), ids=WRONG)
+def test_spans_that_are_not_made_so_are_refused(number: int, column: bytes) -> None:
+    assert _places(TWO_SPANS) == [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]
+    with pytest.raises(ValueError, match=r"span|digest|shorter"):
+        _places((*TWO_SPANS[:number], column, *TWO_SPANS[number + 1 :]))

@@ -2,228 +2,299 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
 import json
+import pathlib
 import re
-from functools import cached_property, partial
-from itertools import accumulate, pairwise
-from pathlib import Path
+import struct
+import types
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain, islice, pairwise
+from math import prod
 from typing import Any
 
-import msgspec
 import numpy as np
 from blake3 import blake3
+from msgspec.msgpack import decode
 
-from tests.support.plain_bytes import (
-    NATIVE,
-    DamagedError,
-    Entry,
-    column,
-    columns,
-    pieces,
-    prove_blob,
-    proved,
-    read_head,
-    refuse,
-)
-from tests.support.plain_values import decode, nest
-
+SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
+PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
+NUMPY_HAS = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
-NUMBER = r"(?:0|[1-9]\d{0,8})"
-STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ("forgotten", "purged", "revoked")}
+STATES = {"committed": "visible", "restored": "visible", "forgotten": "forgotten"}
+Entry = namedtuple("Entry", "kind key index rank dtype width shape cells rows")  # ranks: 0 for none
+Object = namedtuple("Object", "key rank is_pickled data")
+
+
+class DamagedError(Exception):
+    """These bytes are not those that were written. (What the format does not allow is a ValueError.)"""
+
+
+def check(fits: object, what: str, error: type[Exception] = ValueError) -> None:
+    if not fits:
+        raise error(what)
+
+
+def proved(raw: bytes, digest: bytes, what: str) -> bytes:
+    check(blake3(raw).digest() == digest, what, DamagedError)
+    return raw
+
+
+def column(raw: bytes) -> list[int]:
+    return list(np.frombuffer(raw, f"<u{raw[0]}", offset=1).tolist())
+
+
+def columns(*raw: bytes) -> list[Any]:
+    return list(zip(*map(column, raw), strict=True))
+
+
+def pieces(table: list[bytes], section: bytes, what: str) -> list[bytes]:
+    """Cut a section into its pieces, each proved with its group."""
+    at, first = ([*accumulate(column(each), initial=0)] for each in table[:2])
+    check(at[-1] == len(section) and first[-1] == len(at) - 1, f"the table of {what} does not fit it")
+    for number, (a, b) in enumerate(pairwise(first)):
+        proved(section[at[a] : at[b]], table[2][32 * number : 32 * number + 32], f"group {number} of {what}")
+    return [section[a:b] for a, b in pairwise(at)]
+
+
+def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
+    """Give offset, length and hash of each section; raise if this is not the head that the commit record says."""
+    check(blake3(raw[:4064]).hexdigest() == raw[4064:4096].hex() == expected, "the head", DamagedError)
+    sections, end, listed = dict[str, tuple[int, int, bytes]](), 4096, 16 + 72 * int.from_bytes(raw[8:16], "little")
+    check(raw[:8] == b"CASCKPT\1" and listed <= 4064 and not any(raw[listed:4064]), "no manifest, or a later one")
+    for padded, flags, offset, length, digest in struct.iter_unpack("<16sQQQ32s", raw[16:listed]):
+        name = padded.rstrip(b"\0").decode("ascii")
+        is_known = name in SECTIONS or not flags & 1
+        check(is_known and offset == end and name not in sections, f"the section {name}")
+        sections[name], end = (offset, length, digest), offset + length
+    check([name for name in sections if name in SECTIONS] == SECTIONS, "not the six sections")
+    check(end == len(raw), "the size of the manifest", DamagedError)
+    return sections
+
+
+def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], bytes]]:
+    """Give for each cell the places of its elements in the tensor, and its digest."""
+    n, c, places = len(entry.shape), cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
+    boxes, spans, digests = [*[0] * n, *entry.shape], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
+    if entry.cells[:1] == b"\2":
+        more, *numbers, digests, _ = decode(entry.cells[1:])
+        boxes, spans = boxes + column(more), columns(*numbers)
+    check(entry.cells[:1] <= b"\2" and spans == sorted(spans), "spans out of order, or a form that is not known")
+    found: list[np.ndarray[Any, Any]] = []
+    for box, lo, hi in spans:
+        offset, shape = (boxes[i : i + n] for i in (2 * n * box, 2 * n * box + n))
+        inside = places[tuple(slice(a, a + b) for a, b in zip(offset, shape, strict=True))].reshape(-1)
+        check(lo < hi <= len(inside) == prod(shape), f"a span of {entry.key}")
+        found += [inside[a:b] for a, b in pairwise([lo, *range(lo // c * c + c, hi, c), hi])]
+    check(len(digests) == 32 * len(found), f"the digests of {entry.key}")
+    return [(where, digests[32 * i : 32 * i + 32]) for i, where in enumerate(found)]
+
+
+def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
+    return {row.key: row for row in [*reversed(rows), *(row for row in rows if row.rank == rank + 1)]}
 
 
 class Checkpoint:
-    """The manifest of a commit record, proved, and what it names."""
-
-    def __init__(self, root: Path, record: dict[str, Any]) -> None:
-        self.root, self.record = root, record
-        self.raw = (root / "objects" / record["uploader"] / f"{record['manifest']}.manifest").read_bytes()
-        self.sections = read_head(self.raw, record["head"])
-        if not len(self.raw) == record["manifest_bytes"] == sum(next(reversed(self.sections.values()))[:2]):
-            message = "the size of the manifest"
-            raise DamagedError(message)
-        self.index = msgspec.msgpack.decode(self._section("index"))
-        same = all(self.index.get(name) == record.get(name) for name in ("run", "step", "created_at", "parent"))
-        if self.sections["index"][2].hex() != record["manifest"] or self.index["format"] != 1 or not same:
-            refuse("the index is not that of the commit record")
-        blobs = msgspec.msgpack.decode(self._section("blobs"))
-        hashes, names = blobs["hashes"], blobs["uploaders"]
+    def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
+        self.root, self.record = root / "objects", record
+        raw = (self.root / record["uploader"] / f"{record['manifest']}.manifest").read_bytes()
+        self.sections = read_head(raw, record["head"])
+        part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
+        index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
+        fits = len(raw) == record["manifest_bytes"] and self.sections["index"][2].hex() == record["manifest"]
+        same = all(index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
+        check(fits and same and index["format"] == 1, "the index is not that of the commit record")
         self.blobs = [
-            (f"{names[up]}/{hashes[32 * i : 32 * i + 32].hex()}.safetensors", size)
-            for i, (up, size) in enumerate(columns(blobs["index"], blobs["sizes"]))
+            (f"{blobs['uploaders'][number]}/{blobs['hashes'][32 * i : 32 * i + 32].hex()}.safetensors", size)
+            for i, (number, size) in enumerate(columns(blobs["index"], blobs["sizes"]))
         ]
-
-    def _section(self, name: str) -> bytes:
-        offset, length, digest = self.sections[name]
-        return proved(self.raw[offset : offset + length], digest, f"the section {name}")
-
-    @cached_property
-    def entries(self) -> list[Entry]:
-        """All of them, in their order."""
-        table, rows = self.index["entries"], msgspec.msgpack.decode(self._section("places"))["rows"]
-        parts = [pieces(t, self._section(n), n) for t, n in ((self.index["cells"], "cells"), (rows, "rows"))]
-        flat, at, entries = column(table["shape"]), 0, []
+        table, shape = index["entries"], iter(column(index["entries"]["shape"]))
         numbers = columns(*(table[name] for name in ("kind", "index", "rank", "dtype", "dimensions")))
-        for i, (kind, index, rank, dtype, n) in enumerate(numbers):
-            kind_and_key, (name, width) = (table["kinds"][kind], table["keys"][i]), table["dtypes"][dtype]
-            shape = tuple(flat[at : at + n])
-            entries.append(Entry(*kind_and_key, index, rank - 1, name, width, shape, parts[0][i], parts[1][i]))
-            at += n
-        return entries
+        stored = [pieces(index["cells"], part["cells"], "cells"), pieces(places["rows"], part["rows"], "rows")]
+        self.entries = [
+            Entry._make((table["kinds"][kind], key, i, rank, *table["dtypes"][dtype], tuple(islice(shape, n)), *parts))
+            for key, (kind, i, rank, dtype, n), *parts in zip(table["keys"], numbers, *stored, strict=True)
+        ]
+        table, data = index["objects"], iter(pieces(index["data"], part["objects"], "objects"))
+        owners = zip(table["keys"], columns(table["rank"], table["pickled"]), strict=True)
+        self.objects = [Object._make((key, *numbers, next(data))) for key, numbers in owners]
+        self.index, self.short = index, dict(zip(index["attachments"], data, strict=True))
 
     def array(self, entry: Entry) -> np.ndarray[Any, Any]:
-        """Read an entry, each cell compared with its digest."""
-        dtype = np.dtype(NATIVE[entry.dtype]) if entry.dtype in NATIVE else refuse(f"the dtype {entry.dtype}")
-        if dtype.itemsize != entry.width or (entry.size and not entry.rows):
-            refuse(f"{entry.key}: another width than its dtype has, or its bytes are left out")
-        out, hits = np.empty(entry.size, dtype), np.zeros(entry.size, np.uint8)
-        if not entry.size:
-            return out.reshape(entry.shape)
-        spans, cells = list(entry.spans()), list(entry.cut(self.index["cell_bytes"]))
-        data, at = [b""] * len(spans), 0
-        for count, blob, begin in entry.places():
-            mine = cells[at : at + count] if count else cells
-            if len({number for number, _, _ in mine}) != 1 or blob >= len(self.blobs) or begin < 4096:
-                refuse(f"a row of {entry.key}")
-            stored = (self.root / "objects" / self.blobs[blob][0]).read_bytes()
-            ends = accumulate((length for _, length, _ in mine), initial=begin)
-            for (number, _, digest), (a, b) in zip(mine, pairwise(ends), strict=True):
-                data[number] += proved(stored[a:b], digest, f"a cell of {entry.key}")
-            at += len(mine)
-        for (offset, shape, lo, hi), raw in zip(spans, data, strict=True):
-            box = tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
-            where = np.arange(entry.size).reshape(entry.shape)[box].reshape(-1)[lo:hi]
-            out[where] = np.frombuffer(raw, dtype)
-            hits[where] += 1
-        return out.reshape(entry.shape) if at == len(cells) and (hits == 1).all() else refuse("rows of other cells")
+        """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
+        dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
+        out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
+        cells, form, body = iter(cells_of(entry, self.index["cell_bytes"])), entry.rows[:1], entry.rows[1:]
+        one = [(None, *struct.unpack("<II", body))] if form == b"\0" else []
+        for count, blob, begin in columns(*decode(body)) if form == b"\1" else one:
+            stored, at = (self.root / self.blobs[blob][0]).read_bytes(), begin
+            for where, digest in islice(cells, count):
+                raw = proved(stored[at : at + len(where) * entry.width], digest, f"a cell of {entry.key}")
+                out[where], hits[where], at = np.frombuffer(raw, dtype), hits[where] + 1, at + len(raw)
+        check((hits == 1).all(), f"the extents of {entry.key} do not cover it once, or its bytes are left out")
+        return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
-        """Give the nested state as this rank sees it, tensors as arrays."""
-        chosen: list[dict[str, Any]] = [{}, {}]  # tensors, objects: those of the rank, else the first ones
-        for entry in self.entries:
-            if entry.kind == "tensor" and (entry.rank == rank or entry.key not in chosen[0]):
-                chosen[0][entry.key] = entry
-        table, data = self.index["objects"], self._data()
-        for i, (owner, _, pickled) in enumerate(columns(table["rank"], table["parts"], table["pickled"])):
-            if owner - 1 == rank or table["keys"][i] not in chosen[1]:
-                chosen[1][table["keys"][i]] = (owner - 1, pickled, data[i])
-        leaves = [
-            {key: self.array(entry) for key, entry in chosen[0].items()},
-            {key: self._object(key, *one) for key, one in chosen[1].items()},
-        ]
-        return nest(msgspec.msgpack.decode(self.index["tree"]), leaves, ())
+        """Give the nested state as this rank sees it, tensors as arrays; a pickle is not loaded."""
+        parts: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        for entry in (each for each in self.entries if each.kind == "part"):
+            parts[entry.key, entry.rank][entry.index] = self.array(entry).tobytes()
+        tensors = by_key([entry for entry in self.entries if entry.kind == "tensor"], rank)
+        arrays = {key: self.array(entry) for key, entry in tensors.items()}
+        objects = by_key(self.objects, rank).items()
+        values = {key: one if one.is_pickled else plain(decode(one.data), parts[one[:2]]) for key, one in objects}
+        return nest(decode(self.index["tree"]), [arrays, values])
 
     def attachments(self) -> dict[str, bytes]:
-        """Give the files that travel along, short ones and long ones."""
-        names = self.index["attachments"]
-        if any({"", ".", ".."} & {*name.split("/")} or re.search(r"[\\\x00-\x1f\x7f]", name) for name in names):
-            refuse("an attachment of another name")
-        short = dict(zip(names, self._data()[len(self.index["objects"]["keys"]) :], strict=True))
-        return short | {each.key: self.array(each).tobytes() for each in self.entries if each.kind == "attachment"}
-
-    def _data(self) -> list[bytes]:
-        return pieces(self.index["data"], self._section("objects"), "objects")
-
-    def _object(self, key: str, rank: int, pickled: int, raw: bytes) -> Any:
-        return ("pickled", raw) if pickled else decode(raw, partial(self._part, key, rank))
-
-    def _part(self, key: str, rank: int, index: int, length: int) -> bytes:
-        wanted = ("part", key, index, rank)
-        [entry] = [each for each in self.entries if (each.kind, each.key, each.index, each.rank) == wanted]
-        raw = self.array(entry).tobytes()
-        return raw if len(raw) == length else refuse(f"the length of part {index} of {key}")
+        return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
 
     def leaves(self) -> dict[str, list[tuple[int, int, bool]]]:
-        """Prove all blobs: begin, end and health of the leaves of each."""
-        read = {key: (self.root / "objects" / key).read_bytes() for key, _ in self.blobs}
-        if [len(read[key]) for key, _ in self.blobs] != [size for _, size in self.blobs]:
-            message = "a blob of another size"
-            raise DamagedError(message)
-        return {key: prove_blob(raw, Path(key).stem) for key, raw in read.items()}
+        """Prove all blobs by their names: begin, end and health of the leaves of each, the header first."""
+        found = {}
+        for key, size in self.blobs:
+            raw = (self.root / key).read_bytes()
+            start = 4096 + json.loads(raw[8:4096])["proof"]["data_offsets"][0]
+            name = blake3(raw[start:], derive_key_context=PROOF_CONTEXT).hexdigest()
+            check(len(raw) == size and name in key, f"the proof of the blob {key}", DamagedError)
+            lengths, hashes = zip(*struct.iter_unpack("<I32s", raw[start:]), strict=True)
+            at = [*accumulate(lengths, initial=0)]
+            fits = 2 <= len(lengths) <= 65536 and lengths[0] == 4096 and at[-1] == start
+            check(fits and min(lengths) > 0 and max(lengths) <= 2**30, f"the leaves of the blob {key}")
+            ends = zip(pairwise(at), hashes, strict=True)
+            found[key] = [(a, b, blake3(raw[a:b]).digest() == digest) for (a, b), digest in ends]
+        return found
 
 
 class Store:
-    """A store in a folder."""
-
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: pathlib.Path) -> None:
         self.root = root
-        marker: dict[str, Any] = {"features": [], "cell_bytes": 1 << 20, "blob_bytes": 1 << 25}
-        marker |= json.loads(self._bytes("casckpt.json"))
-        cell, blob = marker["cell_bytes"], marker["blob_bytes"]
-        if marker["format"] != 1 or marker["features"] or marker.get("hash") != "blake3":
-            refuse("a store that is not understood")
-        if cell % 4096 or not 4096 <= cell <= blob <= 2**30:
-            refuse("sizes outside of the limits")
-
-    def _bytes(self, key: str) -> bytes:
-        path = self.root / key
-        return path.read_bytes() if path.is_file() and not path.is_symlink() else refuse(f"{key} is no object")
+        marker = json.loads((root / "casckpt.json").read_bytes())
+        cell, blob = marker.get("cell_bytes", 2**20), marker.get("blob_bytes", 2**25)
+        is_known = (marker["format"], marker.get("hash"), marker.get("features", [])) == (1, "blake3", [])
+        check(is_known and 4096 <= cell <= blob <= 2**30 and cell % 4096 == 0, "a store that is not understood")
 
     def _names(self, folder: str, pattern: str) -> list[str]:
-        path = self.root / folder
-        return sorted(each.name for each in path.iterdir() if re.fullmatch(pattern, each.name)) if path.is_dir() else []
+        return sorted(each.name for each in (self.root / folder).glob("*") if re.fullmatch(pattern, each.name))
 
     def record(self, key: str) -> dict[str, Any]:
-        """Read a record, its checksum compared."""
-        raw = self._bytes(key)
-        line, _, rest = raw.partition(b"\n")
-        if rest != blake3(line).hexdigest().encode() + b"\n":
-            message = f"the record {key}"
-            raise DamagedError(message)
-        read: dict[str, Any] = json.loads(line)
-        return read if len(raw) <= 2**20 else refuse(f"{key} is too long")
+        path = self.root / key
+        check(path.is_file() and not path.is_symlink(), f"{key} is no object")
+        line, _, rest = path.read_bytes().partition(b"\n")
+        check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
+        return dict(json.loads(line))
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
         """Fold the log of a transaction: its state ("": none) and its first record."""
-        state, first, number = "", dict[str, Any](), 0
-        while (self.root / (key := f"commits/{txid}" + (f".{number}" if number else ""))).exists():
-            record = self.record(key)
-            if record["txid"] != txid:
-                refuse(f"{key} tells of another transaction")
-            if record["type"] != "kept" and state not in {"purged", "revoked"}:
-                state = STATES[record["type"]]
-            first, number = first or record, number + 1
-        return state, first
-
-    def logs(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Give all transactions that ended, in their order; what is superseded is visible too."""
-        return {txid: self.log(txid) for txid in self._names("commits", TXID)}
+        log, key = list[dict[str, Any]](), f"commits/{txid}"
+        while (self.root / key).exists():
+            log.append(self.record(key))
+            key = f"commits/{txid}.{len(log)}"
+        check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
+        told = [record["type"] for record in log if record["type"] != "kept"] or [""]
+        return STATES.get(told[-1], told[-1]), log[0] if log else {}
 
     def visible(self) -> dict[tuple[str, int], str]:
         """Give the transaction that answers to each run and step."""
-        logs = self.logs().items()
-        return {(first["run"], first["step"]): txid for txid, (state, first) in logs if state == "visible"}
-
-    def newest_listed(self, run: str) -> str:
-        """Find the newest visible checkpoint of a run by commits/."""
-        return max((txid for (name, _), txid in self.visible().items() if name == run), default="")
+        logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
+        return {(first["run"], first["step"]): txid for txid, state, first in logs if state == "visible"}
 
     def newest_announced(self, run: str) -> str:
-        """Find it by the announcements of the run, from the newest downwards."""
-        folder = f"runs/{blake3(run.encode()).hexdigest()[:16]}"
-        heads = (
-            six + name for six in self._names(folder, r"\d{6}") for name in self._names(f"{folder}/{six}", r"\d{3}")
-        )
-        number = 999_999_999 - int(next(heads, "1000000000"))
-        best, floor = "", -1
-        while number > floor:
-            digits = f"{999_999_999 - number:09d}"
-            record = self.record(f"{folder}/{digits[:6]}/{digits[6:]}")
-            for txid, _, kind in record["announced"]:
-                if txid >= best and self.log(txid)[0] == "visible":
-                    best = txid
-                    floor = max(floor, record.get("seen", -1)) if kind == "committed" else floor
-            number -= 1
+        """Find the newest visible checkpoint by the announcements of the run, from the head downwards; "": none."""
+        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", "", -1
+        for six in self._names(folder, r"\d{6}"):
+            for three in self._names(f"{folder}/{six}", r"\d{3}"):
+                record = self.record(f"{folder}/{six}/{three}")
+                told = [txid for txid, _, _ in record["announced"] if self.log(txid)[0] == "visible"]
+                if 999_999_999 - int(six + three) > floor and max(told, default="") > best:
+                    best, floor = max(told), record.get("seen", -1)
         return best
 
     def tags(self) -> dict[str, str]:
         """Give the id that each tag names; a tag that ends is not asked for the time."""
-        tags: dict[str, str] = {}
-        for name in self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}"):
-            newest = self.record(f"tags/{name}/{max(map(int, self._names(f'tags/{name}', NUMBER)))}")
-            tags |= {name: newest["manifest"]} if newest.get("manifest") else {}
-        return tags
+        names = self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}")
+        newest = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
+        records = {name: self.record(f"tags/{name}/{number}") for name, number in newest.items()}
+        return {name: record["manifest"] for name, record in records.items() if record.get("manifest")}
 
-    def checkpoint(self, txid: str) -> Checkpoint:
-        """Open what a commit made."""
-        return Checkpoint(self.root, self.log(txid)[1])
+
+def plain(item: Any, parts: dict[int, bytes]) -> Any:
+    """Give the value of decoded plain data, with parts for its large buffers; an unknown tag gives a tuple."""
+    if not isinstance(item, list):
+        return item
+    tag, *rest = item[0], *(plain(each, parts) for each in item[1:])
+    return parts[rest[0]] if tag == "part" else KINDS[tag](*rest) if tag in KINDS else (tag, *rest)
+
+
+def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
+    """Make the nested state of a tree; leaves are the tensors and the objects by flat key."""
+    if not isinstance(node, list):
+        return leaves[node][".".join(path)]
+    kind, extra, *flat = node
+    found = {key: nest(child, leaves, (*path, str(key))) for key, child in pairs(*flat).items()}
+    if kind in {"list", "tuple"}:
+        return KINDS[kind](*found.values())
+    shown = [plain(decode(extra), {})] if extra else []
+    if kind == "OrderedDict":
+        return ordered(*shown, *chain(*found.items()))
+    return shown[0] | found if shown else found
+
+
+def pairs(*flat: Any) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def after(change: Callable[[Any], object], made: Any) -> Any:
+    change(made)
+    return made
+
+
+def ordered(*children: Any) -> Any:
+    head = len(children) % 2
+    extra = {"_metadata": children[0]} if head else {}
+    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[head:])))
+
+
+def dtype_of(form: Any) -> Any:
+    if isinstance(form, str):
+        return np.dtype(form)
+    kind, first, *rest = form
+    check(kind != "long" or rest == [np.finfo(np.longdouble).nmant], "floating point numbers of another machine")
+    if kind != "fields":
+        return np.dtype(first) if kind == "long" else np.dtype((dtype_of(first), tuple(rest)))
+    names, forms, offsets = zip(*rest[1:], strict=True)
+    fields: Any = {"names": names, "formats": [*map(dtype_of, forms)], "offsets": offsets, "itemsize": first}
+    return np.dtype(fields, align=rest[0])
+
+
+def generator(state: dict[str, Any], seed: dict[str, Any] | None) -> Any:
+    known = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
+    bits = known[state["bit_generator"]](np.random.SeedSequence(**seed) if seed else 0)
+    return after(lambda made: setattr(made, "state", state), bits)
+
+
+PATHS = {kind: getattr(pathlib, kind) for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
+FACTORIES = {kind.__name__: kind for kind in (list, dict, int, set, float, str, tuple)}
+KINDS: dict[str, Callable[..., Any]] = {
+    **{kind.__name__: lambda *items, kind=kind: kind(items) for kind in (list, tuple, set, frozenset)},
+    "Counter": lambda *flat: Counter(pairs(*flat)),
+    "defaultdict": lambda name, *flat: defaultdict(FACTORIES.get(name), pairs(*flat)),
+    "deque": lambda length, *items: deque(items, length),
+    "SimpleNamespace": lambda *flat: types.SimpleNamespace(**pairs(*flat)),
+    "Namespace": lambda *flat: after(lambda made: vars(made).update(pairs(*flat)), argparse.Namespace()),
+    "int": lambda raw: int.from_bytes(raw, "little", signed=True),
+    "str": lambda raw: raw.decode("utf-8", "surrogatepass"),
+    "path": lambda kind, text: PATHS[kind](text),
+    "time": lambda h, m, s, us, fold, zone: dt.time(h, m, s, us, zone, fold=fold),
+    "datetime": lambda y, mo, d, h, m, s, us, fold, zone: dt.datetime(y, mo, d, h, m, s, us, zone, fold=fold),
+    "timezone": lambda offset, name: dt.timezone(offset, *([] if name is None else [name])),
+    "numpy.ndarray": lambda dtype, shape, raw: np.frombuffer(raw, dtype_of(dtype)).reshape(shape),
+    "numpy.scalar": lambda dtype, raw: np.frombuffer(raw, dtype_of(dtype))[0],
+    "numpy.Generator": lambda *two: np.random.Generator(generator(*two)),
+    "numpy.RandomState": lambda state: after(lambda made: made.set_state(state), np.random.RandomState()),
+}
+KINDS |= {"dict": pairs, "OrderedDict": ordered, "slice": slice, "range": range, "complex": complex}
+KINDS |= {"bytearray": bytearray, "date": dt.date, "timedelta": dt.timedelta, "zoneinfo": zoneinfo.ZoneInfo}
+KINDS |= {"numpy.str": np.str_, "numpy.bytes": np.bytes_, "numpy.BitGenerator": generator}
