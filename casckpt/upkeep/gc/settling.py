@@ -1,5 +1,6 @@
-"""What a gc does for those who follow runs: announcements that nobody keeps waiting, and records that all are told of.
+"""What a gc does for those who follow runs, and for rewrites that were not finished.
 
+Announcements keep nobody waiting, and all are told of each record.
 An announcement whose record never came, because whoever announced it died, is looked after by every host at each look.
 A record that nobody announced, because runs/ was lost or put back from an older copy, is not seen by them.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
+from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import CommitList, keep, list_commits
+from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
@@ -32,6 +35,7 @@ def settle(repo: Repository, seconds: float) -> None:
     Both are safe at any time: who comes after all finds the number taken, and announces the next one. Reads each
     announcement once ever per host. Raises `StorageError`.
     """
+    _settle_rewrites(repo, repo.clock() - round(1e6 * seconds))
     listed = list_commits(repo)  # first: whatever it shows was announced before
     for run in _hashes(repo, listed):
         look(repo, run)
@@ -46,6 +50,20 @@ def settle(repo: Repository, seconds: float) -> None:
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s had not been announced; runs/ was not whole", len(missing), run)
             announce(repo, missing)
+
+
+def _settle_rewrites(repo: Repository, since: int) -> None:
+    """Take the number that a rewrite from before ``since`` wants and does not come for, and forget what is void.
+
+    Void is for ever, so one that is forgotten by a rule, and not by a user, is never one that anybody sees.
+    """
+    for commit in list_commits(repo).live():
+        if commit.standing == UNSETTLED and commit.committed.time <= since and commit.replaces is not None:
+            keep(repo, *commit.replaces)
+    for commit in list_commits(repo).live():
+        if commit.standing == VOID and commit.last != "forgotten":
+            with suppress(Conflict):
+                forget(repo, commit)
 
 
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
