@@ -210,7 +210,7 @@ class CommitList:
         """Return what has replaced ``commit`` in the end, and has all that it has; itself where nothing has."""
         while commit.replaced is not None:
             other = self.commits.get(commit.replaced[1])
-            if other is None or other.dropped != commit.dropped:
+            if other is None or commit not in Holdings([other]):
                 break
             commit = other
         return commit
@@ -235,6 +235,16 @@ class CommitList:
     def _current(self) -> list[Commit]:
         latest = {(commit.run, commit.step): commit.txid for commit in self.visible()}
         return [commit for commit in self.visible() if latest[commit.run, commit.step] == commit.txid]
+
+
+class Holdings:
+    """What some commits hold: a commit is in it if one of them has the same id, and lacks nothing that it has."""
+
+    def __init__(self, commits: Iterable[Commit]) -> None:
+        self._held = {(commit.id, commit.dropped) for commit in commits}
+
+    def __contains__(self, commit: Commit) -> bool:
+        return not self._held.isdisjoint({(commit.id, None), (commit.id, commit.dropped)})
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:

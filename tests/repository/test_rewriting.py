@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, Damaged, StorageError
-from casckpt.format import records
+from casckpt.errors import Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import commit_key, parse_log, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Dropped, Replaced, changed
@@ -34,6 +33,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs, newest_reusable
 from casckpt.repository.tags import named_by, set_tag, tags
+from casckpt.storage.base import Known, ListedObject
 from casckpt.upkeep.gc.settling import settle
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
@@ -307,9 +307,9 @@ class Torn(FaultyStore):
 
     hides: Callable[[str], bool] | None = None
 
-    def list(self, prefix: str, **more: object) -> object:  # type: ignore[override]  # as it is
+    def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         hides = self.hides if prefix == "commits/" else None
-        return (entry for entry in super().list(prefix, **more) if hides is None or not hides(entry.key))  # type: ignore[arg-type]
+        return (entry for entry in super().list(prefix, known=known) if hides is None or not hides(entry.key))
 
 
 def test_what_replaced_something_is_read_by_its_key(tmp_path: Path) -> None:
@@ -475,9 +475,9 @@ def test_a_record_that_rewrites_something_else_is_refused(repo: Repository, wron
     if wrong != "later":
         record = committed(repo, "a", 1)
     for fields in ({"replaces": (base, 1)}, {"origin": base}):
-        with pytest.raises(records.Refused, match="not possible"):
+        with pytest.raises(Refused, match="not possible"):
             changed(record, **fields)
-    with pytest.raises(records.Refused, match="not possible"):
+    with pytest.raises(Refused, match="not possible"):
         Replaced(txid=record.txid, time=0, by=record.txid)
 
 

@@ -20,7 +20,17 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Purged, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
-from casckpt.repository.commits import VOID, Commit, CommitList, announce_all, forget, list_commits, purge, restore
+from casckpt.repository.commits import (
+    VOID,
+    Commit,
+    CommitList,
+    Holdings,
+    announce_all,
+    forget,
+    list_commits,
+    purge,
+    restore,
+)
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -192,13 +202,12 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
 
     It is visible by another commit; or this one was rewritten without a loss; or it is a rewrite that is void.
     """
-    visible = {(commit.id, commit.dropped) for commit in listed.visible()}
-
-    def is_free(one: Commit) -> bool:
-        is_there = (one.id, one.dropped) in visible or (one.id, None) in visible
-        return is_there or one.standing == VOID or listed.standin(one) is not one
-
-    return {commit.txid for commit in commits if not commit.visible and is_free(commit)}
+    seen = Holdings(listed.visible())
+    return {
+        one.txid
+        for one in commits
+        if not one.visible and (one in seen or one.standing == VOID or listed.standin(one) is not one)
+    }
 
 
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> set[TxId]:

@@ -15,7 +15,7 @@ from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits
+from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits, refresh
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
@@ -35,8 +35,8 @@ def settle(repo: Repository, seconds: float) -> None:
     Both are safe at any time: who comes after all finds the number taken, and announces the next one. Reads each
     announcement once ever per host. Raises `StorageError`.
     """
-    _settle_rewrites(repo, repo.clock() - round(1e6 * seconds))
     listed = list_commits(repo)  # first: whatever it shows was announced before
+    _settle_rewrites(repo, listed, repo.clock() - round(1e6 * seconds))
     for run in _hashes(repo, listed):
         look(repo, run)
         known = read_back(repo, run)
@@ -52,18 +52,19 @@ def settle(repo: Repository, seconds: float) -> None:
             announce(repo, missing)
 
 
-def _settle_rewrites(repo: Repository, since: int) -> None:
-    """Take the number that a rewrite from before ``since`` wants and does not come for, and forget what is void.
+def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
+    """Take the number that a rewrite from before ``since`` wants and did not come for; forget rewrites that are void.
 
-    Void is for ever, so one that is forgotten by a rule, and not by a user, is never one that anybody sees.
+    Void is for ever, so nobody ever sees what is forgotten here.
     """
-    for commit in list_commits(repo).live():
-        if commit.standing == UNSETTLED and commit.committed.time <= since and commit.replaces is not None:
-            keep(repo, *commit.replaces)
-    for commit in list_commits(repo).live():
-        if commit.standing == VOID and commit.last != "forgotten":
+    for one in listed.live():
+        is_old = one.standing == UNSETTLED and one.committed.time <= since
+        if is_old and one.replaces is not None:
+            keep(repo, *one.replaces)
+        now = refresh(repo, one) if is_old else one
+        if now.standing == VOID and now.last != "forgotten":
             with suppress(Conflict):
-                forget(repo, commit)
+                forget(repo, now)
 
 
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:
