@@ -15,7 +15,7 @@ from msgspec.json import Decoder
 
 from casckpt.errors import Damaged, Refused, Unsupported
 from casckpt.format.digest import hex_digest
-from casckpt.format.keys import MAX_NUMBER, check_hash, check_run, check_step, check_txid
+from casckpt.format.keys import MAX_NUMBER, check_hash, check_run, check_step, check_txid, parse_txid
 from casckpt.format.metrics import Stored, check_metrics
 from casckpt.format.names import BlobHash, ManifestId, TxId
 
@@ -63,9 +63,16 @@ def _check_announced(announced: list[tuple[TxId, int, str]]) -> None:
             raise Refused(f"{number} is not the number of a record")
 
 
+def _check_replaces(replaces: tuple[TxId, int]) -> None:
+    _check_announced([(*replaces, "replaced")])
+
+
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "announced": _check_announced,
+    "replaces": _check_replaces,
     "txid": check_txid,
+    "origin": check_txid,
+    "by": check_txid,
     "uploader": check_txid,
     "manifest": check_hash,
     "head": check_hash,
@@ -136,6 +143,14 @@ class SignOfLife(Record, tag="alive", frozen=True, kw_only=True):
     process: Process | None = None
 
 
+class Dropped(Record, frozen=True, kw_only=True):
+    """What a rewrite left out, with all rewrites before it: how many entries, their bytes in memory, and why."""
+
+    entries: int
+    bytes: int
+    rule: str
+
+
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
@@ -143,6 +158,10 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
     None for none.
+
+    ``replaces``: of a rewrite, the transaction that it replaces and the number of the `replaced` record that will say
+    so. ``origin``: the transaction of the first save, None for its own; order goes by that. ``dropped``: what it lacks
+    of the first save.
     """
 
     txid: TxId
@@ -166,6 +185,21 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     healthy: bool | None = None
     metrics: dict[str, Stored] = {}
+    replaces: tuple[TxId, int] | None = None
+    origin: TxId | None = None
+    dropped: Dropped | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for older in filter(None, (self.origin, self.replaces and self.replaces[0])):
+            _check_older(older, self.txid)
+
+
+def _check_older(older: TxId, txid: TxId) -> None:
+    """Raise `Refused` if what was saved first, or is replaced, is not of the same run and step, and older."""
+    one, other = parse_txid(older), parse_txid(txid)
+    if older >= txid or (one.run_hash, one.step) != (other.run_hash, other.step):
+        raise Refused(f"{txid} says that it is a rewrite of {older}, which is not possible")
 
 
 class RevokedRecord(Record, tag="revoked", frozen=True, kw_only=True):
@@ -197,6 +231,18 @@ class Purged(Record, tag="purged", frozen=True, kw_only=True):
     time: int
 
 
+class Replaced(Record, tag="replaced", frozen=True, kw_only=True):
+    """commits/<txid>.<N>: from this instant on the checkpoint is the commit ``by``, which names just this record."""
+
+    txid: TxId
+    time: int
+    by: TxId
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_older(self.txid, self.by)
+
+
 class Kept(Record, tag="kept", frozen=True, kw_only=True):
     """commits/<txid>.<N>: nothing. Whoever announced this number never came, and nobody waits for him any more."""
 
@@ -224,7 +270,7 @@ class Mirrored(Record, tag="mirrored", frozen=True, kw_only=True):
 
 
 FirstRecord = Committed | RevokedRecord
-LaterRecord = Forgotten | Restored | Purged | Kept
+LaterRecord = Forgotten | Restored | Purged | Kept | Replaced
 
 
 class TagRecord(Record, tag="tag", frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Retention: which checkpoints a policy forgets. Pure: no storage, no clock.
 
 A policy is a union of rules, applied to each run by itself; a checkpoint that any rule keeps is kept. Whatever the
-rules say, the newest checkpoint of a run and every tagged one stay. "Newest" is by transaction, not by step: a run that
-was rolled back goes on from its latest save.
+rules say, the newest checkpoint of a run and every tagged one stay. "Newest" is by time of the save, not by step: a run
+that was rolled back goes on from its latest save.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ class Kept:
 def plan_forget(
     visible: Iterable[Kept], policy: Policy, now: int, *, tagged: Container[TxId] = (), run: str | None = None
 ) -> list[Kept]:
-    """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds), oldest first.
+    """Choose what ``policy`` forgets of the ``visible`` checkpoints of a store at ``now`` (microseconds).
 
-    Twins (the same run and step, twice) that a later transaction superseded are forgotten by every policy and count
-    for no rule. ``tagged`` ones are never chosen. ``run`` limits it to that run.
+    Both are in the order of the saves. Twins (the same run and step, twice) that a later save superseded are forgotten
+    by every policy and count for no rule. ``tagged`` ones are never chosen. ``run`` limits it to that run.
     """
     if policy.is_empty:
         return []
     by_run: dict[str, list[Kept]] = defaultdict(list)
-    for one in sorted(visible, key=lambda kept: kept.txid):
-        if run is None or one.run == run:
-            by_run[one.run].append(one)
-    chosen = [one for group in by_run.values() for one in _forget_of_run(group, policy, now)]
-    return sorted((one for one in chosen if one.txid not in tagged), key=lambda kept: kept.txid)
+    wanted = [one for one in visible if run is None or one.run == run]
+    for one in wanted:
+        by_run[one.run].append(one)
+    chosen = {one.txid for group in by_run.values() for one in _forget_of_run(group, policy, now)}
+    return [one for one in wanted if one.txid in chosen and one.txid not in tagged]
 
 
 def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:
     """Choose what is forgotten of one run. ``group``: its checkpoints, oldest first."""
-    current = list({one.step: one for one in group}.values())  # of twins, the last one answers
-    current.sort(key=lambda kept: kept.txid)
+    answers = {one.step: one.txid for one in group}  # of twins, the last one
+    current = [one for one in group if answers[one.step] == one.txid]
     keep = {current[-1].txid} | {one.txid for one in _kept_by_rules(current, policy, now)}
     return [one for one in group if one.txid not in keep]
 

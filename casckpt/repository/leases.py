@@ -67,8 +67,8 @@ def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> 
     now = refresh(repo, commit)
     if now.visible:
         return now
-    other = next((one for one in reversed(list_commits(repo).visible()) if one.id == commit.id), None)
-    if other is not None:
+    other = list_commits(repo).of_id(commit.id)
+    if other is not None and other.visible:
         return other
     take_back(repo, tag, before)
     more = f"; `casckpt restore STORE {now.id[:16]}` makes it visible again" if now.live else ""

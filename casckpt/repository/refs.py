@@ -3,8 +3,8 @@
 ::
 
     <id>            a manifest id, or a unique prefix of at least 6 hex digits; forgotten checkpoints too
-    RUN@STEP        of visible twins the one begun last
-    RUN@latest      the newest transaction of the run, so that a run rolled back resumes from where it is now
+    RUN@STEP        of visible twins the one saved last
+    RUN@latest      the newest save of the run, so that a run rolled back resumes from where it is now
     latest          the newest of all runs
     tag:NAME        what the tag names
     RUN@501..       where several are taken: all steps from 501 on
@@ -99,12 +99,12 @@ def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
     if commit.txid in found.damaged:
         return found.commits.get(commit.txid, commit)
     now = found.commits.get(commit.txid) or _by_id(repo, found, commit.id)  # what is of another store may be copied
-    if now.last == "purged":
-        twin = next((one for one in reversed(found.visible()) if one.id == now.id), None)
-        if twin is not None:  # it was repaired
-            return twin
+    if now.live and now.answers:
+        return now
+    other = found.of_id(now.id)  # it was rewritten, or that was undone
+    if other is None or not (other.visible or now.live or found.is_rewrite_of(other, now.txid)):
         raise Conflict(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
-    return now
+    return other
 
 
 def _check_text(ref: object) -> None:
@@ -187,14 +187,14 @@ def _newest(repo: Repository, found: CommitList) -> Commit:
 
 
 def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
-    """Find a checkpoint by its id: visible before forgotten ones, then the one begun last."""
+    """Find a checkpoint by its id, or how that begins: what the id means."""
     hits = [commit for commit in found.live() if commit.id.startswith(prefix)]
     ids = sorted({commit.id for commit in hits})
     if len(ids) > 1:
         names = _listed([f"{id[:16]} ({_name_of(hits, id)})" for id in ids])
         raise InvalidInput(f"{prefix!r} is the beginning of {len(ids)} ids: {names}; give more digits")
     if hits:
-        return max(hits, key=lambda commit: (commit.visible, commit.txid))
+        return max(hits, key=lambda commit: commit.rank)
     purged = [c for c in found.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
         raise NotFound(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")

@@ -105,10 +105,12 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     tag = write_generation(repo, name, number + 1, commit)
     # a gc lists tags before it purges: either it saw this one, or its purge is seen here
     now = refresh(repo, commit)
-    if now.last == "purged":
+    if not now.visible:
+        now = list_commits(repo).of_id(commit.id) or now  # it may have been rewritten
+    if not now.live:
         take_back(repo, tag, found.tags.get(name))
         raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
-    if now.last == "forgotten":
+    if not now.visible:
         restore(repo, now)
     return tag
 
@@ -144,7 +146,7 @@ def named_by(tag: Tag, listed: CommitList) -> Commit | None:
     """
     same = [commit for commit in listed.live() if commit.id == tag.manifest]
     found = listed.commits.get(tag.txid)
-    return max(same, key=lambda commit: (commit.visible, commit is found, commit.txid), default=found)
+    return max(same, key=lambda commit: (*commit.rank[:2], commit is found, commit.order), default=found)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:

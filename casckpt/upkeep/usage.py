@@ -140,17 +140,17 @@ def measure(repo: Repository) -> StoreStats:
         bytes_freed_now=freed.now,
         bytes_freed_later=freed.later,
         mirror=mirror,
-        unmirrored=len(unmirrored(repo, commits.live(), mirror)),
+        unmirrored=len(unmirrored(repo, commits.needed(), mirror)),
     )
 
 
 def _tallied(
     repo: Repository, live: Iterable[Commit], readable: Container[TxId]
 ) -> tuple[dict[str, _Tally], dict[_Blob, int]]:
-    """Count each run; and tell of each blob the number of the run that names it, or ``_SEVERAL``."""
+    """Count each run; and tell of each blob the number of the run that names it, or ``_SEVERAL``. The oldest first."""
     tallies: dict[str, _Tally] = {}
     user: dict[_Blob, int] = {}
-    for commit in sorted(live, key=lambda one: one.txid):
+    for commit in live:
         tally = tallies.setdefault(commit.run, _Tally(len(tallies)))
         tally.commits.append(commit)
         if commit.txid in readable:

@@ -143,7 +143,7 @@ POLICIES = st.builds(
 @given(STORES, POLICIES, st.data())
 def test_what_no_policy_takes(store: list[Kept], policy: Policy, data: st.DataObject) -> None:
     tagged: set[TxId] = set(data.draw(st.lists(st.sampled_from([one.txid for one in store])))) if store else set()
-    forgotten = set(plan_forget(data.draw(st.permutations(store)), policy, 9 * DAY, tagged=tagged))
+    forgotten = set(plan_forget(store, policy, 9 * DAY, tagged=tagged))
     assert not {one.txid for one in forgotten} & tagged
     for run in "ab":
         of_run = [one for one in store if one.run == run]

@@ -147,7 +147,7 @@ def test_what_was_repaired_by_a_commit_of_its_own_is_safe_with_that(store_path: 
     (key,) = blob_keys(store)
     flip(store, key, DATA_OFFSET + 3 * CELL + 5)  # of b, which nobody can have again
     store.verify()
-    assert len(store.repair().superseded) == 1
+    assert len(store.repair().rewritten) == 1
     store = Store(Repository(LocalStore(store_path)), Repository(LocalStore(away)))
     store.wait_for_mirror()
     assert store.mirror_lag().checkpoints == 0

@@ -14,11 +14,12 @@ import msgspec
 from casckpt.format.digest import hex_digest
 from casckpt.format.draft import Draft, Encoded
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed
+from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import blobs, commits, manifests
-from casckpt.repository.commits import Commit
+from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
+from casckpt.repository.rewriting import rewrite
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
 from casckpt.storage.remote.store import RemoteStore
@@ -111,6 +112,25 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
     record = committed(repo, run, step, **fields)
     commits.commit(repo, record)
     return commits.just_committed(record)
+
+
+def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
+    """A rewrite of a commit whose manifest nobody wrote."""
+
+    def save(txid: TxId, _: CommitList) -> Committed:
+        return changed(base.committed, txid=txid, uploader=txid, time=repo.clock(), **fields)
+
+    made = rewrite(repo, base, save)
+    assert made is not None
+    return made
+
+
+def half_rewrite(repo: Repository, base: Commit) -> Commit:
+    """What a rewriter leaves that died before the record that lets its rewrite stand."""
+    fields = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
+    return commit_bare(
+        repo, base.run, base.step, manifest=base.id, txid=repo.new_txid(base.run, base.step, [base.txid]), **fields
+    )
 
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:

@@ -114,6 +114,8 @@ def _waits(one: dict[str, Any]) -> str:
         return name(one)
     if one["reason"] == "young":
         return f"{name(one)}, can be restored until {moment(one['until'])} UTC"
+    if one["reason"] == "replaced":
+        return f"the places that {name(one)} had before it was rewritten, until {moment(one['until'])} UTC"
     if one["reason"] == "unmirrored":
         return f"{name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":

@@ -23,7 +23,7 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
     """Put right bytes back where damage was found.
 
     Exit status 4 if some of it cannot be repaired. The bytes come from equal blobs and cells of this store, or of
-    others. A checkpoint of which a blob cannot be made again gets a new twin, with a new id, and is forgotten.
+    others. A checkpoint of which a blob cannot be made again is rewritten without it, under the same id.
     """
     from casckpt.store.opening import open as open_store
 
@@ -40,14 +40,14 @@ def text(result: dict[str, Any]) -> None:
         say(f"repaired blob {blob}")
     for id in result["manifests"]:
         say(f"repaired manifest {id}")
-    for one in result["superseded"]:
-        say(f"replaced {printable(one['run'])}@{one['step']} ({one['old'][:SHORT_ID]}) by {one['new'][:SHORT_ID]}")
+    for one in result["rewritten"]:
+        say(f"rewrote {printable(one['run'])}@{one['step']} ({one['id'][:SHORT_ID]})")
     for one in result["lost"]:
         say(f"not repaired: blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
     for one in result["lost_manifests"]:
         say(f"not repaired: manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
-    done = len(result["blobs"]) + len(result["manifests"]) + len(result["superseded"])
+    done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
         say("give another copy with --from, or give those up: `casckpt forget`, and `casckpt gc --min-age 0`")

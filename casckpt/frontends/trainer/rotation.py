@@ -37,12 +37,12 @@ class Rotation:
 def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Container[TxId], now: int) -> list[Commit]:
     """Choose what goes of the ``visible`` checkpoints of one run, oldest first. Pure; ``now`` in microseconds.
 
-    "Newest" is by transaction: a run that was rolled back goes on from its latest save. Of two of one step the one
-    begun last answers, and the other goes.
+    "Newest" is by time of the save: a run that was rolled back goes on from its latest one. Of two of one step the one
+    saved last answers, and the other goes.
     """
     if rotation.is_empty or not visible:
         return []
-    current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.txid)
+    current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.order)
     permanent = [one for one in current if not one.committed.ephemeral]
     keep = {visible[-1].txid} | {one.txid for one in current if one.step in rotation.fixed}
     if rotation.keep is not None:

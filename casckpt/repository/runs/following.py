@@ -14,7 +14,7 @@ from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.names import TxId
 from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import Commit, list_commits, list_names, read_log
+from casckpt.repository.commits import Commit, follow, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
 
@@ -56,7 +56,7 @@ def announce_lost(repo: Repository) -> bool:
 
 
 def newest(repo: Repository, run: str, wanted: Wanted) -> Commit | None:
-    """Return the one of ``run`` that began last of those that are ``wanted``; None if there is none.
+    """Return the one of ``run`` that was saved last of those that are ``wanted``; None if there is none.
 
     A handful of requests, however long the run is, as long as what was announced last was saved last. Raises `Damaged`
     or `Refused` if a log on the way cannot be read, `NotFound` where there is no store, `StorageError`.
@@ -66,7 +66,7 @@ def newest(repo: Repository, run: str, wanted: Wanted) -> Commit | None:
 
 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
-    """Return the live one of ``run`` that began last, never one whose state is in doubt. Raises `StorageError`.
+    """Return the live one of ``run`` that was saved last, never one whose state is in doubt. Raises `StorageError`.
 
     What it says of a commit holds now, but one that was announced since `look_at_all` may be missing. ``anew``: look.
     """
@@ -95,7 +95,7 @@ def newest_of_runs(
             hashes,
         )
         found = [commit for commit in each if commit is not None]
-    return sorted(found, key=lambda commit: commit.txid, reverse=True)
+    return sorted(found, key=lambda commit: commit.order, reverse=True)
 
 
 def at_step(
@@ -106,10 +106,9 @@ def at_step(
     ``skip_doubtful``: leave out those whose log cannot be read, else that raises as in `newest`.
     """
     hidden = (txid for txid in _hidden(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
-    found = (
-        _log_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in sorted({*known.at.get(step, ()), *hidden})
-    )
-    return [commit for commit in found if commit is not None and wanted(commit)]
+    logs = (_logs_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
+    found = {commit.txid: commit for some in logs for commit in some if wanted(commit)}
+    return sorted(found.values(), key=lambda commit: commit.order)
 
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
@@ -121,8 +120,12 @@ def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
 def _newest(
     repo: Repository, run: str, known: RunCache, wanted: Wanted, *, skip_doubtful: bool = False
 ) -> Commit | None:
-    """Read announcements downwards from the head, until what is further down can only be of earlier transactions."""
+    """Read announcements downwards from the head, until what is further down can only be of earlier transactions.
+
+    A rewrite is later than what it rewrites, and counts as of that time; so one that is found is not the end.
+    """
     low, count, tried = known.head + 1, 1, set[TxId]()
+    best: Commit | None = None
     while low > 0:
         low, count = max(0, low - count), 2 * count
         known = read_back(repo, run, low)
@@ -132,10 +135,13 @@ def _newest(
             if low > 0 and (bound is None or txid < bound):
                 break
             tried.add(txid)
-            commit = _log_of(repo, known, txid, skip_doubtful=skip_doubtful)
-            if commit is not None and wanted(commit):
-                return commit
-    return None
+            logs = _logs_of(repo, known, txid, skip_doubtful=skip_doubtful)
+            best = max((one for one in (*logs, best) if one and wanted(one)), key=lambda one: one.order, default=None)
+            if best is not None and best.origin >= txid:
+                return best
+        if best is not None and bound is not None and best.origin >= bound:
+            return best
+    return best
 
 
 def _told(known: RunCache, number: int) -> Iterator[TxId]:
@@ -157,17 +163,22 @@ def _hidden(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
     return {txid for txid in list_names(repo) if parse_txid(txid).run_hash == run}
 
 
-def _log_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> Commit | None:
-    """Read a log, unless it has ended: that is for ever. One without a record may get one yet."""
+def _logs_of(repo: Repository, known: RunCache, txid: TxId, *, skip_doubtful: bool) -> list[Commit]:
+    """Read a log, unless it has ended: that is for ever; and what it was replaced by. One without a record may get one.
+
+    What is announced is read one by one: a rewrite may not stand yet when it is read, and its base be replaced then.
+    """
     if txid in known.ended:
-        return None
+        return []
     try:
         commit = read_log(repo, txid)
+        found = [] if commit is None else [commit]
+        found += [] if commit is None or commit.replaced is None else [follow(repo, commit)]
     except (Damaged, Refused) as error:
         if not skip_doubtful:
             raise
         log.warning("%s is left out: %s", txid, error)
-        return None
+        return []
     if commit is not None and not commit.live:
         known.ended.add(txid)
-    return commit
+    return found

@@ -18,7 +18,7 @@ from casckpt.format.names import BlobHash
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits, restore
+from casckpt.repository.commits import Commit, CommitList, Holdings, list_commits, restore
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -99,7 +99,7 @@ def plan_copy(
     listed = list_commits(source)
     source.check_exists()  # a store that is not there is not the same as an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
-    chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.txid)
+    chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
     there = list_commits(target) if target.exists() else CommitList({}, {})
     return _sorted_out(source, target, chosen, there, named=bool(named))
 
@@ -107,19 +107,19 @@ def plan_copy(
 def _sorted_out(
     source: Repository, target: Repository, chosen: Sequence[Commit], there: CommitList, *, named: bool
 ) -> CopyPlan:
-    live = {commit.id: commit for commit in there.live()}
     ended = {commit.id for commit in there.commits.values() if commit.last == "purged"}
     missing, forgotten, present, left, failed = [], [], [], [], []
     for commit in chosen:
-        other = occupant(there, commit)
+        other, found = occupant(there, commit), there.of_id(commit.id)
+        is_gone = commit.id in ended if found is None else not found.visible
         if twin(there, commit) is not None:
             present.append(commit)
         elif other is not None:
             failed.append(CopyFailure(commit, taken(target, commit, other)))
-        elif commit.id in live and named:
-            forgotten.append(live[commit.id])
-        elif (commit.id in live or commit.id in ended) and not named:
+        elif is_gone and not named:
             left.append(commit)
+        elif is_gone and found is not None and commit in Holdings([found]):
+            forgotten.append(found)
         else:
             missing.append(commit)
     total, nbytes = _bytes_of(source, target, missing, there)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
-from casckpt.format.names import ManifestId
-from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.commits import Commit, Holdings, forget, list_commits
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -69,8 +67,9 @@ class Mirror:
     def lag(self) -> MirrorLag:
         """Return how far the mirror is behind. Raises `StorageError` for the store itself."""
         error = self._state.get().error
-        why = "" if error is None else str(error)
-        return lag_of(self._repo, list_commits(self._repo).live(), why) if self._repo.exists() else MirrorLag(0, 0, 0.0)
+        if not self._repo.exists():
+            return MirrorLag(0, 0, 0.0)
+        return lag_of(self._repo, list_commits(self._repo).needed(), "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once all that is committed now is safe in the mirror.
@@ -138,39 +137,29 @@ class Mirror:
         Raises `StorageError`.
         """
         self._repo.declare_mirror()
-        live = list_commits(self._repo).live()
-        behind = unmirrored(self._repo, live, self.target.storage.url)
+        listed = list_commits(self._repo)
+        needed = listed.needed()
+        behind = unmirrored(self._repo, needed, self.target.storage.url)
         if not behind:
             return None
         if self.target.storage.size(MARKER) is None:  # none yet; or it was deleted, with all that was safe there
-            take_back(self._repo, live)
-            behind = live
+            take_back(self._repo, listed.live())
+            behind = needed
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)
-        copy_signatures(self._repo, self.target, {commit.id for commit in live})
+        copy_signatures(self._repo, self.target, {commit.id for commit in needed})
         there = list_commits(self.target)  # after the commits of the store: what was restored there since is not noted
-        visible, lives = ({one.id for one in found} for found in (there.visible(), there.live()))
-        broken: list[tuple[Commit, CasckptError]] = []
+        visible, lives = Holdings(there.visible()), Holdings(there.live())
+        failed: CasckptError | None = None
         for commit in behind:
             if state.stopped:
                 break
             try:
-                self._copy(commit, is_there=commit.id in (visible if commit.visible else lives))
-                visible |= {commit.id} if commit.visible else set()
+                self._copy(commit, is_there=commit in (visible if commit.visible else lives))
             except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
-                broken.append((commit, error))
-        return self._settle(broken, visible)
-
-    def _settle(self, broken: Iterable[tuple[Commit, CasckptError]], visible: set[ManifestId]) -> CasckptError | None:
-        """Note those that were repaired, so that a commit of their own is ``visible`` there; return what failed."""
-        failed: CasckptError | None = None
-        for commit, error in broken:
-            if commit.id in visible:
-                note(self._repo, commit, self.target.storage.url)
-            else:
                 log.error("%s is not mirrored: %s", commit, error)
                 failed = error
         return failed

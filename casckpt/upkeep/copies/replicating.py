@@ -27,7 +27,7 @@ from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
+from casckpt.repository.commits import Commit, CommitList, Holdings, list_commits, refresh
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
@@ -283,6 +283,8 @@ class _Copy:
         return changed(
             first,
             txid=txid,
+            origin=None if self.commit.origin == txid else self.commit.origin,
+            replaces=None,  # that is not there, or is another commit there
             time=now,
             uploader=txid,
             head=made.head,
@@ -296,8 +298,8 @@ class _Copy:
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:
-    """Find the visible commit of the same checkpoint in another store, ``listed``."""
-    return next((other for other in listed.visible() if other.id == commit.id), None)
+    """Find the visible commit of the same checkpoint in another store, ``listed``, that has all that this one has."""
+    return next((other for other in listed.visible() if commit in Holdings([other])), None)
 
 
 def occupant(listed: CommitList, commit: Commit) -> Commit | None:

@@ -1,4 +1,4 @@
-"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten ones that are purged.
+"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten or rewritten ones that are purged.
 
 A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
 as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again. For a
@@ -20,7 +20,17 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Purged, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
-from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
+from casckpt.repository.commits import (
+    VOID,
+    Commit,
+    CommitList,
+    Holdings,
+    announce_all,
+    forget,
+    list_commits,
+    purge,
+    restore,
+)
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -31,10 +41,10 @@ from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
 class Waiting:
     """What a gc leaves for later, and why.
 
-    ``reason``: "young" (forgotten, may be purged after ``until``), "tagged" (forgotten, but ``tags`` name it; ``until``
-    then, if all of them expire),
-    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
-    in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
+    ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten; so may its old places be),
+    "tagged" (forgotten, but ``tags`` name it; ``until`` then, if all of them expire), "unmirrored" (neither forgotten
+    nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save in progress that ``host`` and
+    ``pid`` began at ``since``; deleting waits for its end).
     """
 
     reason: str
@@ -61,10 +71,10 @@ def waiting_for(one: OpenTransaction) -> Waiting:
 
 @dataclass(frozen=True)
 class GcPlan:
-    """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten for long enough, or about to be.
+    """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten or replaced for long enough.
 
-    ``waiting``: checkpoints that stay yet, and why; ``young``: those of them that are forgotten, or will be, but not
-    for long enough. All are oldest first.
+    What is about to be forgotten may be purged, too. ``waiting``: checkpoints that stay yet, and why; ``young``: those
+    of them that are gone from sight, or will be, but not for long enough. All are oldest first.
     """
 
     forget: tuple[Commit, ...]
@@ -104,13 +114,13 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
-    tagged = tagged_txids(named, commits.live()) - _with_visible_twin(commits, commits.live())
+    tagged = tagged_txids(named, commits.live()) - _free(commits, commits.live())
     kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
-    forgotten = [c for c in commits.live() if not c.visible and (run is None or c.run == run)]
-    unsafe = {commit.txid for commit in unmirrored(repo, [*forgotten, *forgets], mirror_to_wait_for(repo))}
-    for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.txid):
+    forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
+    unsafe = _unsafe(repo, [*forgotten, *forgets], mirror_to_wait_for(repo))
+    for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.order):
         until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
         if commit.txid in unsafe:
             waiting.append(_waits(commit, "unmirrored"))
@@ -119,7 +129,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             until_then = _end([named[name] for name in names])
             waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
         elif until > now:
-            waiting.append(_waits(commit, "young", until=time_of(until)))
+            reason = "replaced" if commit.last == "replaced" else "young"
+            waiting.append(_waits(commit, reason, until=time_of(until)))
             young.append(commit)
         else:
             purges.append(commit)
@@ -147,7 +158,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     due = [now[commit.txid] for commit in plan.purge]
     settings = repo.settings  # again: the store may have got a mirror meanwhile, or demand more of writers
     records.check_requirements(settings, repo.storage.url)
-    unsafe = {commit.txid for commit in unmirrored(repo, due, settings.mirror)}
+    unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
     announce_all(repo, left, Purged)
     return forgotten, _each_unless_changed(repo, purge, left)
@@ -183,13 +194,34 @@ def _barred(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits``, which were read as forgotten before, no gc may purge for the tags that there are."""
     wanted = list(commits)
     tagged = _tagged(repo, wanted)
-    return tagged - _with_visible_twin(list_commits(repo), wanted) if tagged else tagged
+    return tagged - _free(list_commits(repo), wanted) if tagged else tagged
 
 
-def _with_visible_twin(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
-    """Return which of ``commits`` are forgotten, while the same checkpoint is visible by another commit: repaired."""
-    visible = {commit.id for commit in listed.visible()}
-    return {commit.txid for commit in commits if not commit.visible and commit.id in visible}
+def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits`` are gone from sight, and no tag need keep: all of the checkpoint is elsewhere.
+
+    It is visible by another commit; or this one was rewritten without a loss; or it is a rewrite that is void.
+    """
+    seen = Holdings(listed.visible())
+    return {
+        one.txid
+        for one in commits
+        if not one.visible and (one in seen or one.standing == VOID or listed.standin(one) is not one)
+    }
+
+
+def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> set[TxId]:
+    """Return which of ``commits`` are not safe in ``mirror`` yet: they, or what they were rewritten to without a loss.
+
+    A rewrite that is void need not be.
+    """
+    wanted = [commit for commit in commits if commit.standing != VOID]
+    if mirror is None or not wanted:
+        return set()
+    listed = list_commits(repo)
+    standins = {commit.txid: listed.standin(commit) for commit in wanted}
+    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror)}
+    return {txid for txid, one in standins.items() if one.txid in behind}
 
 
 def _end(found: Iterable[Tag]) -> datetime | None:

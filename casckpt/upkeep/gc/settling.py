@@ -1,5 +1,6 @@
-"""What a gc does for those who follow runs: announcements that nobody keeps waiting, and records that all are told of.
+"""What a gc does for those who follow runs, and for rewrites that were not finished.
 
+Announcements keep nobody waiting, and all are told of each record.
 An announcement whose record never came, because whoever announced it died, is looked after by every host at each look.
 A record that nobody announced, because runs/ was lost or put back from an older copy, is not seen by them.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 
+from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import CommitList, keep, list_commits
+from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits, refresh
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
@@ -33,6 +36,7 @@ def settle(repo: Repository, seconds: float) -> None:
     announcement once ever per host. Raises `StorageError`.
     """
     listed = list_commits(repo)  # first: whatever it shows was announced before
+    _settle_rewrites(repo, listed, repo.clock() - round(1e6 * seconds))
     for run in _hashes(repo, listed):
         look(repo, run)
         known = read_back(repo, run)
@@ -46,6 +50,21 @@ def settle(repo: Repository, seconds: float) -> None:
         if missing := list(_unannounced(known, listed, run)):
             log.warning("%d records of run %s had not been announced; runs/ was not whole", len(missing), run)
             announce(repo, missing)
+
+
+def _settle_rewrites(repo: Repository, listed: CommitList, since: int) -> None:
+    """Take the number that a rewrite from before ``since`` wants and did not come for; forget rewrites that are void.
+
+    Void is for ever, so nobody ever sees what is forgotten here.
+    """
+    for one in listed.live():
+        is_old = one.standing == UNSETTLED and one.committed.time <= since
+        if is_old and one.replaces is not None:
+            keep(repo, *one.replaces)
+        now = refresh(repo, one) if is_old else one
+        if now.standing == VOID and now.last != "forgotten":
+            with suppress(Conflict):
+                forget(repo, now)
 
 
 def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[str, str]]:

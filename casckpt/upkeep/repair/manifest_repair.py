@@ -2,7 +2,7 @@
 
 What was saved is the same everywhere; where the blobs lie differs from store to store. The catalogue of this host may
 know it, else a guess is made, and the head that the commit record names tells whether it is right. Where none is, the
-checkpoint is committed anew, and the one whose places nobody knows is forgotten.
+checkpoint is rewritten, with places that are known.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.repository import Repository
+from casckpt.repository.rewriting import rewrite
+from casckpt.upkeep.repair.relocating import record_of
 from casckpt.upkeep.repair.salvage import readable
-from casckpt.upkeep.repair.superseding import commit_behind, record_of
 from casckpt.upkeep.repair.verify import DamagedManifest
 from casckpt.upkeep.stock import BLOB, list_objects
 
@@ -46,7 +47,7 @@ def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bo
         try:
             data = _same_bytes(repo, commit, manifest)
             if data is None:
-                return _commit_anew(repo, commit, source, manifest)
+                return _rewrite(repo, commit, source, manifest)
         except (Damaged, Refused, Conflict):  # of the source, or somebody forgot the checkpoint just now
             continue
         repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
@@ -86,8 +87,8 @@ def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
     return encode_blobs(replace(ref, uploader=uploader) for ref, uploader in zip(manifest.blobs, found, strict=True))
 
 
-def _commit_anew(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> bool:
-    """Commit the same checkpoint once more, with places that are known. False if a blob of it cannot be had."""
+def _rewrite(repo: Repository, commit: Commit, source: Repository, manifest: Manifest) -> bool:
+    """Rewrite a checkpoint with places that are known. False if a blob of it cannot be had."""
 
     def save(txid: TxId, listed: CommitList) -> Committed | None:
         wanted = {ref.hash: ref for ref in manifest.blobs}
@@ -102,7 +103,7 @@ def _commit_anew(repo: Repository, commit: Commit, source: Repository, manifest:
         ]
         return record_of(repo, txid, commit, placed(manifest, encode_blobs(refs)))
 
-    return commit_behind(repo, commit, save) is not None
+    return rewrite(repo, commit, save) is not None
 
 
 def _copy(repo: Repository, uploader: TxId, source: Repository, ref: BlobRef) -> bool:

@@ -4,8 +4,8 @@
 2. blobs, leaf by leaf: what is left of them, and of copies under another uploader's name, in the cache of this host, or
    in another store; damaged copies mend each other
 3. blobs, cell by cell: equal cells of other blobs; header, padding and proof made anew
-4. where a blob cannot be had again because it also held dead cells: a new checkpoint under the same run and step, whose
-   live cells lie in new blobs; the old one is forgotten
+4. where a blob cannot be had again because it also held dead cells: the checkpoint is rewritten, and the live cells lie
+   in new blobs
 
 `repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
 """
@@ -30,8 +30,8 @@ from casckpt.upkeep.repair.checking import Checked, check_blobs
 from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
 from casckpt.upkeep.repair.mending import Source, mend_from_copies
+from casckpt.upkeep.repair.relocating import relocate
 from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable
-from casckpt.upkeep.repair.superseding import supersede
 from casckpt.upkeep.repair.verify import DamagedManifest, survey
 from casckpt.upkeep.stock import list_objects
 
@@ -39,13 +39,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Superseded:
-    """A checkpoint that was replaced by ``new``, because a blob of it could not be had again."""
+class Rewritten:
+    """A checkpoint that lies at other places now, because a blob of it could not be had again."""
 
     run: str
     step: int
-    old: str
-    new: str
+    id: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class RepairResult:
 
     blobs: tuple[str, ...] = ()
     manifests: tuple[str, ...] = ()
-    superseded: tuple[Superseded, ...] = ()
+    rewritten: tuple[Rewritten, ...] = ()
     lost: tuple[DamagedBlob, ...] = ()
     lost_manifests: tuple[DamagedManifest, ...] = ()
 
@@ -113,28 +112,28 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     """
     check_requirements(repo)
     listed = list_commits(repo)
-    found = survey(repo, listed.live())
+    found = survey(repo, listed.needed())
     mended, lost_manifests = repair_manifests(repo, found.broken, sources)
     if mended:
-        found = survey(repo, listed.live())
+        found = survey(repo, listed.needed())
     wrong = _wrong(repo, found.refs())
     log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
     work = _Repair(repo, sources, progress)
     copies = BlobCopies(repo, sources if wrong else ())
     rest = work.from_copies([one.ref for one in wrong], copies)
-    superseded: dict[TxId, Superseded] = {}
+    rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
         digests = {cell.digest for cells in work.live.values() for cell in cells} | work.leaves
         source = Source(Cells((repo, *sources), digests), copies)
         rest = work.from_cells(rest, source)
-        superseded = _supersede(repo, users, rest, source)
+        rewritten = _relocate(repo, users, rest, source)
     still = [one for one in wrong if one.ref in rest]
-    hit = [commit for commit in found.commits if commit.txid not in superseded]
+    hit = [commit for commit in found.commits if commit.txid not in rewritten]
     return RepairResult(
         blobs=tuple(work.fixed),
         manifests=tuple(mended),
-        superseded=tuple(superseded.values()),
+        rewritten=tuple(rewritten.values()),
         lost=tuple(describe(repo, hit, still)),
         lost_manifests=tuple(lost_manifests),
     )
@@ -177,18 +176,18 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
     return users
 
 
-def _supersede(
+def _relocate(
     repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], source: Source
-) -> dict[TxId, Superseded]:
-    """Supersede what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
+) -> dict[TxId, Rewritten]:
+    """Rewrite what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
     done = {}
     hit = {commit.txid: commit for ref in lost for commit in users[ref]}
     for txid in sorted(hit):
         commit = hit[txid]
         try:
-            new = supersede(repo, commit, lost, source)
+            new = relocate(repo, commit, lost, source)
         except (Conflict, Damaged, Refused):
-            continue  # somebody purged or forgot it just now; or its manifest is damaged where nobody has looked yet
+            continue  # somebody changed it just now; or its manifest is damaged where nobody has looked yet
         if new is not None:
-            done[txid] = Superseded(commit.run, commit.step, commit.id, new.id)
+            done[txid] = Rewritten(commit.run, commit.step, commit.id)
     return done

@@ -102,7 +102,7 @@ def verify(
     mark: bool = True,
     progress: Progress = silent,
 ) -> VerifyResult:
-    """Check all that live checkpoints need, forgotten ones too.
+    """Check all that live checkpoints need, forgotten ones too; not those that were rewritten without a loss.
 
     ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and proves it, and
     compares the manifests with what was proved; "exists" looks at presence and size alone. ``sample``: the fraction of
@@ -114,7 +114,7 @@ def verify(
     """
     _check_arguments(mode, sample)
     listed = list_commits(repo, anew=mode == "full")
-    chosen = listed.live() if refs is None else resolve_many(repo, refs, listed)
+    chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
     records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
     records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
     if refs is None:

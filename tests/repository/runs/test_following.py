@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,8 +35,18 @@ from casckpt.repository.runs.following import (
 from casckpt.repository.transactions import Transaction, begin
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
+from casckpt.upkeep.gc.settling import settle
 from tests.support.faulty import Call, FaultyStore
-from tests.support.repositories import START, Ticks, commit_bare, committed, memory, repository
+from tests.support.repositories import (
+    START,
+    Ticks,
+    commit_bare,
+    committed,
+    half_rewrite,
+    memory,
+    repository,
+    rewrite_bare,
+)
 
 RUNS = ["a", "b/c"]
 AHEAD = 600  # seconds
@@ -89,6 +100,13 @@ class Hosts:
             finish(*self.open.pop(self.draw.randrange(len(self.open))))
         elif what == "give up" and self.open:
             self.open.pop(self.draw.randrange(len(self.open)))[1].abort("given up")
+        elif what == "undo" and (old := [one for one in list_commits(repo).live() if one.last == "replaced"]):
+            with suppress(Conflict):
+                log.restore(repo, self.draw.choice(old))
+            settle(repo, 0)
+        elif what in ("rewrite", "half a rewrite") and (seen := list_commits(repo).visible()):
+            base = self.draw.choice(seen)
+            (rewrite_bare if what == "rewrite" else half_rewrite)(repo, base)
         elif what in LATER and (live := list_commits(repo).live()):
             try:
                 LATER[what](repo, self.draw.choice(live))
@@ -117,6 +135,7 @@ def check(repo: Repository, run: str) -> None:
 
 
 CHANGES = ["begin", "save", "save", "copy", "end", "give up", "forget", "forget", "restore", "purge"]
+CHANGES += ["rewrite", "rewrite", "half a rewrite"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -130,8 +149,8 @@ def test_what_is_followed_is_what_is_listed(changes: list[str], seed: int) -> No
                 for run in RUNS if hosts.draw.random() < 0.5 else ():
                     check(repo, run)
         newest_ones = [one.txid for one in newest_of_runs(hosts.fresh(), is_live)]
-        live = {one.run: one.txid for one in list_commits(hosts.hosts[0]).live()}
-        assert newest_ones == sorted(live.values(), reverse=True)
+        live = {one.run: one for one in list_commits(hosts.hosts[0]).live()}
+        assert newest_ones == [one.txid for one in sorted(live.values(), key=lambda one: one.order, reverse=True)]
         hosts.close()
 
 
@@ -145,7 +164,7 @@ class Meddled(FaultyStore):
 
     def _hit(self, call: Call) -> list[object]:  # type: ignore[override]  # there are no faults
         if self.is_on and self.hosts.draw.random() < 0.4:
-            self.hosts.act(self.hosts.draw.choice(["begin", "save", "copy", "end", "end"]))
+            self.hosts.act(self.hosts.draw.choice(["begin", "save", "copy", "end", "end", "rewrite", "undo"]))
         return []
 
 
@@ -163,15 +182,15 @@ def test_a_look_misses_nothing_that_was_there_when_it_began(tmp_path: Path, seed
         if not is_new:
             look_at_all(reader, "a")
         hosts.act("end")
-        before = [one.txid for one in list_commits(hosts.fresh()).visible() if one.run == "a"]
+        before = [one for one in list_commits(hosts.fresh()).visible() if one.run == "a"]
         meddled.is_on = True
         found = newest(reader, "a", is_visible)
         meddled.is_on = False
         if before:
             assert found is not None
-            assert found.txid >= before[-1]
+            assert found.origin >= before[-1].origin
         known = look_at_all(reader, "a")
-        missed += len(set(before) - known.announced.keys())
+        missed += len({one.txid for one in before} - known.announced.keys())
         hosts.close()
     assert not missed
 

@@ -18,10 +18,11 @@ from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
+from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
-from casckpt.upkeep.repair.superseding import commit_behind, record_of
+from casckpt.upkeep.repair.relocating import record_of
 from tests.support import repositories as support
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
@@ -88,7 +89,7 @@ class Play:
 
     def repairer(self, name: str) -> None:
         repo = self.repo(name)
-        self.stage.add(name, lambda: commit_anew(self, repo))
+        self.stage.add(name, lambda: rewrite_some(self, repo))
 
     def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
         """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
@@ -181,13 +182,13 @@ def finish(repo: Repository, transaction: Transaction, texts: list[str], known: 
     transaction.close()
 
 
-def commit_anew(play: Play, repo: Repository) -> None:
-    """As a repair does: the same checkpoint once more, and what was there is forgotten."""
+def rewrite_some(play: Play, repo: Repository) -> None:
+    """As a repair does: the same checkpoint once more, and what was there is replaced."""
     for _ in range(3):
-        current = list_commits(repo).current()
-        if not current:
+        visible = list_commits(repo).visible()
+        if not visible:
             return
-        commit = play.draw.choice(current)
+        commit = play.draw.choice(visible)
         try:
             manifest = manifests.get(repo, commit)
             made = placed(manifest, manifest.section(BLOBS))
@@ -195,7 +196,7 @@ def commit_anew(play: Play, repo: Repository) -> None:
             def save(txid: TxId, _: CommitList, commit: Commit = commit, made: Encoded = made) -> Committed:
                 return record_of(repo, txid, commit, made)
 
-            commit_behind(repo, commit, save)
+            rewrite(repo, commit, save)
         except Conflict:
             continue
 

@@ -21,7 +21,7 @@ from casckpt.repository.repository import Repository
 from casckpt.upkeep.gc import gc, retiring
 from casckpt.upkeep.gc.waiting import Waited
 from tests.support.repositories import put_blob
-from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, commit_anew, draw_from_log, draw_known, finish
+from tests.upkeep.gc.play import HOUR, ROUNDS, Lost, Play, draw_from_log, draw_known, finish, rewrite_some
 
 # what actors do
 
@@ -61,7 +61,7 @@ def holders(play: Play) -> None:
 
 def twins(play: Play) -> None:
     """One of several commits of a checkpoint may be purged though it is held, but never the last one."""
-    commit_anew(play, play.watcher)
+    rewrite_some(play, play.watcher)
     _, commit = leases.hold(play.watcher, "watcher", list_commits(play.watcher).visible()[0], 9 * HOUR)
     play.held["watcher"] = commit.id
     play.repairer("r0")
@@ -210,5 +210,5 @@ def test_a_gc_that_takes_a_forgotten_twin_for_enough_loses_what_is_held(
         count = Counter(commit.id for commit in listed.live())
         return {commit.txid for commit in commits if not commit.visible and count[commit.id] > 1}
 
-    monkeypatch.setattr(retiring, "_with_visible_twin", with_any_twin)
+    monkeypatch.setattr(retiring, "_free", with_any_twin)
     assert is_lost(tmp_path, seed, twins)

@@ -27,7 +27,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.storage.local.newfile import temporary_name
 from casckpt.storage.local.store import LocalStore
-from casckpt.upkeep.repair.repair import repair
+from casckpt.upkeep.repair.repair import Rewritten, repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.checkpoints import (
     CELL,
@@ -90,7 +90,7 @@ def test_nothing_damaged_nothing_done(repo: Repository, faults: FaultyStore) -> 
     save_arrays(repo, STATE)
     calls = len(faults.calls)
     found = repair(repo)
-    assert (found.blobs, found.manifests, found.superseded, found.lost, found.is_damaged) == ((), (), (), (), False)
+    assert (found.blobs, found.manifests, found.rewritten, found.lost, found.is_damaged) == ((), (), (), (), False)
     assert {call.method for call in faults.calls[calls:]} <= {"list", "get", "size"}
 
 
@@ -135,7 +135,7 @@ def test_rebuilt_from_equal_cells(repo: Repository, other: Repository, how: str)
     save_arrays(other, {"b": STATE["b"], "c": STATE["c"], "more": array(9)}, step=2)
     damage(repo, only_blob(repo, one), how)
     found = repair(repo, sources=[other])
-    assert (len(found.blobs), found.superseded) == (1, ())
+    assert (len(found.blobs), found.rewritten) == (1, ())
     assert read_arrays(repo, one) == content(STATE)
     assert not verify(repo).is_damaged
 
@@ -163,7 +163,7 @@ def with_dead_cells(repo: Repository) -> tuple[Commit, Commit]:
 
 
 @pytest.mark.parametrize("how", ["short", "gone"])
-def test_dead_cells_make_it_a_new_checkpoint(repo: Repository, other: Repository, how: str) -> None:
+def test_dead_cells_that_cannot_be_had_let_it_be_rewritten(repo: Repository, other: Repository, how: str) -> None:
     older, newer = with_dead_cells(repo)
     later = save_arrays(repo, {"x": array(20)}, step=2)
     tags.set_tag(repo, "best", newer)
@@ -174,10 +174,9 @@ def test_dead_cells_make_it_a_new_checkpoint(repo: Repository, other: Repository
     assert len(repair(repo).lost) == 1, "without the other store it cannot be had"
     assert [commit.last for commit in list_commits(repo).live()] == ["committed"] * 2
     found = repair(repo, sources=[other])
-    (superseded,) = found.superseded
-    assert (superseded.run, superseded.step, superseded.old) == ("run", 1, newer.id)
+    assert found.rewritten == (Rewritten("run", 1, newer.id),)
     made = resolve(repo, "run@1")
-    assert made.id == superseded.new
+    assert (made.id, made.origin, made.txid != newer.txid) == (newer.id, newer.txid, True)
     assert read_arrays(repo, made) == expected
     assert (made.committed.ephemeral, made.committed.created_at) == (True, newer.committed.created_at)
     assert resolve(repo, "run@latest").id == later.id, "it must not become the newest"
@@ -269,7 +268,7 @@ def test_what_no_checkpoint_needs_is_made_anew(repo: Repository, position: int) 
     flip_each(repo, one, position)
     assert [damaged.keys for damaged in verify(repo).damaged] == [()]
     found = repair(repo)
-    assert (len(found.blobs), found.superseded, found.is_damaged) == (1, (), False)
+    assert (len(found.blobs), found.rewritten, found.is_damaged) == (1, (), False)
     assert repo.storage.get(only_blob(repo, one), limit=1 << 20) == before
 
 
@@ -294,7 +293,7 @@ def test_so_it_is_beside_dead_cells(repo: Repository, position: int) -> None:
     flip(repo, key, position)
     verify(repo)
     found = repair(repo)
-    assert (len(found.blobs), found.superseded) == (1, ())
+    assert (len(found.blobs), found.rewritten) == (1, ())
     assert repo.storage.get(key, limit=1 << 20) == before
     assert read_arrays(repo, newer) == content(kept)
 
@@ -311,7 +310,7 @@ def test_a_torn_proof_beside_a_dead_cell_that_is_wrong_cannot_be_made_anew(repo:
     flip(repo, key, -1)
     verify(repo)
     found = repair(repo)
-    assert (found.blobs, len(found.superseded)) == ((), 1)
+    assert (found.blobs, len(found.rewritten)) == ((), 1)
     assert read_arrays(repo, resolve(repo, "run@1")) == content(kept)
 
 
@@ -360,7 +359,7 @@ def test_dead_cells_that_cannot_be_had_do_not_keep_the_live_ones_from_a_new_blob
     key = only_blob(repo, older)
     flip(repo, key, B + 7)
     verify(repo)
-    assert len(repair(repo).superseded) == 1
+    assert len(repair(repo).rewritten) == 1
     made = resolve(repo, "run@1")
     assert read_arrays(repo, made) == content(kept)
     collect(repo)
@@ -382,7 +381,7 @@ def test_a_manifest_that_is_damaged_elsewhere_keeps_no_other_repair_from_being_m
     again = reopened(store)
     again.verify()
     found = again.repair()
-    assert ([one.id for one in found.lost_manifests], len(found.lost), found.superseded) == ([ckpt.id], 1, ())
+    assert ([one.id for one in found.lost_manifests], len(found.lost), found.rewritten) == ([ckpt.id], 1, ())
     assert same_state(again.read("default@2", keys=["a"]), {"a": cells(3, seed=1)})
 
 
@@ -398,7 +397,7 @@ def test_a_damaged_source_does_not_spoil_what_is_right(repo: Repository) -> None
     flip(repo, only_blob(repo, both), DATA_OFFSET + 5)
     verify(repo)
     found = repair(repo)
-    assert (len(found.superseded), [lost.keys for lost in found.lost]) == (1, [("c",)])
+    assert (len(found.rewritten), [lost.keys for lost in found.lost]) == (1, [("c",)])
     assert read_arrays(repo, resolve(repo, "run@1")) == content({"a": a})
 
 
@@ -502,7 +501,7 @@ def test_a_gc_beside_the_repair_of_a_manifest_deletes_nothing_of_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("blob", ["there", "gone"])
-def test_where_nobody_knows_the_places_the_checkpoint_is_committed_anew(
+def test_where_nobody_knows_the_places_the_checkpoint_is_rewritten(
     tmp_path: Path, repo: Repository, other: Repository, blob: str
 ) -> None:
     """Two uploaders have the blob that was reused, so a guess goes wrong. Ids, tags and reads by id stay."""
@@ -527,7 +526,8 @@ def test_where_nobody_knows_the_places_the_checkpoint_is_committed_anew(
     assert resolve(fresh, "run@latest").txid == later.txid
     assert manifests.get(fresh, made).places.why == "first"
     assert read_arrays(fresh, made) == content(STATE)
-    assert list_commits(fresh).commits[one.txid].last == "forgotten"
+    assert list_commits(fresh).commits[one.txid].last == "replaced"
+    assert not verify(fresh).is_damaged
     collect(fresh)
     assert not verify(fresh).is_damaged
     assert read_arrays(fresh, made) == content(STATE)
@@ -557,10 +557,10 @@ def test_a_failed_repair_leaves_no_checkpoint_and_no_open_transaction(
         repair(repo, sources=[other])
     assert [commit.id for commit in list_commits(repo).visible()] == [newer.id]
     faults.heal()
-    assert len(repair(repo, sources=[other]).superseded) == 1
+    assert len(repair(repo, sources=[other]).rewritten) == 1
 
 
-def test_a_commit_whose_answer_got_lost_supersedes_all_the_same(
+def test_a_commit_whose_answer_got_lost_is_a_rewrite_all_the_same(
     repo: Repository, faults: FaultyStore, other: Repository
 ) -> None:
     older, newer = with_dead_cells(repo)
@@ -569,9 +569,10 @@ def test_a_commit_whose_answer_got_lost_supersedes_all_the_same(
     damage(repo, f"objects/{ref.uploader}/{ref.hash}.safetensors", "gone")
     save_arrays(other, {"a": STATE["a"], "c": STATE["c"]})
     faults.inject(fail_after("put", key="commits/*-1"), fail_before("get", key="commits/*-1"))
-    (superseded,) = repair(repo, sources=[other]).superseded
-    assert [commit.id for commit in list_commits(repo).visible()] == [superseded.new]
-    assert resolve(repo, "tag:best").id == superseded.new
+    assert len(repair(repo, sources=[other]).rewritten) == 1
+    (made,) = list_commits(repo).visible()
+    assert (made.id, made.origin) == (newer.id, newer.txid)
+    assert resolve(repo, "tag:best") == made
     assert list(repo.storage.list("transactions/")) == []
 
 
@@ -589,7 +590,7 @@ def test_a_checkpoint_that_is_forgotten_meanwhile_is_left_alone(
 
     faults.inject(call_first("put", forget, key="transactions/*"))
     found = repair(repo, sources=[other])
-    assert found.superseded == ()
+    assert found.rewritten == ()
     assert list_commits(repo).visible() == []
     assert list(repo.storage.list("transactions/")) == []
 
@@ -604,7 +605,7 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
     save_arrays(other, {"a": STATE["a"]})
     damage(repo, f"objects/{older.txid}/{manifests.get(repo, users[0]).blob(0).hash}.safetensors", "gone")
     found = repair(repo, sources=[other])
-    assert [one.old for one in found.superseded] == [commit.id for commit in users]
+    assert [one.id for one in found.rewritten] == [commit.id for commit in users]
     for step in range(1, 4):
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
 
