@@ -1,0 +1,150 @@
+"""The store in tests/data/frozen_store: what a version wrote once, and every later one reads, saves to and prunes.
+
+It was made by ``python -m tests.support.frozen_store FOLDER``. Made again it would test nothing: add another one beside
+it when a later version writes something that no store has yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import casckpt
+
+_BEGIN = 1_767_225_600_000_000  # 2026-01-01, in microseconds: so the tag that ends has ended for whoever reads it
+MIRROR = "memory://frozen-mirror"
+CELL, BLOB = 4096, 65536
+NAMES = "abcdefgh"
+ATTACHMENTS = {"config.json": b'{"layers": 2}\n', "big.bin": bytes(range(256)) * 64}
+METADATA = {"note": "as it was", "nested": [1, 2.5, None, {"a": True}]}
+METRICS = {"loss": 0.25, "bad": float("nan"), "far": float("inf")}
+_DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def pattern(nbytes: int, seed: int) -> torch.Tensor:
+    """Return bytes that no generator of random numbers has to give again."""
+    numbers = torch.arange(nbytes, dtype=torch.int64) * (2 * seed + 3) + seed
+    return ((numbers ^ (numbers >> 7)) % 251).to(torch.uint8)
+
+
+def of_dtype(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return a tensor of ``shape``, its elements any bits; of bool, 0 and 1."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = pattern(size * int(np.prod(shape, dtype=np.int64)), seed)
+    return (raw % 2).bool().reshape(shape) if dtype is torch.bool else raw.view(dtype).reshape(shape)
+
+
+def kinds() -> dict[str, Any]:
+    """Return a state of all that a leaf may be, or nearly."""
+    tensors = {str(dtype).removeprefix("torch."): of_dtype(dtype, (3, 700), n) for n, dtype in enumerate(_DTYPES)}
+    tied = of_dtype(torch.float32, (40,), 50)
+    return {
+        "tensors": tensors,
+        "shapes": {
+            "none": torch.empty(0, 4),
+            "scalar": of_dtype(torch.float64, (), 51),
+            "strided": of_dtype(torch.int32, (30, 20), 52).t(),
+            "long": of_dtype(torch.bfloat16, (5, 9000), 53),
+        },
+        "tied": {"one": tied, "other": tied},
+        "plain": {
+            "numbers": [0, -1, 2**70, 0.1, float("inf"), 1 + 2j, True, None],
+            "texts": ("", "é\n", b"\x00\xff"),
+            "by number": {1: "one", (2, "b"): "two"},
+            "arrays": [np.arange(6, dtype=">i2").reshape(2, 3), np.float32(1.5), np.array("2024-02-29", "M8[D]")],
+            "dtype": torch.bfloat16,
+            "size": torch.Size([2, 3]),
+        },
+    }
+
+
+def train(step: int) -> dict[str, Any]:
+    """Return eight tensors; at step 2 more than half are new, so that the blob of step 1 is worn; then one a step."""
+    new = {name: 2 if place < 5 else 1 for place, name in enumerate(NAMES)} if step > 1 else dict.fromkeys(NAMES, 1)
+    new |= {NAMES[later - 3]: later for later in range(3, step + 1)}
+    return {
+        "step": step,
+        "model": {name: of_dtype(torch.float32, (1024,), 10 * new[name] + place) for place, name in enumerate(NAMES)},
+    }
+
+
+def moved(step: int) -> dict[str, Any]:
+    """Return a tensor that stays and one that goes."""
+    return {"stays": of_dtype(torch.int16, (4096,), 60), "goes": of_dtype(torch.int16, (4096,), 60 + step)}
+
+
+def hurt() -> dict[str, Any]:
+    """Return two tensors, each of them a leaf."""
+    return {"whole": of_dtype(torch.uint8, (70_000,), 70), "hit": of_dtype(torch.int64, (9_000,), 71)}
+
+
+def value_of(run: str, step: int) -> dict[str, Any]:
+    """Return what was saved under this run and step."""
+    return {"kinds": kinds, "train": lambda: train(step), "moved": lambda: moved(step), "hurt": hurt}[run]()
+
+
+def make(folder: Path) -> None:
+    """Write the store."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
+        store = casckpt.open(folder, mirror=MIRROR, cache_dir=cache)
+        store.repository.clock = itertools.count(_BEGIN, 1000).__next__
+        store.create(cell_bytes=CELL, blob_bytes=BLOB)
+        store.save(
+            kinds(), run="kinds", step=1, attachments=ATTACHMENTS, metadata=METADATA, metrics=METRICS, healthy=True
+        )
+        for step in range(1, 7):
+            store.save(train(step), run="train", step=step, metrics={"loss": 1 / step}, healthy=step != 5)
+        for step in (1, 2):
+            store.save(moved(step), run="moved", step=step)
+        store.save(hurt(), run="hurt", step=1)
+        store.wait_for_mirror()
+        store.tag("best", "train@2")
+        store.tag("ends", "train@1", expires="1s")
+        _move(store, folder)
+        _flip(folder, hurt()["hit"])
+        assert store.verify("hurt@1").is_damaged
+        store.forget("train@3")
+        store.wait_for_mirror()
+    found = [
+        {"id": one.id, "run": one.run, "step": one.step, "forgotten": one.forgotten}
+        for one in casckpt.open(folder).checkpoints(forgotten=True)
+    ]
+    (folder / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _move(store: casckpt.Store, folder: Path) -> None:
+    """Let the blob of moved@1 lose a byte that only that one needs, which is gone: so moved@2 is rewritten."""
+    store.forget("moved@1")
+    store.gc(min_age=0, run="moved")
+    _flip(folder, moved(1)["goes"])
+    assert store.verify("moved@2").is_damaged
+    assert len(store.repair().rewritten) == 1
+
+
+def _flip(folder: Path, tensor: torch.Tensor) -> None:
+    """Flip a byte in the middle of a tensor, in the blob that holds it."""
+    wanted = bytes(tensor.view(torch.uint8).numpy())[CELL : CELL + 512]
+    for path in folder.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        at = data.find(wanted)
+        if at >= 0:
+            data[at + 100] ^= 1
+            path.chmod(0o644)
+            path.write_bytes(data)
+            return
+    raise AssertionError("no blob holds these bytes")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

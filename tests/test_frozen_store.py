@@ -1,0 +1,146 @@
+"""A store that an earlier version wrote is read, gone on with and pruned: tests/data/frozen_store, on copies of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import Damaged
+from tests.support import frozen_store
+from tests.support.exact import same
+from tests.support.frozen_store import NAMES, value_of
+from tests.support.plain_reader import Store as PlainStore
+
+DATA = Path(__file__).parent / "data" / "frozen_store"
+EXPECTED = json.loads((DATA / "expected.json").read_text())
+WHOLE = [(one["run"], one["step"]) for one in EXPECTED if not one["forgotten"] and one["run"] != "hurt"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files, to be written to."""
+    shutil.copytree(DATA, tmp_path / "frozen")
+    (tmp_path / "frozen" / "expected.json").unlink()
+    return tmp_path / "frozen"
+
+
+@pytest.fixture
+def store(folder: Path) -> casckpt.Store:
+    """The store, on a host that knows nothing of it."""
+    return casckpt.open(folder)
+
+
+def assert_equal(found: Any, saved: Any) -> None:
+    """Everything is what it was, to the bit."""
+    if isinstance(saved, torch.Tensor):
+        assert found.dtype == saved.dtype
+        assert found.shape == saved.shape
+        one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, saved))
+        assert torch.equal(one, other)
+    elif type(saved) is dict:
+        assert list(found) == list(saved)
+        for key in saved:
+            assert_equal(found[key], saved[key])
+    else:
+        assert same(found, saved)
+
+
+def ids(store: casckpt.Store) -> list[dict[str, Any]]:
+    """What a listing tells, as expected.json has it."""
+    return [
+        {"id": one.id, "run": one.run, "step": one.step, "forgotten": one.forgotten}
+        for one in store.checkpoints(forgotten=True)
+    ]
+
+
+def test_it_holds_what_it_is_to_hold_and_is_small() -> None:
+    kinds = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
+    assert kinds >= {"casckpt.json", "commits", "damaged", "mirrored", "objects", "runs", "settings", "tags"}
+    records = [path.read_text() for path in (DATA / "commits").iterdir()]
+    for type_ in ("committed", "forgotten", "replaced", "purged"):
+        assert any(f'"type":"{type_}"' in record for record in records), type_
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 1_000_000
+
+
+def test_its_checkpoints_are_listed_by_the_ids_that_they_had(store: casckpt.Store) -> None:
+    assert ids(store) == EXPECTED
+    first, best = store.get("kinds@1"), store.get("train@6")
+    assert first.metadata == frozen_store.METADATA
+    assert first.healthy is True
+    assert math.isnan(first.metrics["bad"])
+    assert math.isinf(first.metrics["far"])
+    assert best.metrics == {"loss": 1 / 6}
+    assert store.get("train@5").healthy is False
+    assert store.get("tag:best") == store.get("train@2")
+    assert list(store.tags()) == ["best"]  # the other one has ended
+
+
+@pytest.mark.parametrize(("run", "step"), WHOLE)
+def test_each_loads_to_the_bit(store: casckpt.Store, run: str, step: int) -> None:
+    assert_equal(store.read(f"{run}@{step}"), value_of(run, step))
+
+
+def test_attachments_are_what_they_were(store: casckpt.Store) -> None:
+    assert store.attachments("kinds@1") == {name: len(data) for name, data in frozen_store.ATTACHMENTS.items()}
+    for name, data in frozen_store.ATTACHMENTS.items():
+        assert store.read_attachment("kinds@1", name) == data
+
+
+def test_the_reader_of_the_page_reads_it(folder: Path) -> None:
+    visible = PlainStore(folder).visible()
+    assert sorted(visible) == sorted((one["run"], one["step"]) for one in EXPECTED if not one["forgotten"])
+
+
+def test_what_is_damaged_is_named_and_nothing_else(store: casckpt.Store) -> None:
+    found = store.verify()
+    assert {key for one in found.damaged for key in one.keys} == {"hit"}
+    assert {id for one in found.damaged for id in one.checkpoints} == {store.get("hurt@1").id}
+    assert not found.manifests
+    with pytest.raises(Damaged, match="'hit'"):
+        store.read("hurt@1")
+    target = {"whole": torch.zeros(70_000, dtype=torch.uint8)}
+    store.load(target, "hurt@1", strict=False, unread="ignore")
+    assert_equal(target, {"whole": frozen_store.hurt()["whole"]})
+
+
+def test_what_was_forgotten_comes_back(store: casckpt.Store) -> None:
+    store.restore(next(one["id"] for one in EXPECTED if one["forgotten"]))
+    assert_equal(store.read("train@3"), frozen_store.train(3))
+
+
+def test_a_save_reuses_what_is_there_and_leaves_what_is_worn(store: casckpt.Store) -> None:
+    again = store.save(frozen_store.train(6) | {"step": 6}, run="train", step=7)
+    assert again.stats.blobs_written == 0
+    tensors = frozen_store.train(6)["model"]
+    old = store.save({"model": {name: tensors[name] for name in NAMES}, "step": 8}, run="train", step=8)
+    assert old.stats.blobs_written == 0
+    assert_equal(store.read("train@latest")["model"], tensors)
+
+
+def test_it_is_copied_with_ids_and_tags(store: casckpt.Store, tmp_path: Path) -> None:
+    result = store.copy_to(tmp_path / "copy", tags=True, check=False)
+    assert [(one.commit.run, one.commit.step) for one in result.failed] == [("hurt", 1)]
+    copy = casckpt.open(tmp_path / "copy")
+    kept = [one for one in EXPECTED if not one["forgotten"] and one["run"] != "hurt"]
+    assert ids(copy) == kept
+    assert not copy.verify().is_damaged
+    assert copy.get("tag:best").id == store.get("train@2").id
+
+
+def test_it_is_pruned_once_its_mirror_is_given_up(store: casckpt.Store) -> None:
+    store.change_settings(mirror=None)
+    store.forget("hurt@1")
+    result = store.gc(keep_last=1, min_age=0)
+    assert result.deleted_bytes > 0
+    left = [(one.run, one.step) for one in store.checkpoints(forgotten=True)]
+    assert left == [("kinds", 1), ("train", 2), ("train", 6), ("moved", 2)]
+    assert not store.verify().is_damaged
+    for run, step in left:
+        assert_equal(store.read(f"{run}@{step}"), value_of(run, step))
