@@ -25,7 +25,7 @@ from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.parallel import in_parallel
 from casckpt.repository import blobs
-from casckpt.repository.commits import STANDS, Commit, list_commits, refresh
+from casckpt.repository.commits import Commit, list_commits, refresh
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
@@ -71,7 +71,7 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 
     All are listed anew: what was replaced is not all, for that may have been undone. Raises `StorageError`.
     """
-    found = (one for one in list_commits(repo).live() if one.id == id and one.standing == STANDS)
+    found = (one for one in list_commits(repo).standing() if one.id == id)
     left = (one for one in found if one.txid not in tried and one.committed.head not in tried)
     return sorted(left, key=lambda one: one.rank, reverse=True)
 

@@ -265,9 +265,9 @@ class Store:
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
-        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: those that still live too."""
+        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: also those, and old places."""
         found = commit_log.list_commits(self.repository)
-        chosen = found.live() if forgotten else found.current()
+        chosen = found.standing() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
 
     def runs(self) -> list[str]:
