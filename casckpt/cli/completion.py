@@ -93,7 +93,7 @@ class ForgottenType(_OfStore):
         """The newest of them."""
         from casckpt.repository.commits import list_commits
 
-        forgotten = [commit for commit in list_commits(repo).live() if not commit.visible]
+        forgotten = [commit for commit in list_commits(repo).live() if commit.is_forgotten]
         yield from (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])
 
 

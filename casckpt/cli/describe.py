@@ -34,8 +34,12 @@ def plain(value: Any) -> Any:
 
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
-    """Name a checkpoint."""
-    return {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
+    """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
+    from casckpt.repository.commits import STANDS, Commit
+
+    name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
+    is_old = isinstance(checkpoint, Commit) and (checkpoint.replaced is not None or checkpoint.standing != STANDS)
+    return name | {"replaced": True} if is_old else name
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -46,6 +50,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "healthy": checkpoint.healthy,
         "metrics": checkpoint.commit.committed.metrics,
         "forgotten": checkpoint.forgotten,
+        "replaced": checkpoint.replaced,
         "stats": asdict(checkpoint.stats),
     }
 

@@ -105,6 +105,11 @@ class Commit:
         return self.last in ("committed", "restored") and self.standing == STANDS
 
     @property
+    def is_forgotten(self) -> bool:
+        """Out of sight because somebody said so."""
+        return self.last == "forgotten" and self.standing == STANDS
+
+    @property
     def replaces(self) -> tuple[TxId, int] | None:
         """The transaction of which it is a rewrite, and the number of the record that is to say so; None for none."""
         return self.first.replaces if isinstance(self.first, Committed) else None
@@ -180,6 +185,10 @@ class CommitList:
         """Return live ones, oldest first."""
         return [commit for commit in self._sorted if commit.live]
 
+    def standing(self) -> list[Commit]:
+        """Return live ones but for rewrites that do not stand, oldest first."""
+        return [commit for commit in self._sorted if commit.live and commit.standing == STANDS]
+
     def visible(self) -> list[Commit]:
         """Return visible ones, oldest first."""
         return [commit for commit in self._sorted if commit.visible]
@@ -217,7 +226,7 @@ class CommitList:
 
     def needed(self) -> list[Commit]:
         """Return live ones that nothing stands in for, oldest first: whose loss would be one."""
-        return [one for one in self._sorted if one.live and one.standing == STANDS and self.standin(one) is one]
+        return [commit for commit in self.standing() if self.standin(commit) is commit]
 
     def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
         """Tell whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""

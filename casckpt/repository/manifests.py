@@ -6,7 +6,7 @@ read by range, when they are asked for. Who only wants to know of blobs reads no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, S
 from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
@@ -64,6 +64,33 @@ def get(repo: Repository, commit: Commit) -> Manifest:
     was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
     """
     return _unless_purged(repo, commit, lambda: _read(repo, commit))
+
+
+def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
+    """Return the commits of an id that hold it now, best first, but for those of ``tried``: heads, or transactions.
+
+    All are listed anew: what was replaced is not all, for that may have been undone. Raises `StorageError`.
+    """
+    found = (one for one in list_commits(repo).standing() if one.id == id)
+    left = (one for one in found if one.txid not in tried and one.committed.head not in tried)
+    return sorted(left, key=lambda one: one.rank, reverse=True)
+
+
+def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
+    """Do what reads of a manifest; where that is gone or damaged, with that of another commit of the id.
+
+    ``act`` may be called several times. Raises what `get` and it raise.
+    """
+    tried = set[str]()
+    while True:
+        tried.add(commit.txid)
+        try:
+            return act(commit, get(repo, commit))
+        except (Conflict, Damaged):
+            left = others(repo, commit.id, tried)
+            if not left:
+                raise
+            commit = left[0]
 
 
 def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:

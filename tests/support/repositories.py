@@ -126,11 +126,12 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 
 
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """What a rewriter leaves that died before the record that lets its rewrite stand."""
-    fields = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
-    return commit_bare(
-        repo, base.run, base.step, manifest=base.id, txid=repo.new_txid(base.run, base.step, [base.txid]), **fields
-    )
+    """What a rewriter leaves that died before the record that lets its rewrite stand. It has the places of the base."""
+    txid = repo.new_txid(base.run, base.step, [base.txid])
+    links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
+    record = changed(base.committed, txid=txid, time=repo.clock(), **links)
+    commits.commit(repo, record)
+    return commits.just_committed(record)
 
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
 from casckpt.format.records import Forgotten, Purged, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.repository import manifests
 from casckpt.repository.commits import (
     VOID,
     Commit,
@@ -128,13 +129,24 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             names = tags_of(named, commit.id)
             until_then = _end([named[name] for name in names])
             waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
-        elif until > now:
+        elif until > now and not _is_ruin(repo, commits, commit):
             reason = "replaced" if commit.last == "replaced" else "young"
             waiting.append(_waits(commit, reason, until=time_of(until)))
             young.append(commit)
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+
+
+def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
+    """Tell whether a commit was rewritten without a loss, and its manifest is damaged: no gc deletes while it lives."""
+    if commits.standin(commit) is commit:
+        return False
+    try:
+        manifests.stored_blobs(repo, commit)
+    except (Conflict, Damaged, Refused):
+        return True
+    return False
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:

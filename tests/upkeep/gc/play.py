@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from casckpt.errors import Conflict, NotFound, Revoked
@@ -49,6 +51,7 @@ class Play:
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
         self.held: dict[str, str] = {}  # ids, by who holds a lease
+        self.never_gone: set[str] = set()  # ids that nobody forgets
 
     def repo(self, name: str, cache: str = "") -> Repository:
         """An actor's own view. Gcs of one host share a ``cache``."""
@@ -59,7 +62,7 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: (program or write)(self, repo, name))
 
-    def gc(self, name: str, *, revoke_after: float = 0.0, runs: int = 2) -> None:
+    def gc(self, name: str, *, revoke_after: float = 0.0, runs: int = 2, keeps_all: bool = False) -> None:
         repo = self.repo(name, "host of the gcs")
 
         def nap(seconds: float) -> None:
@@ -68,7 +71,7 @@ class Play:
 
         def run() -> None:
             for _ in range(runs):
-                policy = Policy(keep_last=1) if self.draw.random() < 0.5 else None
+                policy = Policy(keep_last=1) if self.draw.random() < 0.5 and not keeps_all else None
                 try:
                     result = gc.execute(
                         repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
@@ -91,6 +94,10 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: rewrite_some(self, repo))
 
+    def undoer(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: undo_some(self, repo))
+
     def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
         """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
         current = ""
@@ -111,6 +118,9 @@ class Play:
         for key in named(self.watcher, list_commits(self.watcher)):
             if key not in there:
                 raise Lost(f"{key} is gone, and a live commit names it:\n" + "\n".join(map(str, self.stage.log)))
+        visible = Counter(commit.id for commit in list_commits(self.watcher).visible())
+        if any(count > 1 for count in visible.values()) or not self.never_gone <= visible.keys():
+            raise Lost(f"of one id not one commit is visible: {visible}\n" + "\n".join(map(str, self.stage.log)))
         living = {commit.id for commit in list_commits(self.watcher).live()}
         for name, id in self.held.items():
             if id not in living:
@@ -199,6 +209,15 @@ def rewrite_some(play: Play, repo: Repository) -> None:
             rewrite(repo, commit, save)
         except Conflict:
             continue
+
+
+def undo_some(play: Play, repo: Repository) -> None:
+    """Restore what was replaced."""
+    for _ in range(4):
+        old = [one for one in list_commits(repo).live() if one.last == "replaced"]
+        if old:
+            with suppress(Conflict):
+                commits.restore(repo, play.draw.choice(old))
 
 
 def hold_on(play: Play, repo: Repository, name: str) -> None:

@@ -70,7 +70,17 @@ def twins(play: Play) -> None:
     play.user("user")
 
 
-PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins]
+def two_rewriters(play: Play) -> None:
+    """Whoever wins, what nobody forgets is there at every instant, as one commit."""
+    play.never_gone = {one.id for one in list_commits(play.watcher).visible()}
+    play.repairer("r0")
+    play.repairer("r1")
+    play.undoer("u0")
+    play.writer("w0")
+    play.gc("g0", keeps_all=True)
+
+
+PLAYS = [two_writers_and_a_gc, two_gcs, patient_gcs, holders, twins, two_rewriters]
 
 
 @pytest.mark.timeout(1800)
@@ -91,10 +101,11 @@ def test_nothing_that_lives_is_lost_and_the_rest_goes(
     assert deleted, "no gc that ran beside others ever deleted anything"
 
 
-def test_writers_that_are_killed_leave_nothing_behind(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("who", ["writer", "repairer"])
+def test_writers_that_are_killed_leave_nothing_behind(tmp_path: Path, seed: int, who: str) -> None:
     for round_ in range(ROUNDS // 2):
         play = Play(tmp_path / str(round_), seed + round_)
-        play.writer("w0")
+        play.writer("w0") if who == "writer" else play.repairer("w0")
         play.gc("g0")
         calls = play.draw.randrange(1, 12)
         choose = play.choices()
@@ -107,6 +118,9 @@ def test_writers_that_are_killed_leave_nothing_behind(tmp_path: Path, seed: int)
 
         play.stage.run(choose_until_killed, play.look, killed=frozenset({"w0"}))
         play.clean_up()
+        play.clean_up()  # what the first one has forgotten, for its rewriter is dead
+        listed = list_commits(play.watcher)
+        assert listed.live() == listed.visible()
 
 
 # the plays see what they are there to see
