@@ -12,31 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import Conflict, InvalidInput, MissingKey
-from casckpt.format.dtypes import itemsize
-from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.index import ATTACHMENT
 from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.new_files import new_file, new_folder, place_for
 from casckpt.frontends.safetensors.importing import METADATA_KEY
-from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, StreamPiece, lay_out, plan_windows
+from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, lay_out
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.view import Rules, ViewTensor, view_of
+from casckpt.frontends.windows import WindowReader
 from casckpt.lazy import cached_property
-from casckpt.plan.progress import Progress, Shown
+from casckpt.plan.progress import Shown
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
 from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
-from casckpt.tensors.memory import BITS, Destination
 
-WINDOW_BYTES: Final = 64 << 20
 CONFIG: Final = "config.json"
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
@@ -114,9 +108,7 @@ class _Job:
         self.manifest = manifests.get(store.repository, checkpoint.commit)
         self._rules = rules
         self.view = view_of(self.manifest, rules)
-        counted = Progress(progress).of(sum(one.entry.nbytes for one in self.view.tensors))
-        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), counted)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
 
     def lay_out(self, most: int | None) -> Layout:
         """The files, before anything is written."""
@@ -163,26 +155,9 @@ class _Job:
         """Write one file: some bytes, then the data of ``streams``."""
         with path.open("xb", buffering=0) as file:
             _write_all(file.fileno(), memoryview(head))
-            for window in plan_windows(streams, WINDOW_BYTES, self.manifest.body.cell_bytes):
-                _write_all(file.fileno(), self._read(window))
+            for window in self._reader.read(streams):
+                _write_all(file.fileno(), window)
             os.fsync(file.fileno())
-
-    def _read(self, window: Sequence[StreamPiece]) -> memoryview:
-        total = sum(piece.nbytes for piece in window)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-        wants, start = [], 0
-        for piece in window:
-            wants.append(self._want(piece, self._buffer[start : start + piece.nbytes]))
-            start += piece.nbytes
-        self.download.run(wants)
-        return memoryview(self._buffer.numpy().data)[:total]
-
-    def _want(self, piece: StreamPiece, data: torch.Tensor) -> StreamRequest:
-        entry = piece.stream.entry
-        region = Region(full_box(entry.shape), piece.lo, piece.hi)
-        kind = BITS[itemsize(entry.dtype)]
-        return StreamRequest(piece.stream.number, Destination(region, data.view(kind), kind))
 
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
         """Give what was written."""
