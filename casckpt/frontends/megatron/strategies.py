@@ -29,7 +29,7 @@ from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.background import Ending, wait_for_end
 from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
-from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, packed, places_of
+from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
@@ -41,6 +41,7 @@ from casckpt.frontends.megatron.removing import drop, folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.tensors.objects import write_archive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -205,7 +206,7 @@ def _common(state: Nested, folder: Path) -> list[_Common]:
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
-    return [_Common(packed(state[_COMMON_KEY].data), handed_over=True)]
+    return [_Common(write_archive(state[_COMMON_KEY].data), handed_over=True)]
 
 
 def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common]) -> None:
