@@ -33,7 +33,7 @@ from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
-from casckpt.frontends.resident import Resident
+from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
 from casckpt.frontends.view import Rules, ViewTensor, view_of
@@ -83,7 +83,7 @@ def torch_save_to_casckpt(
     laid = TorchState(state) if as_is else laid_out(state, parameter_names)
     for note in laid.notes:
         log.warning("%s: %s", given, note)
-    options["progress"] = Resident(options.get("progress"), _letting_go(given)).done
+    options["progress"] = letting_go(options.get("progress"), _unmapper(given))
     saved = as_store(store).save(laid.state, step=step, allow_pickle=allow_pickle, no_dist=True, **options)
     return replace(saved, notes=laid.notes)
 
@@ -107,7 +107,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
     return state
 
 
-def _letting_go(path: Path) -> Callable[[], None]:
+def _unmapper(path: Path) -> Callable[[], None]:
     """Make what lets the pages of a file go that torch has mapped, and of which it hands out no map."""
     spans, advise = list(_spans(path)), ctypes.CDLL(None, use_errno=True).madvise
 

@@ -19,10 +19,9 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.format.sections.index import StreamEntry
-from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import new_folder, place_for, synced_file, torch_saves
+from casckpt.frontends.new_files import check_file_names, new_folder, place_for, synced_file, torch_saves
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots

@@ -16,8 +16,7 @@ from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, MissingKey
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.frontends.attached import check_file_names
-from casckpt.frontends.new_files import new_file, new_folder, place_for
+from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for
 from casckpt.frontends.safetensors.importing import METADATA_KEY
 from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, lay_out
 from casckpt.frontends.stores import AnyStore, as_store

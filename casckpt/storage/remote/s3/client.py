@@ -21,11 +21,10 @@ from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
-from casckpt.storage.remote.bodies import read_whole
+from casckpt.storage.remote.bodies import PutBody, read_whole
 from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.loop import Loop
 from casckpt.storage.remote.patience import Patience, moved
-from casckpt.storage.remote.s3.body import PutBody
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remote.s3.errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remote.s3.facts import examine
