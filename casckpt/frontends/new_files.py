@@ -13,8 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.storage.paths import is_url, local_path
+from casckpt.store.store import Store
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
 _LONGEST = 255  # bytes of a file's name
@@ -193,6 +195,19 @@ def torch_saves() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
+
+
+def write_attachments(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
+    """Write what was saved along into a folder, each under its name."""
+    for name in names:
+        write_durably(folder / name, store.read_attachment(checkpoint, name))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a file, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with synced_file(path) as file:
+        file.write(data)
 
 
 @contextmanager

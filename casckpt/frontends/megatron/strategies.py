@@ -269,37 +269,37 @@ class CasLoadShardedStrategy:
             loading.read(ranks, sharing, process_group=self.process_group, **self.options)
         return loading.loaded()
 
+    @_errors_of_both()
     def load_tensors_metadata(self, checkpoint_dir: Folder, metadata: Any = None) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_tensors_metadata`."""
-        with _errors_of_both():
-            return tensors_metadata(MegatronCheckpoint.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
+        return tensors_metadata(MegatronCheckpoint.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
 
+    @_errors_of_both()
     def load_sharded_metadata(self, checkpoint_dir: Folder) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_sharded_metadata`."""
-        with _errors_of_both():
-            stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
-            objects = {
-                key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
-                for key, one in stored.objects.items()
-            }
-            return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
+        stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
+        objects = {
+            key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
+            for key, one in stored.objects.items()
+        }
+        return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
 
+    @_errors_of_both()
     def remove_sharded_tensors(self, checkpoint_dir: Folder, key_prefix: str) -> None:
         """See `casckpt.frontends.megatron.remove_sharded_tensors`."""
-        with _errors_of_both():
-            drop(self._place(checkpoint_dir), key_prefix, self.options.get("allow_pickle", False))
+        drop(self._place(checkpoint_dir), key_prefix, self.options.get("allow_pickle", False))
 
+    @_errors_of_both()
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for what another backend wrote."""
         if loaded_backend != BACKEND:
-            with _errors_of_both():
-                raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
+            raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
 
+    @_errors_of_both()
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise CheckpointingException for what a later version wrote."""
         if loaded_version > VERSION:
-            with _errors_of_both():
-                raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
+            raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
 
     def _place(self, folder: Folder) -> StoreRef:
         return place_in(folder, self.store)

@@ -15,8 +15,7 @@ from typing import Final
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, MissingKey
-from casckpt.format.sections.index import ATTACHMENT
-from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for
+from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for, write_attachments
 from casckpt.frontends.safetensors.importing import METADATA_KEY
 from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, lay_out
 from casckpt.frontends.stores import AnyStore, as_store
@@ -90,8 +89,7 @@ def _exported_to(target: Path, job: _Job, max_shard_size: int | str | None, *, a
             "weights. Give another folder, or --format hf for all of the model alone"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
-        for name, stream in attachments.items():
-            job.write_attachment(folder / name, stream)
+        write_attachments(job.store, job.checkpoint, attachments, folder)
         for file in layout.files:
             job.write(folder / file.name, file.head, file.tensors)
         if layout.index is not None:
@@ -103,7 +101,7 @@ class _Job:
     """One export."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
-        self.checkpoint = checkpoint
+        self.store, self.checkpoint = store, checkpoint
         self.manifest = manifests.get(store.repository, checkpoint.commit)
         self._rules = rules
         self.view = view_of(self.manifest, rules)
@@ -113,17 +111,13 @@ class _Job:
         """The files, before anything is written."""
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self._rules), most)
 
-    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[dict[str, ViewTensor | bytes], list[str]]:
-        """Attachments by name, short ones whole; and the names of those that are of no use in the folder."""
-        manifest = self.manifest
-        found: dict[str, ViewTensor | bytes] = {one.name: manifest.data(one) for one in manifest.body.attachments}
-        for number, entry in enumerate(manifest.entries):
-            if entry.kind == ATTACHMENT:
-                found[entry.key] = ViewTensor(entry.key, number, entry)
+    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[list[str], list[str]]:
+        """Names of attachments for the folder, and of those that are of no use in it."""
+        found = self.store.attachments(self.checkpoint)
         skipped = [name for name in found if not wanted or self._is_skipped(name)]
-        found = {name: one for name, one in found.items() if name not in skipped}
-        check_file_names(found, frozenset(taken).__contains__)
-        return found, skipped
+        chosen = [name for name in found if name not in skipped]
+        check_file_names(chosen, frozenset(taken).__contains__)
+        return chosen, skipped
 
     def _is_skipped(self, name: str) -> bool:
         """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
@@ -144,11 +138,6 @@ class _Job:
             return not rules.model  # what cannot be told is as whoever chose these names says
         names = {one.name for one in view.tensors}
         return not names <= {one.name for one in self.view.tensors}
-
-    def write_attachment(self, path: Path, found: ViewTensor | bytes) -> None:
-        """Write one attachment."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.write(path, found if isinstance(found, bytes) else b"", [] if isinstance(found, bytes) else [found])
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: some bytes, then the data of ``streams``."""
