@@ -9,7 +9,7 @@ import builtins
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 BLOCK = 4096  # bytes; buffers and blob data that are aligned to it can be read and written around the page cache
 Known: TypeAlias = Callable[[str], object]
@@ -89,12 +89,6 @@ class Reader(Protocol):
         Buffers are writable, contiguous and of format "B". Fills all or raises: `ShortObject` if the object ends
         before, `casckpt.errors.StorageError` if the storage fails. A failed read leaves the buffers undefined.
         """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Let go of what is held open; of most storages that is nothing."""
 
 
 @runtime_checkable

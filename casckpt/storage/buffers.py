@@ -90,13 +90,16 @@ class BufferPool:
         try:
             yield buffer
         finally:
-            with self._changed:
-                self._lent -= 1
-                if self._closed:
-                    buffer.close()
-                else:
-                    self._free.append(buffer)
-                self._changed.notify()
+            self._take_back(buffer)
+
+    def _take_back(self, buffer: AlignedBuffer) -> None:
+        with self._changed:
+            self._lent -= 1
+            if self._closed:
+                buffer.close()
+            else:
+                self._free.append(buffer)
+            self._changed.notify()
 
     def close(self) -> None:
         """Give back the memory of the idle buffers now, of the others when they come back; wake who waits."""

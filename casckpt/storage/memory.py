@@ -46,6 +46,12 @@ class MemoryReader(Reader):
             offset += buffer.nbytes
         self._counts.add(bytes_read=wanted)
 
+    def __enter__(self) -> MemoryReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: nothing is held open."""
+
 
 class MemoryStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in a dict: all stores of one name in this process share their objects.

@@ -197,7 +197,7 @@ class FaultyStore:
             return hit
 
 
-class FaultyReader(Reader):
+class FaultyReader:
     """A reader whose `read_into` can fail."""
 
     def __init__(self, store: FaultyStore, key: str, inner: Reader) -> None:

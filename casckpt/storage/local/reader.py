@@ -122,6 +122,9 @@ class LocalReader(Reader):
                 os.close(fd)
         self._fd = self._direct = -1
 
+    def __enter__(self) -> LocalReader:
+        return self
+
     def __exit__(self, *_: object) -> None:
         self.close()
 

@@ -239,3 +239,9 @@ class RemoteReader(Reader):
         self._store.counts.add(requests=1, reads=1)
         self._store.again("read", self._key, lambda: self._ranged.read(offset, filled))
         self._store.counts.add(bytes_read=sum(buffer.nbytes for buffer in filled))
+
+    def __enter__(self) -> RemoteReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: nothing is held open."""
