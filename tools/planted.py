@@ -522,8 +522,8 @@ PLANTED = (
     Planted(
         "a listing of a bucket ends with its first page",
         "casckpt/storage/remote/store.py",
-        "            yield from entries\n            if after is None:",
-        "            yield from entries\n            if True:",
+        "            after = page.after\n            if after is None:",
+        "            if True:",
         "tests/storage/remote/test_store.py",
     ),
     Planted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, fields, is_dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Convert a result: its fields by name, checkpoints to what names them, times to ISO 8601, tuples to lists."""
+    """Convert a result: its fields by name, checkpoints to their names, times to ISO 8601, durations to seconds, ..."""
     from casckpt.checkpoint.handle import Checkpoint
     from casckpt.repository.commits import Commit
 
@@ -24,6 +24,8 @@ def plain(value: Any) -> Any:
         return brief(value)
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "_asdict"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
+from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
@@ -67,10 +67,10 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     told what the model is, Damaged for a tensor that is not whole.
     """
     contents = Contents(manifest, 0)
-    patterns = usable_patterns(rules.keys)
+    patterns = usable_patterns(rules.keys) or None
     where = f"{manifest.body.run}@{manifest.body.step}"
     asked = {key: number for (kind, key, _), number in contents.numbers.items() if kind == TENSOR}
-    asked = {key: number for key, number in asked.items() if _matches(key, patterns)}
+    asked = {key: number for key, number in asked.items() if matches(key, patterns)}
     _check_used(where, list(asked), patterns)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
@@ -81,14 +81,10 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     for one in tensors:
         _check_whole(manifest, one.entry)
     seen = {one.number for one in tensors}
-    objects = [key for key in contents.objects if _matches(key, patterns)]
+    objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for number, entry in enumerate(manifest.entries)
-              if entry.kind == TENSOR and number not in seen and _matches(entry.key, patterns)]  # fmt: skip
+              if entry.kind == TENSOR and number not in seen and matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
-
-
-def _matches(key: str, patterns: Sequence[str] | None) -> bool:
-    return not patterns or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:

@@ -20,7 +20,7 @@ from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
 from casckpt.frontends.dcp.note import Chunk
-from casckpt.frontends.dcp.planners import ValueStream
+from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
 from casckpt.tensors.dtensors import check_added_up, is_dtensor
@@ -33,6 +33,7 @@ from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
 """Of tensors that a planner makes anew, so much is there at a time."""
+_HANDING_OVER: Final = ("resolve_data", "transform_object")
 _INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
 
 
@@ -81,7 +82,7 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    if isinstance(planner, DefaultSavePlanner) and _is_default(planner):  # what it would only pickle
+    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # what it would only pickle
         value = planner.lookup_object(item.index)
         if _add_plain(values, key, value):
             return
@@ -134,13 +135,6 @@ def _as_loaded(key: str, value: Any) -> Any:
         return plain.decode(plain.encode(found.value, extensions=TORCH_EXTENSIONS), extensions=TORCH_EXTENSIONS)
 
     return inflate(flat.tree, leaf, lambda _: True)[key]
-
-
-def _is_default(planner: Resolver, *more: str) -> bool:
-    """Tell whether it hands over what DCP's default planner does. ``more``: methods that must be that one's, too."""
-    names = ("resolve_data", "transform_object", *more)
-    same = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
-    return isinstance(planner, DefaultSavePlanner) and all(same)
 
 
 def _add_plain(values: Values, key: str, value: Any) -> bool:
@@ -221,7 +215,7 @@ class Tensors:
 
     def windows(self, planner: Resolver) -> Iterator[list[_Part]]:
         """All parts; a planner that may make tensors anew is asked for some at a time."""
-        if _is_default(planner, "lookup_object"):
+        if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER, "lookup_object"):
             yield self.parts
             return
         yield from lots(self.parts, lambda part: part.nbytes, WINDOW_BYTES) if self.parts else iter([[]])

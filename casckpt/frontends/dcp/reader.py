@@ -27,7 +27,7 @@ from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import reference_of
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
+from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
@@ -254,13 +254,7 @@ class StorageReader(Protocol):
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
     """Items of tensors: all at once, of a planner that may make tensors anew some at a time."""
     tensors = [item for item in items if item.type == LoadItemType.TENSOR]
-    if _is_in_place(planner):
+    in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    if has_methods_of(planner, DefaultLoadPlanner, *in_place):
         return iter([tensors])
     return lots(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual
-
-
-def _is_in_place(planner: LoadPlanner) -> bool:
-    """Tell whether it resolves tensors to views of those that are there."""
-    names = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
-    same = (getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in names)
-    return isinstance(planner, DefaultLoadPlanner) and all(same)

@@ -40,7 +40,9 @@ class Schema:
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
     """Flatten this state as DCP's default planner would. ``value_at``: the object of a flat key, or `Opaque`."""
-    return _Walk(value_at).walk(tree)
+    walk = _Walk(value_at)
+    walk.node(tree, (), ())
+    return walk.found
 
 
 class _Walk:
@@ -50,11 +52,7 @@ class _Walk:
         self.value_at = value_at
         self.found = Schema()
 
-    def walk(self, tree: Node) -> Schema:
-        self._node(tree, (), ())
-        return self.found
-
-    def _node(self, node: Node, path: Path, home: Path) -> None:
+    def node(self, node: Node, path: Path, home: Path) -> None:
         """``path``: as DCP has it. ``home``: as the tree has it; they differ in numbers that are keys of dicts."""
         key = join(home)
         if isinstance(node, Leaf):
@@ -68,7 +66,7 @@ class _Walk:
         else:
             for element, child in node.children:
                 step = element if node.kind == LIST else str(element)
-                self._node(child, (*path, step), (*home, element))
+                self.node(child, (*path, step), (*home, element))
 
     def _value(self, value: Any, path: Path, key: str) -> None:
         steps = _steps(value)

@@ -38,13 +38,6 @@ if hasattr(os, "register_at_fork"):  # a fork while another thread reads would l
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-def packed(common: Any) -> bytes:
-    """The contents of the file."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    return buffer.getvalue()
-
-
 def read(data: bytes, where: str, allow_pickle: bool) -> Any:
     """Give what the file holds. ``where``: the checkpoint, for messages.
 

@@ -217,7 +217,7 @@ class Restoring:
 
         def make() -> None:
             self._check_there(stored, _has_optimizer(stored))
-            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)()))
+            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)))
 
         self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
@@ -236,13 +236,13 @@ class Restoring:
         return self._store.load(state, ref, unread="ignore", **match, **self._options)
 
 
-def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:
-    """The call that gives what a load is to fill, with what it takes: not every train module takes both."""
+def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
+    """What a load is to fill. The method is given what it takes: not every train module takes both."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}
     given = [metadata] if parameters.keys() - {"optim"} else []
-    return partial(method, *given, **options)
+    return method(*given, **options)
 
 
 def _has_optimizer(stored: StoredTraining) -> bool:

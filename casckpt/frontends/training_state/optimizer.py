@@ -181,13 +181,14 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     The tensors of ``state`` become the optimizer's as they are. Tensors among the options are copied into those that
     are there, if they fit: a captured CUDA graph reads a learning rate from where it was.
     """
-    options = [_kept_in_place(old, new) for old, new in zip(optim.param_groups, groups, strict=True)]
-    numbers = {parameter: number for number, parameter in enumerate(_parameters(optim))}
-    numbered, start = [], 0
+    pairs = list(zip(optim.param_groups, groups, strict=True))
+    options = [{name: _taken_over(old.get(name), value) for name, value in new.items()} for old, new in pairs]
+    numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
+    numbered = []
     for old, new in zip(optim.param_groups, options, strict=True):
-        stop = start + len(old["params"])
-        numbered.append({**_others(old, new), **new, "params": list(range(start, stop))})
-        start = stop
+        # the checkpoint, of another version perhaps, may lack options
+        kept = {name: value for name, value in old.items() if name not in new and name != "params"}
+        numbered.append({**kept, **new, "params": [numbers[one] for one in old["params"]]})
     if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
         # state that is keyed by no number is taken over as it is: neither copied nor converted to the parameter's dtype
         optim.load_state_dict({"state": dict(state), "param_groups": numbered})
@@ -197,19 +198,6 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
             optim.state[key] = _unconverted(value, optim.state.get(key))
     for group, new in zip(optim.param_groups, options, strict=True):
         group.update({name: value for name, value in new.items() if name in group and any(tensors_below(value, ""))})
-
-
-def _parameters(optim: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optim.param_groups for parameter in group["params"]]
-
-
-def _others(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that stay: the checkpoint, of another version perhaps, does not have them."""
-    return {name: value for name, value in old.items() if name not in new and name != "params"}
-
-
-def _kept_in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _taken_over(old.get(name), value) for name, value in new.items()}
 
 
 def _taken_over(old: Any, new: Any) -> Any:
