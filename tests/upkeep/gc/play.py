@@ -98,14 +98,24 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: undo_some(self, repo))
 
-    def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
-        """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
-        current = ""
+    def choices(self, switches: float = 0.2, held_up: float = 0.0) -> Callable[[list[str]], str]:
+        """Mostly the same actor goes on; at so many of the calls it may be another's turn.
+
+        ``held_up``: before so many of its changes an actor stands still until all others are done or stand still, too:
+        what it knows is old by then, which is what protocols break of.
+        """
+        current, held = "", set[str]()
 
         def choose(waiting: list[str]) -> str:
             nonlocal current
-            if current not in waiting or self.draw.random() < switches:
-                current = self.draw.choice(waiting)
+            while free := [name for name in waiting if name not in held]:
+                if current not in free or self.draw.random() < switches:
+                    current = self.draw.choice(free)
+                if not (self.stage.at(current).split()[0] in CHANGES and self.draw.random() < held_up):
+                    return current
+                held.add(current)
+            current = self.draw.choice(waiting)
+            held.remove(current)
             return current
 
         return choose
@@ -126,8 +136,8 @@ class Play:
             if id not in living:
                 raise Lost(f"{id} was purged, and {name} holds it:\n" + "\n".join(map(str, self.stage.log)))
 
-    def run(self, switches: float = 0.2) -> None:
-        self.stage.run(self.choices(switches), self.look)
+    def run(self, switches: float = 0.2, held_up: float = 0.0) -> None:
+        self.stage.run(self.choices(switches, held_up), self.look)
 
     def clean_up(self) -> None:
         """In the end a gc that is left alone deletes all that nothing needs."""
