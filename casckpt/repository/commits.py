@@ -239,9 +239,7 @@ class CommitList:
     @cached_property
     def _sorted(self) -> list[Commit]:
         found = [self.commits[txid] for txid in sorted(self.commits)]
-        is_plain = all(
-            commit.origin == commit.txid for commit in found
-        )  # as mostly: to sort a hundred thousand takes long
+        is_plain = all(commit.origin == commit.txid for commit in found)  # as mostly; else to sort them takes long
         return found if is_plain else sorted(found, key=lambda commit: commit.order)
 
     @cached_property
