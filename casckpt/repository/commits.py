@@ -125,14 +125,14 @@ class Commit:
         return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid
 
     @property
-    def order(self) -> tuple[TxId, bool, bool, TxId]:
+    def order(self) -> tuple[TxId, bool, bool, bool, TxId]:
         """What sorts commits, oldest first; of several of one save the one that answers comes last."""
-        return self.origin, self.visible, self.answers, self.txid
+        return self.origin, *self.rank
 
     @property
-    def rank(self) -> tuple[bool, bool, TxId, TxId]:
+    def rank(self) -> tuple[bool, bool, bool, TxId]:
         """What sorts commits of one id: what the id means comes last."""
-        return self.visible, self.answers, self.origin, self.txid
+        return self.visible, self.answers, self.dropped is None, self.txid
 
     @property
     def committed(self) -> Committed:
@@ -238,7 +238,9 @@ class CommitList:
 
     @cached_property
     def _sorted(self) -> list[Commit]:
-        return sorted(self.commits.values(), key=lambda commit: commit.order)
+        found = [self.commits[txid] for txid in sorted(self.commits)]
+        is_plain = all(commit.origin == commit.txid for commit in found)  # as mostly; else to sort them takes long
+        return found if is_plain else sorted(found, key=lambda commit: commit.order)
 
     @cached_property
     def _current(self) -> list[Commit]:

@@ -47,11 +47,15 @@ class Play:
         self.folder = folder
         self.watcher = repository(folder / "watcher", self.inner, clock=self.clock, seed=seed)
         for step in range(2):
-            save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
+            self.save(step)
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
         self.held: dict[str, str] = {}  # ids, by who holds a lease
         self.never_gone: set[str] = set()  # ids that nobody forgets
+
+    def save(self, step: int) -> None:
+        """What was there before."""
+        save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
 
     def repo(self, name: str, cache: str = "") -> Repository:
         """An actor's own view. Gcs of one host share a ``cache``."""

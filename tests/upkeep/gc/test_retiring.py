@@ -182,6 +182,16 @@ def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> 
     assert list_commits(repo).commits[commit.txid].visible
 
 
+def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo: Repository) -> None:
+    commit = first(repo)
+    made = half_rewrite(repo, commit)
+    tags.set_tag(repo, "best", commit)
+    commits.forget(repo, commit)
+    run_gc(repo)
+    assert [(one.txid, one.reason) for one in run_gc(repo).waiting] == [(commit.txid, "tagged")]
+    assert not list_commits(repo).commits[made.txid].live
+
+
 def test_a_purge_of_what_was_replaced_races_with_its_restore(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
