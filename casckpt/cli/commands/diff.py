@@ -46,8 +46,8 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
     """Give what differs, as plain data."""
     one, other = store.get(old), store.get(new)
     found = store.diff(one, other)
-    of_changed = {"changed": list(found.changed), "bytes_changed": found.bytes_changed}
-    return {"old": brief(one), "new": brief(other)} | plain(found) | of_changed
+    result = {"old": brief(one), "new": brief(other), "changed": list(found.changed)}
+    return result | {"bytes_changed": found.bytes_changed, **plain(found)}
 
 
 def text(result: dict[str, Any]) -> None:
