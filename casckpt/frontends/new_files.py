@@ -197,7 +197,7 @@ def torch_saves() -> Iterator[None]:
         raise OSError(f"torch.save failed ({error})") from error
 
 
-def write_attachments(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
+def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
     """Write what was saved along into a folder, each under its name."""
     for name in names:
         write_durably(folder / name, store.read_attachment(checkpoint, name))

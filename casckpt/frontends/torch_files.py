@@ -11,7 +11,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import NoneType
@@ -36,7 +36,7 @@ from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
-from casckpt.frontends.view import Rules, ViewTensor, view_of
+from casckpt.frontends.view import Rules, View, ViewTensor, view_of
 from casckpt.frontends.windows import WindowReader
 from casckpt.plan.progress import Shown
 from casckpt.repository import manifests
@@ -175,28 +175,14 @@ def export_torch(
     checkpoint = opened.get(ref)
     rules = Rules(keys, strip_prefix, rename)
     job = _Export(opened, checkpoint, allow_pickle)
-    form = job.whole() if rules.is_plain else job.seen(rules)
+    state, view = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target, form, progress)
+        job.write(target, state, view, progress)
         name = os.fspath(path) if is_url(path) else place
     return Exported(
-        checkpoint, (name,), len(form.tensors), form.nbytes, (), form.left_out, tuple(opened.attachments(checkpoint)),
-        "torch", form.prefix,
+        checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
+        "torch", view.prefix,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What is to be saved, with tensors that have no data; these in the order of the state."""
-
-    state: Any
-    tensors: Sequence[ViewTensor]
-    left_out: tuple[str, ...]
-    prefix: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(one.entry.nbytes for one in self.tensors)
 
 
 class _Export:
@@ -209,8 +195,8 @@ class _Export:
         self._repo = store.repository
         self._fake = FakeTensorMode()
 
-    def whole(self) -> _Form:
-        """All of the checkpoint, nested as it was saved."""
+    def whole(self) -> tuple[Any, View]:
+        """All of the checkpoint, nested as it was saved, of tensors without data; and these, in the order of that."""
         tree = self._contents.whole_tree()
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
@@ -224,25 +210,24 @@ class _Export:
             return self._empty(tensors[-1].entry)
 
         state = inflate(tree, leaf, lambda key: key not in left_out)
-        return _Form(state, tensors, left_out)
+        return state, View(tuple(tensors), left_out)
 
-    def seen(self, rules: Rules) -> _Form:
-        """Its tensors by the names of a view."""
+    def seen(self, rules: Rules) -> tuple[Any, View]:
+        """The same of its tensors by the names of a view."""
         view = view_of(self._manifest, rules)
-        state = {one.name: self._empty(one.entry) for one in view.tensors}
-        return _Form(state, view.tensors, view.left_out, view.prefix)
+        return {one.name: self._empty(one.entry) for one in view.tensors}, view
 
     def _empty(self, entry: StreamEntry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, form: _Form, progress: Shown | None) -> None:
+    def write(self, path: Path, state: Any, view: View, progress: Shown | None) -> None:
         """All of it, durable."""
         path.open("xb").close()  # so that Python says what is wrong where nothing may be written
         with self._fake, skip_data(materialize_fake_tensors=True), torch_saves():
-            torch.save(form.state, path)
-        reader = WindowReader(self._repo, self._manifest, form.nbytes, progress)
-        _write_sums(path, _filled(path, form.tensors, reader))
+            torch.save(state, path)
+        reader = WindowReader(self._repo, self._manifest, view.nbytes, progress)
+        _write_sums(path, _filled(path, view.tensors, reader))
         with path.open("rb") as file:
             os.fsync(file.fileno())
 

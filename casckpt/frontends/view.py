@@ -78,8 +78,9 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
         ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
     ]
     manifest.ready([one.number for one in tensors], ())
-    for one in tensors:
-        _check_whole(manifest, one.entry)
+    for entry in (one.entry for one in tensors):
+        if not covers(manifest.extents(entry), whole(entry.shape)):
+            raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
     seen = {one.number for one in tensors}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for number, entry in enumerate(manifest.entries)
@@ -119,11 +120,6 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         if key_of.setdefault(name, key) != key:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
     return names
-
-
-def _check_whole(manifest: Manifest, entry: StreamEntry) -> None:
-    if not covers(manifest.extents(entry), whole(entry.shape)):
-        raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
 
 
 def _other(entry: StreamEntry) -> str:

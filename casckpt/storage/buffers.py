@@ -124,7 +124,9 @@ class KeptBuffers:
     @contextmanager
     def pool(self, count: int, nbytes: int) -> Iterator[BufferPool]:
         """Take a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
-        pool = self._take()
+        pool: BufferPool | None = None
+        with suppress(IndexError):
+            pool = self._kept.get().pop()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
             pool = None  # before the new one takes memory
             pool = BufferPool(count, nbytes)
@@ -135,8 +137,3 @@ class KeptBuffers:
                 self._kept.get().append(pool)
             else:
                 pool.close()
-
-    def _take(self) -> BufferPool | None:
-        with suppress(IndexError):
-            return self._kept.get().pop()
-        return None

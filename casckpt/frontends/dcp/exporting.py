@@ -27,7 +27,7 @@ from casckpt.frontends.new_files import (
     place_for,
     synced_file,
     torch_saves,
-    write_attachments,
+    write_attached,
     write_durably,
 )
 from casckpt.frontends.stores import AnyStore, as_store
@@ -93,7 +93,7 @@ def casckpt_to_dcp(
         place_for(path, force=force, last=(METADATA,)) as place,
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
-        write_attachments(opened_store, checkpoint, attached if attachments else (), folder)
+        write_attached(opened_store, checkpoint, attached if attachments else (), folder)
         config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attached else b""
         metadata = _Writer(folder, opened, download, boxed=is_megatron(config)).write()
         write_durably(folder / METADATA, pickle.dumps(metadata))

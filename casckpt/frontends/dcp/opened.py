@@ -130,7 +130,7 @@ class Opened:
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Values by DCP's keys. Raises InvalidInput for one that only a pickle holds, unless it may be unpickled."""
-        values = self._chosen(keys)
+        values = {key: self.schema.values.get(key) or Value(key) for key in keys}
         known = {key: one.value for key, one in values.items() if one.value is not Opaque}
         read = self._values_at([one.key for key, one in values.items() if key not in known])
         return known | {key: read[one.key] for key, one in values.items() if key not in known}
@@ -153,9 +153,6 @@ class Opened:
                 made[same] = write_archive([value] if boxed else value)
             found[key] = made[same]
         return found
-
-    def _chosen(self, keys: Sequence[str]) -> dict[str, Value]:
-        return {key: self.schema.values.get(key) or Value(key) for key in keys}
 
     def _values_at(self, keys: Sequence[str]) -> dict[str, Any]:
         return values_at(self._repo, self._contents, keys, self._options) if keys else {}

@@ -26,8 +26,7 @@ from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
 from casckpt.checkpoint.saving.save import store_share
-from casckpt.checkpoint.saving.shares import Share, Streams, joined
-from casckpt.checkpoint.saving.sources import Source
+from casckpt.checkpoint.saving.shares import Streams, joined
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
@@ -207,16 +206,13 @@ class WriterSession:
         others, shares = [*values.sources, *self._extra.sources], []
         for window in tensors.windows(planner):
             sources, others = [*others, *sources_of(window, planner, is_frozen)], []
-            shares.append(self._store(txid, sources, known))
+            prepared, threads = Prepared(sources, [], [], b""), self.options.threads
+            shares.append(store_share(self.repo, txid, prepared, known, threads=threads, progress=self._progress))
         objects = [*values.objects, *self._extra.objects]
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
         )
-
-    def _store(self, txid: TxId, sources: Sequence[Source], known: KnownCells) -> Share:
-        prepared, threads = Prepared(sources, [], [], b""), self.options.threads
-        return store_share(self.repo, txid, prepared, known, threads=threads, progress=self._progress)
 
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells]:
         """(whose folder to upload to, what may be reused)."""

@@ -15,7 +15,7 @@ from typing import Final
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, MissingKey
-from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for, write_attachments
+from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for, synced_file, write_attached
 from casckpt.frontends.safetensors.importing import METADATA_KEY
 from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, lay_out
 from casckpt.frontends.stores import AnyStore, as_store
@@ -89,7 +89,7 @@ def _exported_to(target: Path, job: _Job, max_shard_size: int | str | None, *, a
             "weights. Give another folder, or --format hf for all of the model alone"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
-        write_attachments(job.store, job.checkpoint, attachments, folder)
+        write_attached(job.store, job.checkpoint, attachments, folder)
         for file in layout.files:
             job.write(folder / file.name, file.head, file.tensors)
         if layout.index is not None:
@@ -141,11 +141,10 @@ class _Job:
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: some bytes, then the data of ``streams``."""
-        with path.open("xb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(head))
+        with synced_file(path) as file:
+            file.write(head)
             for window in self._reader.read(streams):
-                _write_all(file.fileno(), window)
-            os.fsync(file.fileno())
+                file.write(window)
 
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
         """Give what was written."""
@@ -167,8 +166,3 @@ def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
 def _is_ours(name: str) -> bool:
     """Whether an export of another shape made this file, which then must not stay beside the new ones."""
     return name == INDEX or _OURS.fullmatch(name) is not None
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(file, data) :]

@@ -46,21 +46,14 @@ class Client(Protocol):
     ``failures``, and `explain` says what it means.
     """
 
-    @property
-    def patience(self) -> Patience:
-        """How long the server is waited for."""
-
-    @property
-    def exclusive(self) -> bool | None:
-        """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
-
-    @property
-    def read_only(self) -> bool:
-        """Whether nothing can be written here."""
-
-    @property
-    def failures(self) -> tuple[type[Exception], ...]:
-        """What calls may raise."""
+    patience: Patience
+    """How long the server is waited for."""
+    exclusive: bool | None
+    """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
+    read_only: bool
+    """Whether nothing can be written here."""
+    failures: tuple[type[Exception], ...]
+    """What calls may raise."""
 
     def explain(self, error: Exception) -> ExplainedFailure:
         """Say what an error of these means."""
