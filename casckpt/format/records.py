@@ -56,20 +56,16 @@ def _check_time(time: int) -> None:
         raise Refused(f"{time} microseconds since the epoch are no date of the years 1970 to 9999")
 
 
-def _check_announced(announced: list[tuple[TxId, int, str]]) -> None:
-    for txid, number, _ in announced:
+def _check_announced(announced: list[tuple[TxId, int]]) -> None:
+    for txid, number in announced:
         check_txid(txid)
         if not 0 <= number <= MAX_NUMBER:
             raise Refused(f"{number} is not the number of a record")
 
 
-def _check_replaces(replaces: tuple[TxId, int]) -> None:
-    _check_announced([(*replaces, "replaced")])
-
-
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "announced": _check_announced,
-    "replaces": _check_replaces,
+    "replaces": lambda record: _check_announced([record]),
     "txid": check_txid,
     "origin": check_txid,
     "by": check_txid,
@@ -251,13 +247,13 @@ class Kept(Record, tag="kept", frozen=True, kw_only=True):
 
 
 class Announced(Record, tag="announced", frozen=True, kw_only=True):
-    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number, type) of each.
+    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number) of each.
 
     ``seen``: of a save, whose txid is later than all that were announced up to this number; -1 if there were none.
     """
 
     time: int
-    announced: list[tuple[TxId, int, str]]
+    announced: list[tuple[TxId, int]]
     seen: int | None = None
 
 

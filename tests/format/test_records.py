@@ -71,7 +71,7 @@ EXAMPLES: list[Record] = [
     Restored(txid=TXID, time=1),
     Purged(txid=TXID, time=1),
     Kept(txid=TXID, time=1),
-    Announced(time=1, announced=[(TXID, 0, "committed"), (TXID, 2, "purged")], seen=-1),
+    Announced(time=1, announced=[(TXID, 0), (TXID, 2)], seen=-1),
     TagRecord(name="best", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH)),
     TagRecord(name="lease-1", time=1, unique="u", txid=TXID, manifest=ManifestId(HASH), expires=2, holder="h:1"),
     DamageRecord(uploader=TXID, blob=BlobHash(HASH), state="damaged", time=1, why="x", unique="u"),

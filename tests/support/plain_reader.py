@@ -207,7 +207,7 @@ class Store:
         for six in self._names(folder, r"\d{6}"):
             for three in self._names(f"{folder}/{six}", r"\d{3}"):
                 record = self.record(f"{folder}/{six}/{three}")
-                told = [txid for txid, _, _ in record["announced"] if self.log(txid)[0] == "visible"]
+                told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
                 if 999_999_999 - int(six + three) > floor and max(told, default="") > best:
                     best, floor = max(told), record.get("seen", -1)
         return best
