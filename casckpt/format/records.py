@@ -150,7 +150,7 @@ class Dropped(Record, frozen=True, kw_only=True):
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
-    ``uploader``: whose folder holds the manifest, which has ``manifest_bytes`` and begins with a head that has the hash
+    The manifest lies in the folder of ``txid``. It has ``manifest_bytes``, and begins with a head that has the hash
     ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
     None for none.
@@ -165,7 +165,6 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     step: int
     time: int
     manifest: ManifestId
-    uploader: TxId
     head: str
     manifest_bytes: int
     created_at: int  # of the checkpoint; differs from ``time`` in copies

@@ -500,7 +500,7 @@ def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Re
         assert listed.commits[base.txid].visible
         methods = [(call.method, call.key.partition("/")[0]) for call in faults.calls[began:]]
         assert methods.index(("put", "transactions")) < methods.index(("list", "commits"))
-        return changed(base.committed, txid=txid, uploader=txid)
+        return changed(base.committed, txid=txid)
 
     assert rewrite(repo, base, save) is not None
     assert keep(repo, base.txid, 2)

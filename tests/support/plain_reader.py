@@ -100,7 +100,7 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
-        raw = (self.root / record["uploader"] / f"{record['manifest']}.manifest").read_bytes()
+        raw = (self.root / record["txid"] / f"{record['manifest']}.manifest").read_bytes()
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))

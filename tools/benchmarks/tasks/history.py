@@ -208,7 +208,7 @@ def _synthesize(
         announced = Announced(time=now, announced=[(txid, 0)], seen=None if copied else number - 1)
         committed = Committed(
             txid=txid, run=run, step=step, time=now, manifest=ManifestId(history.draw.randbytes(32).hex()),
-            uploader=txid, head="0" * 64, manifest_bytes=1, created_at=now, bytes_total=0,
+            head="0" * 64, manifest_bytes=1, created_at=now, bytes_total=0,
         )  # fmt: skip
         _write(history.storage.inner, announcement_key(run_hash(run), number), records.encode(announced))
         _write(history.storage.inner, commit_key(txid), records.encode(committed))
