@@ -47,21 +47,21 @@ PLANTED = (
     Planted(
         "a record is announced when it is there",
         "casckpt/repository/commits.py",
-        """    announce(repo, [Announcement(record.txid, 0, COMMITTED), *replaced], seen=seen)
+        """    announce(repo, [(record.txid, 0), *replaced], seen=seen)
     try:
         repo.put_record(key, record)
 """,
         """    try:
         repo.put_record(key, record)
-        announce(repo, [Announcement(record.txid, 0, COMMITTED), *replaced], seen=seen)
+        announce(repo, [(record.txid, 0), *replaced], seen=seen)
 """,
         "tests/repository/runs/test_announcements.py",
     ),
     Planted(
         "a purge is not announced",
         "casckpt/repository/commits.py",
-        "    announce(repo, [Announcement(commit.txid, number, wanted)])\n",
-        "    announce(repo, [Announcement(commit.txid, number, wanted)] if kind is not Purged else [])\n",
+        "    announce(repo, [(commit.txid, number)])\n",
+        "    announce(repo, [(commit.txid, number)] if kind is not Purged else [])\n",
         "tests/repository/runs/test_announcements.py",
     ),
     Planted(

@@ -35,7 +35,7 @@ from casckpt.repository.caches import Shown, shown
 from casckpt.repository.reading import Read, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.repository.runs.announcements import COMMITTED, Announcement, announce
+from casckpt.repository.runs.announcements import announce
 from casckpt.storage.base import ListedObject
 
 PREFIX = "commits/"
@@ -381,8 +381,8 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
     happen, until `casckpt.repository.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
-    replaced = [] if record.replaces is None else [Announcement(*record.replaces, _STATES[Replaced])]
-    announce(repo, [Announcement(record.txid, 0, COMMITTED), *replaced], seen=seen)
+    replaced = [] if record.replaces is None else [record.replaces]
+    announce(repo, [(record.txid, 0), *replaced], seen=seen)
     try:
         repo.put_record(key, record)
     except Conflict:
@@ -413,7 +413,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return commit
     _check_allowed(commit, wanted)
     record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
-    announce(repo, [Announcement(commit.txid, number, wanted)])
+    announce(repo, [(commit.txid, number)])
     try:
         repo.put_record(commit_key(commit.txid, number), record)
     except Conflict:
@@ -461,9 +461,9 @@ def purge(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Purged)
 
 
-def announce_all(repo: Repository, commits: Iterable[Commit], kind: LaterKind) -> None:
+def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
     """Announce at once what `append` is about to add to each log. Raises `StorageError`."""
-    announce(repo, [Announcement(commit.txid, commit.number + 1, _STATES[kind]) for commit in commits])
+    announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
@@ -485,7 +485,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
-    announce(repo, [Announcement(txid, number + 1, "purged")])
+    announce(repo, [(txid, number + 1)])
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
 
 

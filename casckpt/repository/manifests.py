@@ -35,17 +35,17 @@ WHOLE_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-def put(repo: Repository, uploader: TxId, draft: Draft) -> Encoded:
-    """Write a manifest, durably, under ``uploader``, the transaction that will commit it.
+def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
+    """Write a manifest, durably, under ``txid``, the transaction that will commit it.
 
     Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
     """
-    return put_encoded(repo, uploader, encode(draft))
+    return put_encoded(repo, txid, encode(draft))
 
 
-def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
+def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
     """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
-    key = manifest_key(uploader, made.id)
+    key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
@@ -53,7 +53,7 @@ def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
             raise StorageError(f"{key} is there with another size; save again", key=key) from None
-    repo.manifests.add(uploader, made.manifest())
+    repo.manifests.add(txid, made.manifest())
     return made
 
 
@@ -145,7 +145,7 @@ def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, in
 
 
 def _key(record: Committed) -> str:
-    return manifest_key(record.uploader, record.manifest)
+    return manifest_key(record.txid, record.manifest)
 
 
 def _head(reader: Reader, record: Committed) -> Head:

@@ -247,7 +247,7 @@ def test_a_flipped_byte_in_a_proof_is_noticed(saved: Path, back: int) -> None:
 
 def test_a_flipped_byte_in_a_head_or_a_section_is_noticed(saved: Path) -> None:
     read = _newest(saved, "r")
-    path = saved / "objects" / read.record["uploader"] / f"{read.record['manifest']}.manifest"
+    path = saved / "objects" / read.record["txid"] / f"{read.record['manifest']}.manifest"
     places = [0, 7, 8, 20, 4000, 4095] + [
         offset + length // 2 for offset, length, _ in read.sections.values() if length
     ]

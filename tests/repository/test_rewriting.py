@@ -260,7 +260,7 @@ def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repo
 
     def look(call: Call) -> None:
         seen.append(parse_log(call.key))
-        assert seen[-1] in {one[:2] for _, some in announcements(repo) for one in some}
+        assert seen[-1] in {one for _, some in announcements(repo) for one in some}
 
     faults.inject(call_first("put", look, key="commits/*", times=9))
     made = rewrite_bare(repo, base)
@@ -500,7 +500,7 @@ def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Re
         assert listed.commits[base.txid].visible
         methods = [(call.method, call.key.partition("/")[0]) for call in faults.calls[began:]]
         assert methods.index(("put", "transactions")) < methods.index(("list", "commits"))
-        return changed(base.committed, txid=txid, uploader=txid)
+        return changed(base.committed, txid=txid)
 
     assert rewrite(repo, base, save) is not None
     assert keep(repo, base.txid, 2)

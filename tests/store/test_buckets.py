@@ -75,7 +75,7 @@ def opened(place: RemoteLocation, cache: Path) -> Store:
 def records_of(rank: int, txid: TxId) -> dict[str, Record]:
     """One of each kind that only one may create, as this rank would have it."""
     commit = Committed(
-        txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), uploader=txid, created_at=rank,
+        txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), created_at=rank,
         bytes_total=rank, head=manifest_id("head"), manifest_bytes=1,
     )  # fmt: skip
     tag = TagRecord(name="best", time=rank, unique=str(rank), txid=txid)

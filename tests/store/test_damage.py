@@ -189,7 +189,7 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_a_conflict() -> None:
 @pytest.mark.parametrize("damage", ["garbage", "empty", "flip", "deleted", "other"])
 def test_a_manifest_that_is_damaged(store: Store, damage: str) -> None:
     ckpt = store.get("a@2")
-    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     other = next(one for one in manifest_keys(store) if one != key)
     if damage == "flip":
         flip(store, key, 200)
@@ -214,7 +214,7 @@ SECTIONS = ("index", "places", "blobs", "cells", "rows")
 def test_a_flipped_byte_in_a_section_of_a_manifest(store: Store, section: str) -> None:
     """It is named for what it is, what it does not hit is loaded, and a gc stops only where it cannot know."""
     ckpt = store.get("a@2")
-    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     found = decode_head(content(store, key))[section]
     flip(store, key, found.offset + 3)
     again = reopened(store)
@@ -240,7 +240,7 @@ def test_a_flipped_byte_in_a_section_of_a_manifest(store: Store, section: str) -
 
 def test_a_flipped_byte_of_an_object_hits_nothing_else(store: Store) -> None:
     ckpt = store.save({"w": cells(3, seed=4), "text": "x" * 300, "other": 5}, run="c", step=1)
-    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     flip(store, key, content(store, key).index(b"x" * 300) + 3)
     again = reopened(store)
     (broken,) = again.verify().manifests
@@ -254,7 +254,7 @@ def test_a_flipped_byte_of_an_object_hits_nothing_else(store: Store) -> None:
 @pytest.mark.parametrize("change", ["swapped sections", "of another commit", "a head alone"])
 def test_a_manifest_that_does_not_fit_its_record_stops_a_gc(store: Store, change: str) -> None:
     ckpt = store.get("a@2")
-    key = manifest_key(ckpt.commit.committed.uploader, ckpt.commit.id)
+    key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
     data = content(store, key)
     head = decode_head(data)
     parts = {name: data[head[name].offset : head[name].end] for name in SECTIONS}
@@ -285,7 +285,7 @@ def forge(store: Store, change: Change) -> str:
     txid = store.repository.new_txid("evil", 1)
     store.repository.storage.put(manifest_key(txid, made.id), made.data)
     record = msgspec.structs.replace(
-        store.get("a@2").commit.committed, txid=txid, run="evil", step=1, manifest=made.id, uploader=txid,
+        store.get("a@2").commit.committed, txid=txid, run="evil", step=1, manifest=made.id,
         head=made.head, manifest_bytes=len(made.data), metadata=None,
     )  # fmt: skip
     store.repository.storage.put(commit_key(txid), encode(record))

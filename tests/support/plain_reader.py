@@ -100,7 +100,7 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
-        raw = (self.root / record["uploader"] / f"{record['manifest']}.manifest").read_bytes()
+        raw = (self.root / record["txid"] / f"{record['manifest']}.manifest").read_bytes()
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
@@ -207,7 +207,7 @@ class Store:
         for six in self._names(folder, r"\d{6}"):
             for three in self._names(f"{folder}/{six}", r"\d{3}"):
                 record = self.record(f"{folder}/{six}/{three}")
-                told = [txid for txid, _, _ in record["announced"] if self.log(txid)[0] == "visible"]
+                told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
                 if 999_999_999 - int(six + three) > floor and max(told, default="") > best:
                     best, floor = max(told), record.get("seen", -1)
         return best

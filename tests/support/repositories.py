@@ -101,7 +101,7 @@ def committed(
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
-    fields = {"time": now, "uploader": txid, "created_at": now, "bytes_total": 0} | fields
+    fields = {"time": now, "created_at": now, "bytes_total": 0} | fields
     fields.setdefault("head", hex_digest(b"no head"))
     fields.setdefault("manifest_bytes", 0)
     return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
@@ -118,7 +118,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
     """A rewrite of a commit whose manifest nobody wrote."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
-        return changed(base.committed, txid=txid, uploader=txid, time=repo.clock(), **fields)
+        return changed(base.committed, txid=txid, time=repo.clock(), **fields)
 
     made = rewrite(repo, base, save)
     assert made is not None

@@ -261,7 +261,6 @@ class Leader:
             step=draft.step,
             time=draft.created_at,
             manifest=made.id,
-            uploader=txid,
             head=made.head,
             manifest_bytes=len(made.data),
             created_at=draft.created_at,

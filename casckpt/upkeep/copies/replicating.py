@@ -286,7 +286,6 @@ class _Copy:
             origin=None if self.commit.origin == txid else self.commit.origin,
             replaces=None,  # that is not there, or is another commit there
             time=now,
-            uploader=txid,
             head=made.head,
             manifest_bytes=len(made.data),
             bytes_written=sum(new),

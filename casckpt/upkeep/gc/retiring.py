@@ -17,7 +17,7 @@ from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Forgotten, Purged, Settings, time_of
+from casckpt.format.records import Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository import manifests
@@ -160,7 +160,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     demands of writers what this version does not know.
     """
     chosen = _untagged(repo, plan.forget)
-    announce_all(repo, chosen, Forgotten)
+    announce_all(repo, chosen)
     forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
     tagged = _barred(repo, [*plan.purge, *forgotten])
@@ -172,7 +172,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
-    announce_all(repo, left, Purged)
+    announce_all(repo, left)
     return forgotten, _each_unless_changed(repo, purge, left)
 
 

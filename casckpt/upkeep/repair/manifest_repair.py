@@ -50,8 +50,8 @@ def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bo
                 return _rewrite(repo, commit, source, manifest)
         except (Damaged, Refused, Conflict):  # of the source, or somebody forgot the checkpoint just now
             continue
-        repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
-        repo.storage.replace(manifest_key(commit.committed.uploader, commit.id), data)
+        repo.storage.sweep(uploader_folder(commit.txid))  # of a repair that was killed
+        repo.storage.replace(manifest_key(commit.txid, commit.id), data)
         return True
     return False
 
@@ -76,7 +76,7 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
     """Guess where the blobs lie: under the checkpoint's own uploader, or wherever there is one of this name."""
-    own = commit.committed.uploader
+    own = commit.txid
     uploaders: dict[str, list[TxId]] = defaultdict(list)
     for key in sorted(list_objects(repo)):
         name = parse_object(key)

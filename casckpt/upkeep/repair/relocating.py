@@ -58,7 +58,7 @@ def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef],
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
     """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
-    places = {"txid": txid, "uploader": txid, "head": made.head, "manifest_bytes": len(made.data)}
+    places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)
 
 

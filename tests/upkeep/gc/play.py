@@ -158,7 +158,7 @@ class Lost(AssertionError):
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:
     for commit in found.live():
-        yield manifest_key(commit.committed.uploader, commit.id)
+        yield manifest_key(commit.txid, commit.id)
         for uploader, blob, _ in manifests.blobs_of(repo, commit):
             yield blob_key(uploader, blob)
 

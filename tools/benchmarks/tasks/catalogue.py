@@ -52,7 +52,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
     commits.commit(
         repo,
         Committed(
-            txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, uploader=txid, head=made.head,
+            txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, head=made.head,
             manifest_bytes=len(made.data), created_at=step, bytes_total=count * _BLOB, tensors=count,
         ),
     )  # fmt: skip
