@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
 class Draft:
     """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
 
+    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen.
     The other fields: see `ManifestBody`.
     """
 
@@ -70,6 +71,7 @@ class Draft:
     metadata: msgspec.Raw
     blobs: Sequence[BlobRef]
     streams: Mapping[Name, tuple[str, ExtentTable]]
+    unhashed: Collection[Name] = ()
     objects: Sequence[ObjectEntry] = ()
     attachments: Sequence[Attachment] = ()
     tree: bytes = b""
@@ -115,7 +117,10 @@ def encode(draft: Draft) -> Encoded:
         cell_bytes=draft.cell_bytes,
         metadata=draft.metadata,
         entry_columns=entry_columns(
-            list(draft.streams), [dtype for dtype, _ in draft.streams.values()], [table.shape for table in tables]
+            list(draft.streams),
+            [dtype for dtype, _ in draft.streams.values()],
+            [table.shape for table in tables],
+            draft.unhashed,
         ),
         object_columns=ObjectColumns(
             keys=[one.key for one in draft.objects],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -61,13 +61,13 @@ def columns(*raw: bytes) -> list[tuple[int, ...]]:
     return list(zip(*read, strict=True)) if len({len(each) for each in read}) == 1 else refuse("columns differ")
 
 
-def pieces(table: list[bytes], section: bytes, what: str) -> list[bytes]:
+def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
     """Cut a section into its pieces, each proved with its group."""
-    lengths, groups, hashes = column(table[0]), column(table[1]), table[2]
-    if sum(lengths) != len(section) or sum(groups) != len(lengths) or len(hashes) != 32 * len(groups):
+    lengths, each, hashes = column(table[0]), int(table[1]), table[2]
+    if sum(lengths) != len(section) or each < 1 or len(hashes) != 32 * -(-len(lengths) // each):
         refuse(f"the table of {what} does not fit it")
     at = np.cumsum([0, *lengths]).tolist()
-    first = np.cumsum([0, *groups]).tolist()
+    first = [*range(0, len(lengths), each), len(lengths)]
     for i, (a, b) in enumerate(pairwise(first)):
         proved(section[at[a] : at[b]], hashes[32 * i : 32 * i + 32], f"group {i} of {what}")
     return [section[a:b] for a, b in pairwise(at)]
@@ -147,14 +147,12 @@ class Entry:
     def spans(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int, int]]:
         """Give offset and shape of the box, lo and hi, of each span."""
         whole = ((0,) * len(self.shape), self.shape)
-        if self.cells[0] < 2:
+        if self.cells[0] == 0:
             yield *whole, 0, self.size
             return
-        boxes, box, lo, hi, _, _ = msgspec.msgpack.decode(self.cells[1:])
-        flat, n = column(boxes), len(self.shape)
-        known = [whole, *((tuple(flat[i : i + n]), tuple(flat[i + n : i + 2 * n])) for i in range(0, len(flat), 2 * n))]
-        end, total = (0, 0), 0
-        for number, a, b in columns(box, lo, hi):
+        boxes, spans, _ = msgspec.msgpack.decode(self.cells[1:])
+        known, end, total = [whole, *boxes], (0, 0), 0
+        for number, a, b in spans:
             offset, shape = known[number] if number < len(known) else refuse("a box that does not exist")
             inside = all(s > 0 and o + s <= d for o, s, d in zip(offset, shape, self.shape, strict=True))
             if (number, a) < end or not a < b <= int(np.prod(shape, dtype=object)) or not inside:
@@ -165,18 +163,16 @@ class Entry:
             refuse(f"the spans of {self.key} do not cover it")
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Give cells, blob and offset of each row; 0 cells: all."""
-        if self.rows[0] == 0 and len(self.rows) == 9:
-            return [(0, int.from_bytes(self.rows[1:5], "little"), int.from_bytes(self.rows[5:], "little"))]
-        if self.rows[0] != 1:
+        """Give cells, blob and offset of each row."""
+        if self.rows[0] or len(self.rows) % 12 != 1:
             refuse("a form of rows that is not known")
-        return [(a, b, c) for a, b, c in columns(*msgspec.msgpack.decode(self.rows[1:]))]
+        return [(a, b, c) for a, b, c in np.frombuffer(self.rows, "<u4", offset=1).reshape(-1, 3).tolist()]
 
     def cut(self, cell_bytes: int) -> Iterator[tuple[int, int, bytes]]:
         """Give span number, length in bytes and digest of each cell."""
-        if self.cells[0] > 2:
+        if self.cells[0] > 1:
             refuse("a form of cells that is not known")
-        digests = self.cells[1:] if self.cells[0] < 2 else msgspec.msgpack.decode(self.cells[1:])[4]
+        digests = self.cells[1:] if not self.cells[0] else msgspec.msgpack.decode(self.cells[1:])[2]
         c, i = cell_bytes // self.width, 0
         for number, (_, _, lo, hi) in enumerate(self.spans()):
             ends = [*range(lo // c * c + c, hi, c), hi]

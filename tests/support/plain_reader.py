@@ -82,7 +82,7 @@ class Checkpoint:
         spans, cells = list(entry.spans()), list(entry.cut(self.index["cell_bytes"]))
         data, at = [b""] * len(spans), 0
         for count, blob, begin in entry.places():
-            mine = cells[at : at + count] if count else cells
+            mine = cells[at : at + count]
             if len({number for number, _, _ in mine}) != 1 or blob >= len(self.blobs) or begin < 4096:
                 refuse(f"a row of {entry.key}")
             stored = (self.root / "objects" / self.blobs[blob][0]).read_bytes()

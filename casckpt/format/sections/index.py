@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
@@ -82,6 +82,7 @@ class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
 
     ``kind``, ``dtype``: numbers of ``kinds`` and ``dtypes``, which come with the bytes of an element. ``rank``: 0 for
     none, else one more. ``dimensions``: their number; ``shape``: those of all entries, one after the other.
+    ``unhashed``: numbers of the entries whose bytes were taken to be unchanged on the user's word, or some of them.
     """
 
     kinds: list[str]
@@ -93,6 +94,7 @@ class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
     dtype: bytes
     dimensions: bytes
     shape: bytes
+    unhashed: bytes
 
 
 class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,7 +220,9 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
-def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[Shape]) -> EntryColumns:
+def entry_columns(
+    names: Sequence[Name], types: Sequence[str], shapes: Sequence[Shape], unhashed: Collection[Name]
+) -> EntryColumns:
     """Return the columns of streams, with the dtype and shape of each.
 
     Raises InvalidInput for a key that no reader would take, Refused for a dtype that is not known.
@@ -238,4 +242,5 @@ def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),
+        unhashed=pack([number for number, name in enumerate(names) if name in unhashed] if unhashed else []),
     )
