@@ -40,7 +40,7 @@ from casckpt.format.sections.head import (
     check_size,
     decode_head,
 )
-from casckpt.format.sections.index import TENSOR, ManifestBody, StoredAttachment, StoredObject, StreamEntry
+from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_table
 from casckpt.lazy import cached_property
@@ -235,14 +235,14 @@ class Manifest:
         readers = (vars(self).get(name) for name in ("_cells", "_rows", "_objects"))
         return any(one is not None and one.is_spoilt for one in readers)
 
-    def data(self, one: StoredObject | StoredAttachment) -> bytes:
+    def data(self, one: StoredObject) -> bytes:
         """Return the data of an object or attachment. Raises Damaged, and what reading does."""
         try:
             return bytes(self._objects.get(one.number))
         except Damaged as error:
-            raise _unfit(self.id, error, one.key if isinstance(one, StoredObject) else one.name) from error
+            raise _unfit(self.id, error, one.key) from error
 
-    def size(self, one: StoredAttachment) -> int:
+    def size(self, one: StoredObject) -> int:
         """Return the bytes of a short attachment."""
         return self._objects.length(one.number)
 

@@ -110,7 +110,7 @@ def test_a_manifest_comes_back() -> None:
     ]  # fmt: skip
     assert [manifest.data(one) for one in body.objects] == [b"\x01", b"pickle"]
     (attached,) = body.attachments
-    assert (attached.name, manifest.size(attached), manifest.data(attached)) == ("a.txt", 5, b"hello")
+    assert (attached.key, manifest.size(attached), manifest.data(attached)) == ("a.txt", 5, b"hello")
     assert manifest.faults() == []
     assert manifest.encoded() == made.data
     _use(manifest)
@@ -137,7 +137,7 @@ def test_the_id_is_of_what_was_saved_and_not_of_where_it_lies() -> None:
 
 def draft_with(refs: Sequence[BlobRef], streams: Any) -> Draft:
     return Draft(
-        **{name: getattr(drawn(), name) for name in Draft.__dataclass_fields__} | {"blobs": refs, "streams": streams}
+        **{name: getattr(drawn(), name) for name in Draft.__struct_fields__} | {"blobs": refs, "streams": streams}
     )
 
 

@@ -125,7 +125,7 @@ class _Job:
     def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[dict[str, ViewTensor | bytes], list[str]]:
         """Attachments by name, short ones whole; and the names of those that are of no use in the folder."""
         manifest = self.manifest
-        found: dict[str, ViewTensor | bytes] = {one.name: manifest.data(one) for one in manifest.body.attachments}
+        found: dict[str, ViewTensor | bytes] = {one.key: manifest.data(one) for one in manifest.body.attachments}
         for number, entry in enumerate(manifest.entries):
             if entry.kind == ATTACHMENT:
                 found[entry.key] = ViewTensor(entry.key, number, entry)
