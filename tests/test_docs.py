@@ -56,7 +56,7 @@ STRUCTS = (
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.Mirrored, records.Kept, records.Announced,
     index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
-    pieces.Pieces, tables.CellColumns, tables.RowColumns,
+    pieces.Pieces, tables.CellSpans,
 )  # fmt: skip
 
 

@@ -179,8 +179,8 @@ PLANTED = (
     Planted(
         "the record that lets a rewrite stand is not announced",
         "casckpt/repository/commits.py",
-        "Announcement(record.txid, 0, COMMITTED), *replaced], seen=seen)\n",
-        "Announcement(record.txid, 0, COMMITTED)], seen=seen)\n",
+        "announce(repo, [(record.txid, 0), *replaced], seen=seen)\n",
+        "announce(repo, [(record.txid, 0)], seen=seen)\n",
         REWRITING,
     ),
     Planted(
@@ -465,15 +465,15 @@ PLANTED = (
     Planted(
         "an extent may end one past its blob",
         "casckpt/format/sections/tables.py",
-        "not ((room >= 0) & (numel <= room // itemsize)).all():",
-        "not ((room >= 0) & (numel <= room // itemsize + 1)).all():",
+        "offset + (hi - lo) * itemsize > blob_sizes[blob]:",
+        "offset + (hi - lo - 1) * itemsize > blob_sizes[blob]:",
         "tests/format/sections/test_tables.py",
     ),
     Planted(
-        "a whole tensor may end one past its blob",
+        "a row may hold cells of two spans",
         "casckpt/format/sections/tables.py",
-        "    if nbytes > blob_sizes.item(blob) - offset:",
-        "    if nbytes - itemsize > blob_sizes.item(blob) - offset:",
+        "if not cells or number > last:",
+        "if not cells:",
         "tests/format/sections/test_tables.py",
     ),
     Planted(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +27,7 @@ from casckpt.format.sections.head import (
     Section,
     assemble,
 )
-from casckpt.format.sections.index import ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
+from casckpt.format.sections.index import Description, ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells, encode_rows
 
@@ -52,28 +51,17 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
+class Draft(Description, frozen=True, kw_only=True):
     """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
 
-    The other fields: see `ManifestBody`.
+    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen.
     """
 
-    casckpt: str
-    torch: str
-    run: str
-    step: int
-    created_at: int
-    parent: ManifestId | None
-    world_size: int
-    cell_bytes: int
-    metadata: msgspec.Raw
     blobs: Sequence[BlobRef]
     streams: Mapping[Name, tuple[str, ExtentTable]]
+    unhashed: Collection[Name] = ()
     objects: Sequence[ObjectEntry] = ()
     attachments: Sequence[Attachment] = ()
-    tree: bytes = b""
-    notes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Encoded(NamedTuple):
@@ -104,19 +92,9 @@ def encode(draft: Draft) -> Encoded:
     rows, row_bytes = cut([encode_rows(table) for table in tables])
     data, data_bytes = cut([*(one.data for one in draft.objects), *(one.data for one in draft.attachments)])
     body = ManifestBody(
+        **{name: getattr(draft, name) for name in Description.__struct_fields__},
         format=FORMAT_VERSION,
-        casckpt=draft.casckpt,
-        torch=draft.torch,
-        run=draft.run,
-        step=draft.step,
-        created_at=draft.created_at,
-        parent=draft.parent,
-        world_size=draft.world_size,
-        cell_bytes=draft.cell_bytes,
-        metadata=draft.metadata,
-        entry_columns=entry_columns(
-            list(draft.streams), [dtype for dtype, _ in draft.streams.values()], [table.shape for table in tables]
-        ),
+        entry_columns=entry_columns(draft.streams, draft.unhashed),
         object_columns=ObjectColumns(
             keys=[one.key for one in draft.objects],
             rank=pack_ranks(one.rank for one in draft.objects),
@@ -126,8 +104,6 @@ def encode(draft: Draft) -> Encoded:
         attachment_names=[one.name for one in draft.attachments],
         cells=cells,
         data=data,
-        tree=draft.tree,
-        notes=dict(draft.notes),
     )
     body.check()
     places = msgspec.msgpack.encode(Places(why=FIRST, rows=rows))

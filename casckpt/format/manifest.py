@@ -23,7 +23,6 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
-from casckpt.format.columns import Ints
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -41,9 +40,9 @@ from casckpt.format.sections.head import (
     check_size,
     decode_head,
 )
-from casckpt.format.sections.index import TENSOR, ManifestBody, StoredAttachment, StoredObject, StreamEntry
+from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
-from casckpt.format.sections.tables import decode_table, frame_of
+from casckpt.format.sections.tables import decode_table
 from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)
@@ -121,7 +120,7 @@ class Manifest:
         self._read = read
 
     @property
-    def blob_sizes(self) -> Ints:
+    def blob_sizes(self) -> Sequence[int]:
         """Bytes of each blob's file."""
         return self.blob_list.sizes
 
@@ -214,8 +213,8 @@ class Manifest:
         """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does."""
         try:
             cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
-            frame = frame_of(entry.shape, entry.itemsize, self.body.cell_bytes)
-            return decode_table(cells, rows, frame, self.blob_list.sizes)
+            cell = self.body.cell_bytes // entry.itemsize
+            return decode_table(cells, rows, self.blob_sizes, shape=entry.shape, itemsize=entry.itemsize, cell=cell)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 
@@ -236,14 +235,14 @@ class Manifest:
         readers = (vars(self).get(name) for name in ("_cells", "_rows", "_objects"))
         return any(one is not None and one.is_spoilt for one in readers)
 
-    def data(self, one: StoredObject | StoredAttachment) -> bytes:
+    def data(self, one: StoredObject) -> bytes:
         """Return the data of an object or attachment. Raises Damaged, and what reading does."""
         try:
             return bytes(self._objects.get(one.number))
         except Damaged as error:
-            raise _unfit(self.id, error, one.key if isinstance(one, StoredObject) else one.name) from error
+            raise _unfit(self.id, error, one.key) from error
 
-    def size(self, one: StoredAttachment) -> int:
+    def size(self, one: StoredObject) -> int:
         """Return the bytes of a short attachment."""
         return self._objects.length(one.number)
 

@@ -292,7 +292,7 @@ class Store:
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
         manifest = manifests.get(self.repository, self._resolve(ref))
-        short = {one.name: manifest.size(one) for one in manifest.body.attachments}
+        short = {one.key: manifest.size(one) for one in manifest.body.attachments}
         return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:

@@ -51,12 +51,13 @@ def columns(*raw: bytes) -> list[Any]:
     return list(zip(*map(column, raw), strict=True))
 
 
-def pieces(table: list[bytes], section: bytes, what: str) -> list[bytes]:
+def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
     """Cut a section into its pieces, each proved with its group."""
-    at, first = ([*accumulate(column(each), initial=0)] for each in table[:2])
-    check(at[-1] == len(section) and first[-1] == len(at) - 1, f"the table of {what} does not fit it")
+    lengths, each, hashes = column(table[0]), table[1], table[2]
+    at, first = [*accumulate(lengths, initial=0)], [*range(0, len(lengths), each), len(lengths)]
+    check(at[-1] == len(section) and len(hashes) == 32 * (len(first) - 1), f"the table of {what} does not fit it")
     for number, (a, b) in enumerate(pairwise(first)):
-        proved(section[at[a] : at[b]], table[2][32 * number : 32 * number + 32], f"group {number} of {what}")
+        proved(section[at[a] : at[b]], hashes[32 * number : 32 * number + 32], f"group {number} of {what}")
     return [section[a:b] for a, b in pairwise(at)]
 
 
@@ -77,15 +78,14 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
 
 def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], bytes]]:
     """Give for each cell the places of its elements in the tensor, and its digest."""
-    n, c, places = len(entry.shape), cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
-    boxes, spans, digests = [*[0] * n, *entry.shape], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
-    if entry.cells[:1] == b"\2":
-        more, *numbers, digests, _ = decode(entry.cells[1:])
-        boxes, spans = boxes + column(more), columns(*numbers)
-    check(entry.cells[:1] <= b"\2" and spans == sorted(spans), "spans out of order, or a form that is not known")
+    c, places = cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
+    boxes, spans, digests = [], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
+    if entry.cells[:1] == b"\1":
+        boxes, spans, digests = decode(entry.cells[1:])
+    check(entry.cells[:1] <= b"\1" and spans == sorted(spans), "spans out of order, or a form that is not known")
     found: list[np.ndarray[Any, Any]] = []
     for box, lo, hi in spans:
-        offset, shape = (boxes[i : i + n] for i in (2 * n * box, 2 * n * box + n))
+        offset, shape = [((0,) * len(entry.shape), entry.shape), *boxes][box]
         inside = places[tuple(slice(a, a + b) for a, b in zip(offset, shape, strict=True))].reshape(-1)
         check(lo < hi <= len(inside) == prod(shape), f"a span of {entry.key}")
         found += [inside[a:b] for a, b in pairwise([lo, *range(lo // c * c + c, hi, c), hi])]
@@ -127,9 +127,9 @@ class Checkpoint:
         """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
-        cells, form, body = iter(cells_of(entry, self.index["cell_bytes"])), entry.rows[:1], entry.rows[1:]
-        one = [(None, *struct.unpack("<II", body))] if form == b"\0" else []
-        for count, blob, begin in columns(*decode(body)) if form == b"\1" else one:
+        cells, rows = iter(cells_of(entry, self.index["cell_bytes"])), struct.iter_unpack("<III", entry.rows[1:])
+        check(entry.rows[:1] <= b"\0", "a form of rows that is not known")
+        for count, blob, begin in rows:
             stored, at = (self.root / self.blobs[blob][0]).read_bytes(), begin
             for where, digest in islice(cells, count):
                 raw = proved(stored[at : at + len(where) * entry.width], digest, f"a cell of {entry.key}")

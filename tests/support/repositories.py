@@ -142,6 +142,7 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
         "metadata": msgspec.Raw(msgspec.msgpack.encode({})),
         "cell_bytes": 1 << 20,
         "streams": {},
+        "tree": b"",
     }
     return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **(values | fields))
 

@@ -156,7 +156,7 @@ class Download:
             self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
-        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
+        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         slots = BlobReaders(self.repo, self.manifest, batches, shared=shared)
         if batches and threads > 1 and not traits.remote:
             if slots.is_in_memory(batches[0].blob):

@@ -206,13 +206,13 @@ def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
     """The contents of one attachment. Raises NotFound."""
     for short in manifest.body.attachments:
-        if short.name == name:
+        if short.key == name:
             return manifest.data(short)
     contents = Contents(manifest, options.rank)
     number = contents.numbers.get((ATTACHMENT, name, 0))
     if number is None:
         long = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
-        there = sorted([*long, *(short.name for short in manifest.body.attachments)])
+        there = sorted([*long, *(short.key for short in manifest.body.attachments)])
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
         where = f"{manifest.body.run}@{manifest.body.step}"
         raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")

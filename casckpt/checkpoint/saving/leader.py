@@ -241,6 +241,7 @@ class Leader:
             metadata=raw,
             blobs=refs,
             streams=described.extents,
+            unhashed=described.unhashed,
             objects=[one for rank in stored for one in rank.objects],
             attachments=[one for rank in stored for one in rank.attachments],
             tree=tree,
