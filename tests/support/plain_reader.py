@@ -29,7 +29,13 @@ from tests.support.plain_values import decode, nest
 
 TXID = r"\d{8}T\d{12}Z-[0-9a-f]{16}-[0-9a-f]{16}-(?:0|[1-9]\d*)"
 NUMBER = r"(?:0|[1-9]\d{0,8})"
-STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ("forgotten", "purged", "revoked")}
+ENDED = ("forgotten", "purged", "revoked", "replaced")
+STATES = {"committed": "visible", "restored": "visible"} | {name: name for name in ENDED}
+
+
+def origin(txid: str, first: dict[str, Any]) -> str:
+    """Give what orders checkpoints: the transaction of the first save."""
+    return str(first.get("origin") or txid)
 
 
 class Checkpoint:
@@ -175,15 +181,35 @@ class Store:
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
         """Fold the log of a transaction: its state ("": none) and its first record."""
+        state, first, _ = self.folded(txid)
+        return (state if state != "visible" or self.stands(txid, first) else "void"), first
+
+    def stands(self, txid: str, first: dict[str, Any]) -> bool:
+        """Tell whether a rewrite stands, by the log of its base; what is no rewrite does."""
+        if first.get("replaces") is None:
+            return True
+        base, number = first["replaces"]
+        if base >= txid:
+            refuse(f"{txid} rewrites what is later")
+        _, its_first, links = self.folded(base)
+        return links.get(number) == txid and self.stands(base, its_first)
+
+    def folded(self, txid: str) -> tuple[str, dict[str, Any], dict[int, str]]:
+        """Fold a log by itself; last: which of its records say that it is replaced, and by what."""
         state, first, number = "", dict[str, Any](), 0
+        links: dict[int, str] = {}
         while (self.root / (key := f"commits/{txid}" + (f".{number}" if number else ""))).exists():
             record = self.record(key)
             if record["txid"] != txid:
                 refuse(f"{key} tells of another transaction")
             if record["type"] != "kept" and state not in {"purged", "revoked"}:
                 state = STATES[record["type"]]
+            if record["type"] == "restored":
+                links = {}
+            elif record["type"] == "replaced":
+                links[number] = record["by"]
             first, number = first or record, number + 1
-        return state, first
+        return state, first, links
 
     def logs(self) -> dict[str, tuple[str, dict[str, Any]]]:
         """Give all transactions that ended, in their order; what is superseded is visible too."""
@@ -192,11 +218,13 @@ class Store:
     def visible(self) -> dict[tuple[str, int], str]:
         """Give the transaction that answers to each run and step."""
         logs = self.logs().items()
-        return {(first["run"], first["step"]): txid for txid, (state, first) in logs if state == "visible"}
+        seen = [(origin(txid, one), one["run"], one["step"], txid) for txid, (state, one) in logs if state == "visible"]
+        return {(run, step): txid for _, run, step, txid in sorted(seen)}
 
     def newest_listed(self, run: str) -> str:
         """Find the newest visible checkpoint of a run by commits/."""
-        return max((txid for (name, _), txid in self.visible().items() if name == run), default="")
+        found = (txid for (name, _), txid in self.visible().items() if name == run)
+        return max(found, key=lambda txid: origin(txid, self.log(txid)[1]), default="")
 
     def newest_announced(self, run: str) -> str:
         """Find it by the announcements of the run, from the newest downwards."""
@@ -210,7 +238,8 @@ class Store:
             digits = f"{999_999_999 - number:09d}"
             record = self.record(f"{folder}/{digits[:6]}/{digits[6:]}")
             for txid, _, kind in record["announced"]:
-                if txid >= best and self.log(txid)[0] == "visible":
+                state, first = self.log(txid)
+                if state == "visible" and (not best or origin(txid, first) >= origin(best, self.log(best)[1])):
                     best = txid
                     floor = max(floor, record.get("seen", -1)) if kind == "committed" else floor
             number -= 1
