@@ -61,6 +61,11 @@ def rewritten(repo: Repository) -> None:
     collect(repo)
 
 
+def rewritten_twice(repo: Repository) -> None:
+    rewritten(repo)
+    rewritten(repo)
+
+
 def undone(repo: Repository) -> None:
     """The rewrite that a load reads is undone, and its bytes are deleted."""
     old = next(one for one in list_commits(repo).live() if one.last == "replaced")
@@ -71,7 +76,7 @@ def undone(repo: Repository) -> None:
 
 CHANGES: dict[str, Callable[[Repository], None]] = {
     "rewritten": rewritten,
-    "rewritten twice": lambda repo: [rewritten(repo) for _ in range(2)] and None,
+    "rewritten twice": rewritten_twice,
     "undone": undone,
 }
 
