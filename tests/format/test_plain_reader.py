@@ -16,10 +16,13 @@ import torch
 from blake3 import blake3
 
 import casckpt
+from casckpt.repository.commits import forget, purge, refresh, restore
 from tests.support import plain_reader
 from tests.support.exact import same
 from tests.support.plain_examples import EXAMPLES
 from tests.support.plain_reader import Checkpoint, DamagedError, Entry, Store, cells_of, column, read_head
+from tests.support.rewrites import move
+from tests.support.saves import cells, small_folder
 
 ODD = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.bfloat16]
 NATIVE = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32]
@@ -68,7 +71,7 @@ def txids(folder: Path) -> list[str]:
 
 
 def newest_listed(store: Store, run: str) -> str:
-    return max((txid for (name, _), txid in store.visible().items() if name == run), default="")
+    return max((txid for (name, _), txid in store.visible().items() if name == run), key=store.origin, default="")
 
 
 def _newest(folder: Path, run: str) -> Checkpoint:
@@ -152,6 +155,20 @@ def test_runs_steps_shared_cells_and_what_was_forgotten(tmp_path: Path) -> None:
         assert _newest(tmp_path, run).index["step"] == store.get(f"{run}@latest").step
     assert plain.newest_announced("c") == newest_listed(plain, "c") == ""
     assert plain.tags() == {"best": store.get("a@6").id}
+
+
+def test_what_was_rewritten_and_undone(tmp_path: Path) -> None:
+    store = small_folder(tmp_path)
+    repo = store.repository
+    saved = [store.save({"a": cells(2, seed=step)}, run="a", step=step).commit for step in range(4)]
+    made = [move(repo, one) for one in saved[:3]]
+    again = move(repo, made[0])
+    purge(repo, refresh(repo, made[0]))
+    back = restore(repo, refresh(repo, saved[1]))
+    forget(repo, made[2])
+    plain = Store(tmp_path)
+    assert plain.visible() == {("a", 0): again.txid, ("a", 1): back.txid, ("a", 3): saved[3].txid}
+    assert _newest(tmp_path, "a").record["txid"] == saved[3].txid
 
 
 def test_the_later_of_two_of_one_step_answers(tmp_path: Path) -> None:

@@ -186,19 +186,37 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
-    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Fold the log of a transaction: its state ("": none) and its first record."""
+    def folded(self, txid: str) -> tuple[str, dict[str, Any], dict[int, str]]:
+        """Fold a log by itself: its state ("": none), its first record, and by what records say that it is replaced."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
             log.append(self.record(key))
             key = f"commits/{txid}.{len(log)}"
         check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
         told = [record["type"] for record in log if record["type"] != "kept"] or [""]
-        return STATES.get(told[-1], told[-1]), log[0] if log else {}
+        undone = max((number for number, record in enumerate(log) if record["type"] == "restored"), default=0)
+        by = {n: record["by"] for n, record in enumerate(log) if n > undone and record["type"] == "replaced"}
+        return STATES.get(told[-1], told[-1]), log[0] if log else {}, by
+
+    def stands(self, txid: str, first: dict[str, Any]) -> bool:
+        """Tell whether a rewrite stands, by the log of its base; what is no rewrite does."""
+        base, number = first.get("replaces") or ("", 0)
+        check(base < txid, f"{txid} rewrites what is later")
+        _, its_first, by = self.folded(base) if base else ("", {}, {0: txid})
+        return by.get(number) == txid and (not base or self.stands(base, its_first))
+
+    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
+        """Give the state of a transaction, and its first record."""
+        state, first, _ = self.folded(txid)
+        return state if state != "visible" or self.stands(txid, first) else "void", first
+
+    def origin(self, txid: str) -> str:
+        """Give what orders checkpoints: the transaction of the first save."""
+        return str(self.record(f"commits/{txid}").get("origin") or txid) if txid else ""
 
     def visible(self) -> dict[tuple[str, int], str]:
         """Give the transaction that answers to each run and step."""
-        logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
+        logs = [(txid, *self.log(txid)) for txid in sorted(self._names("commits", TXID), key=self.origin)]
         return {(first["run"], first["step"]): txid for txid, state, first in logs if state == "visible"}
 
     def newest_announced(self, run: str) -> str:
@@ -208,8 +226,9 @@ class Store:
             for three in self._names(f"{folder}/{six}", r"\d{3}"):
                 record = self.record(f"{folder}/{six}/{three}")
                 told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
-                if 999_999_999 - int(six + three) > floor and max(told, default="") > best:
-                    best, floor = max(told), record.get("seen", -1)
+                found = max(told, key=self.origin, default="")
+                if 999_999_999 - int(six + three) > floor and self.origin(found) >= self.origin(best) and found:
+                    best, floor = found, record.get("seen", -1)
         return best
 
     def tags(self) -> dict[str, str]:
