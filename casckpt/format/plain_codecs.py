@@ -105,8 +105,7 @@ def _key_step(mapping: Any, index: int) -> str:
 
 
 def _ordered_step(mapping: Any, index: int) -> str:
-    head = len(vars(mapping))
-    return _key_step(mapping, index - head) if index >= head else "._metadata"
+    return _key_step(mapping, index - 1) if index else "._metadata"
 
 
 def _attribute_step(value: Any, index: int) -> str:
@@ -117,13 +116,12 @@ def _split_ordered(value: OrderedDict[Any, Any]) -> list[Any]:
     extra = set(vars(value)) - {"_metadata"}
     if extra:
         raise Unfit(f"an OrderedDict with the attributes {sorted(extra)}", "remove the attributes")
-    return [*vars(value).values(), *_pairs(value)]
+    return [vars(value).get("_metadata"), *_pairs(value)]
 
 
 def _join_ordered(children: list[Any]) -> OrderedDict[Any, Any]:
-    head = len(children) % 2  # an odd count: _metadata stands before the pairs
-    found = OrderedDict(_mapping(children[head:]))
-    if head:
+    found = OrderedDict(_mapping(children[1:]))
+    if children[0] is not None:
         vars(found)["_metadata"] = children[0]
     return found
 

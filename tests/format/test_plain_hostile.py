@@ -23,6 +23,8 @@ HOSTILE: list[Any] = [
     [None],
     ["dict", 1],
     ["dict", 1, 2, True, 3],
+    ["OrderedDict"],
+    ["OrderedDict", 1, 2],
     ["dict", ["list"], 1],
     ["set", ["list"]],
     ["set", 1, 1],

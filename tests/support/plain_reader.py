@@ -257,7 +257,7 @@ def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) ->
         return KINDS[kind](*found.values())
     shown = [plain(decode(extra), {})] if extra else []
     if kind == "OrderedDict":
-        return ordered(*shown, *chain(*found.items()))
+        return ordered(*(shown or [None]), *chain(*found.items()))
     return shown[0] | found if shown else found
 
 
@@ -271,9 +271,8 @@ def after(change: Callable[[Any], object], made: Any) -> Any:
 
 
 def ordered(*children: Any) -> Any:
-    head = len(children) % 2
-    extra = {"_metadata": children[0]} if head else {}
-    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[head:])))
+    extra = {} if children[0] is None else {"_metadata": children[0]}
+    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[1:])))
 
 
 def dtype_of(form: Any) -> Any:
