@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from casckpt.checkpoint.agreement import StoreIdentity
-from casckpt.checkpoint.saving.known import DamagedBlobs, ReusableManifests, known_by_reading
+from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
@@ -36,7 +36,6 @@ from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
-from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.tensors.dtypes import dtype_name
@@ -53,12 +52,11 @@ class LocalStorageData:
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """What the coordinator puts into the plan of a rank. ``commits``: of the checkpoints whose cells may be reused."""
+    """What the coordinator puts into the plan of a rank."""
 
     number: bytes
     txid: TxId
-    commits: Sequence[Commit]
-    damaged: DamagedBlobs
+    knowledge: Knowledge
     home: StoreIdentity
 
 
@@ -104,7 +102,7 @@ class WriterSession:
         self.checkpoint = ""
         self._leader: Leader | None = None
         self._last_resort: weakref.finalize[..., WriterSession] | None = None
-        self._known: KnownCells | None = None
+        self._known: Knowledge | None = None
         self._txid: TxId | None = None
         self._extra = Prepared([], [], [], b"")
         self._written: Written | None = None
@@ -143,17 +141,14 @@ class WriterSession:
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
             self._txid = leader.start()
-            sources = leader.sources(_streams(plans))
-            self._known = sources.known()
-        return [replace(plan, storage_data=self._answer(plan, sources)) for plan in plans]
+            self._known = known = leader.knowledge(_streams(plans))
+        return [replace(plan, storage_data=self._answer(plan, known)) for plan in plans]
 
-    def _answer(self, plan: SavePlan, sources: ReusableManifests) -> GlobalStorageData | None:
+    def _answer(self, plan: SavePlan, knowledge: Knowledge) -> GlobalStorageData | None:
         asked = plan.storage_data
         if not isinstance(asked, LocalStorageData) or self._txid is None:
             return None
-        return GlobalStorageData(
-            asked.number, self._txid, sources.commits, sources.damaged, StoreIdentity.of(self.repo)
-        )
+        return GlobalStorageData(asked.number, self._txid, knowledge, StoreIdentity.of(self.repo))
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
@@ -217,16 +212,16 @@ class WriterSession:
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells]:
         """(whose folder to upload to, what may be reused)."""
         if self._known is not None and self._txid is not None:
-            return self._txid, self._known
+            return self._txid, known_from(self.repo, self.options.run, self._known)
         told, options = plan.storage_data, self.options
         if isinstance(told, GlobalStorageData) and told.number == self.number:
             told.home.check_shared(self.repo, told.txid)
-            return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
+            return told.txid, known_from(self.repo, options.run, told.knowledge)
         if isinstance(told, GlobalStorageData):
             told.home.check(self.repo)
         parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
-        sources = ReusableManifests(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
-        return self.repo.new_txid(options.run, options.step), sources.known()
+        knowledge = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
+        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge)
 
 
 def _give_up(leader: Leader, process: int) -> None:
