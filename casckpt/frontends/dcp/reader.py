@@ -168,10 +168,8 @@ class StorageReader(Protocol):
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
-        progress = Progress(self._shown).of(None)
-        download = Download(
-            self._store.repository, self._now.manifest, self._options.verify, self._threads, progress, ranks
-        )
+        repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
+        download = Download(repo, self._now.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
         self._now.manifest.ready([self._now.tensor(index)[0] for index in tensors], ())
         for window in _windows(plan.items, planner):
