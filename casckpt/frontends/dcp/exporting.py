@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.format.sections.index import StreamEntry
@@ -79,9 +80,7 @@ def casckpt_to_dcp(
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
-    opened = Opened(
-        opened_store, checkpoint, rank=0, verify=True, allow_pickle=allow_pickle, threads=usable_threads(None)
-    )
+    opened = Opened(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     counted = Progress(progress).of(checkpoint.stats.bytes_total)

@@ -34,14 +34,11 @@ from casckpt.tensors.untrusted import MISREAD
 class Opened:
     """One checkpoint, opened by one rank."""
 
-    def __init__(
-        self, store: Store, checkpoint: Checkpoint, *, rank: int, verify: bool, allow_pickle: bool, threads: int
-    ) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
         self.manifest = manifests.get(self._repo, checkpoint.commit)
-        self._contents = Contents(self.manifest, rank)
-        self._options = LoadOptions(verify=verify, allow_pickle=allow_pickle, threads=threads, rank=rank)
+        self._contents = Contents(self.manifest, options.rank)
 
     @cached_property
     def note(self) -> Note:
