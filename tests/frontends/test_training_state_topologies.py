@@ -86,7 +86,7 @@ def pairs_of(seed: int, *, full: bool) -> dict[str, list[str]]:
     """For each topology those whose checkpoints it loads: one, so that each is loaded once; all with --full."""
     names = list(TOPOLOGIES)
     if full:
-        return {name: names for name in names}
+        return dict.fromkeys(names, names)
     random.Random(seed).shuffle(names)
     return {name: [other] for name, other in zip(names, names[1:] + names[:1], strict=True)}
 
