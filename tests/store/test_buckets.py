@@ -38,7 +38,7 @@ from tests.support.servers import Server
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-RACERS, SAVERS, SAVES = 8, 4, 5
+RACERS, SAVERS, SAVES = 8, 4, 3
 NEW = 250  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
 MIB = 1 << 20
 
