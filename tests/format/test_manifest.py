@@ -366,6 +366,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
         _set("entries", "shape", to=pack([300, 5])),
         _set("objects", "rank", to=pack([0])),
         _set("objects", "parts", to=b""),
+        _set("objects", "keys", to=["o" * (MAX_KEY_CHARACTERS + 1), "p"]),
         _set("attachments", to=["a/../../up"]),
         _set("attachments", to=["/etc/passwd"]),
         _set("attachments", to=[]),
