@@ -234,17 +234,19 @@ def only_box(shape: Shape) -> tuple[Box, ...]:
 
 
 def join(tables: Sequence[ExtentTable]) -> ExtentTable:
-    """Join the extents of several tables of one tensor, sorted. Overlaps are not checked here."""
+    """Join the extents of several tables of one tensor, sorted, whoever has which. Overlaps are not checked here."""
     if len(tables) == 1:
         return tables[0]
     first = tables[0]
-    boxes: dict[Box, int] = {}
+    others = {box for table in tables for box in table.boxes[1:]}
+    boxes = (first.boxes[0], *sorted(others, key=lambda box: (box.offset, box.shape)))
+    number_of = {box: number for number, box in enumerate(boxes)}
     rows = []
     for table in tables:
-        numbers = np.array([boxes.setdefault(box, len(boxes)) for box in table.boxes], dtype=np.int64)
+        numbers = np.array([number_of[box] for box in table.boxes], dtype=np.int64)
         rows.append(table.columns._replace(box=numbers[table.columns.box]))
     columns = Columns(*(np.concatenate(column) for column in zip(*rows, strict=True)))
-    joined = ExtentTable(first.shape, first.itemsize, first.cell, tuple(boxes), columns)
+    joined = ExtentTable(first.shape, first.itemsize, first.cell, boxes, columns)
     return _reordered(joined, np.lexsort((columns.lo, columns.box)))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from casckpt.format.extents import DIGEST_BYTES, Whole, build, byte_ranges, join, with_blobs
 from casckpt.format.regions import Box, Region, full_box, intersect
+from casckpt.format.sections.tables import encode_cells
 from tests.support.geometry import Case, cases, digest, stored_cell
 
 
@@ -77,3 +78,4 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
     assert sorted(found, key=repr) == sorted(want, key=repr)
     keys = list(zip(joined.columns.box.tolist(), joined.columns.lo.tolist(), strict=True))
     assert keys == sorted(keys)
+    assert encode_cells(joined) == encode_cells(case.table), "whichever rank held which of them"
