@@ -8,7 +8,7 @@ new extent. How they are stored is said in `casckpt.format.sections.tables`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -125,7 +125,7 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     """Build a table from cells in any order; cells that follow each other become one extent."""
     full = full_box(shape)
     others = {one.box for one in cells if one.box is not full} - {full}
-    boxes = (full, *sorted(others, key=lambda box: (box.offset, box.shape)))
+    boxes = _boxes(full, others)
     numbers = {box: number for number, box in enumerate(boxes)} if others else {}
 
     def number(one: StoredCell) -> int:
@@ -151,17 +151,23 @@ def _follows(one: StoredCell, last: StoredCell, cell: int) -> bool:
 
 
 def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
-    """Join the extents of tables of one tensor, with ``numbers[i]`` of each in place of its blob i.
+    """Join the extents of tables of one tensor, with ``numbers[i]`` of each in place of its blob i, whoever has which.
 
     Overlaps are not checked here.
     """
-    boxes: dict[Box, int] = {}
+    first = parts[0][0]
+    boxes = _boxes(first.boxes[0], {box for table, _ in parts for box in table.boxes[1:]})
+    number_of = {box: number for number, box in enumerate(boxes)}
     extents: list[Extent] = []
     for table, numbers in parts:
-        places = [boxes.setdefault(box, len(boxes)) for box in table.boxes]
+        places = [number_of[box] for box in table.boxes]
         extents += [
             Extent(places[one.box], one.lo, one.hi, numbers[one.blob], one.offset, one.digests) for one in table.extents
         ]
     extents.sort(key=_begin)
-    first = parts[0][0]
-    return ExtentTable(first.shape, first.itemsize, first.cell, tuple(boxes), tuple(extents))
+    return ExtentTable(first.shape, first.itemsize, first.cell, boxes, tuple(extents))
+
+
+def _boxes(full: Box, others: Set[Box]) -> tuple[Box, ...]:
+    """Return the boxes of a table in the order of their numbers: equal cells are to have equal tables."""
+    return (full, *sorted(others, key=lambda box: (box.offset, box.shape)))

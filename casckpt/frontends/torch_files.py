@@ -10,6 +10,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -31,7 +32,7 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
+from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
@@ -204,7 +205,7 @@ class _Export:
         tensors: list[ViewTensor] = []
 
         def leaf(key: str, node: Leaf) -> Any:
-            if node.kind != TENSOR:
+            if node != TENSOR:
                 return objects[key]
             tensors.append(ViewTensor(key, *self._contents.stored_tensor(key)))
             return self._empty(tensors[-1].entry)
@@ -253,10 +254,11 @@ def _filled(path: Path, tensors: Sequence[ViewTensor], reader: WindowReader) -> 
 
 def _of_plain_kinds(node: Node) -> Node:
     """The same tree, of the kinds of containers that torch's restricted unpickler makes."""
-    if isinstance(node, Leaf):
+    if isinstance(node, int):
         return node
-    children = tuple((element, _of_plain_kinds(child)) for element, child in node.children)
-    return Container(DICT, children) if node.kind == DEFAULT else Container(node.kind, children, node.extra)
+    found: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
+    made: Node = found if isinstance(node, defaultdict) else container(type(node), found, node)
+    return made
 
 
 def _is_read(value: Any) -> bool:

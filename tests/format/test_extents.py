@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable, build, join
 from casckpt.format.regions import Box, Region, full_box, intersect
+from casckpt.format.sections.tables import encode_cells
 from tests.support.geometry import Case, cases, digest, stored_cell
 
 
@@ -86,3 +87,4 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
     want = [place._replace(blob=(2, 0, 1)[place.blob]) for place in case.cells]
     assert sorted(found, key=repr) == sorted(want, key=repr)
     _check_order(joined)
+    assert encode_cells(joined) == encode_cells(case.table), "whichever rank held which of them"

@@ -27,7 +27,7 @@ from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells
-from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
+from casckpt.format.tree import decode_tree, encode_tree
 from tests.support.geometry import table_of
 from tests.support.ids import named
 from tests.support.ranks import outcome_of
@@ -47,7 +47,7 @@ def drawn(**fields: Any) -> Draft:
         (TENSOR, "b", 0, 3): ("bfloat16", one),
         (PART, "o", 0, None): ("uint8", table_of((0,), 4096, [])),
     }
-    tree = encode_tree(Container("dict", (("w", Leaf("tensor")), ("b", Leaf("tensor")), ("o", Leaf("object")))))
+    tree = encode_tree({"w": 0, "b": 0, "o": 1})
     values: dict[str, Any] = {
         "run": "sft",
         "step": 7,
@@ -366,6 +366,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
         _set("entries", "shape", to=pack([300, 5])),
         _set("objects", "rank", to=pack([0])),
         _set("objects", "parts", to=b""),
+        _set("objects", "keys", to=["o" * (MAX_KEY_CHARACTERS + 1), "p"]),
         _set("attachments", to=["a/../../up"]),
         _set("attachments", to=["/etc/passwd"]),
         _set("attachments", to=[]),

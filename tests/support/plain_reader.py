@@ -12,7 +12,7 @@ import types
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import Any
 
@@ -146,7 +146,7 @@ class Checkpoint:
         arrays = {key: self.array(entry) for key, entry in tensors.items()}
         objects = by_key(self.objects, rank).items()
         values = {key: one if one.is_pickled else plain(decode(one.data), parts[one[:2]]) for key, one in objects}
-        return nest(decode(self.index["tree"]), [arrays, values])
+        return nest(plain(decode(self.index["tree"]), {}), [arrays, values])
 
     def attachments(self) -> dict[str, bytes]:
         return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
@@ -248,17 +248,12 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Make the nested state of a tree; leaves are the tensors and the objects by flat key."""
-    if not isinstance(node, list):
+    """Put the leaves of a tree in their places; they are the tensors and the objects by flat key."""
+    if isinstance(node, int):
         return leaves[node][".".join(path)]
-    kind, extra, *flat = node
-    found = {key: nest(child, leaves, (*path, str(key))) for key, child in pairs(*flat).items()}
-    if kind in {"list", "tuple"}:
-        return KINDS[kind](*found.values())
-    shown = [plain(decode(extra), {})] if extra else []
-    if kind == "OrderedDict":
-        return ordered(*(shown or [None]), *chain(*found.items()))
-    return shown[0] | found if shown else found
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    found = {key: nest(child, leaves, (*path, str(key))) for key, child in items}
+    return after(lambda made: made.update(found), node) if isinstance(node, dict) else type(node)(found.values())
 
 
 def pairs(*flat: Any) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.format.tree import Leaf, Node, Path, join, leaves
+from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
@@ -187,10 +187,10 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
 
 def _names(node: Node, path: Path) -> Iterator[str]:
     """The flat keys of all leaves, and of the containers that were saved empty."""
-    if isinstance(node, Leaf) or not node.children:
+    if isinstance(node, int) or not node:
         yield join(path)
     else:
-        for element, child in node.children:
+        for element, child in children(node):
             yield from _names(child, (*path, element))
 
 

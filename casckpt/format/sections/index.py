@@ -161,6 +161,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
         ranks, parts, pickled = _ranks(columns.rank), unpack_list(columns.parts), unpack_list(columns.pickled)
         if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
             raise Refused("its columns of objects differ in length")
+        _check_keys(columns.keys)
         rows = zip(columns.keys, ranks, parts, map(bool, pickled), strict=True)
         return [StoredObject(*row, number) for number, row in enumerate(rows)]
 
@@ -180,8 +181,7 @@ def _entries(columns: EntryColumns) -> list[StreamEntry]:
     for name, itemsize in columns.dtypes:
         if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
             raise Refused(f"an element of {name[:80]!r} of {itemsize} bytes")
-    if count and max(map(len, keys)) > MAX_KEY_CHARACTERS:
-        raise Refused("the key of an entry is too long")
+    _check_keys(keys)
     rows = zip(kinds, keys, indices, ranks, types, shapes, range(count), strict=True)
     made = [
         StreamEntry(kind, key, index, rank, dtype, itemsize, shape, number)
@@ -190,6 +190,11 @@ def _entries(columns: EntryColumns) -> list[StreamEntry]:
     if columns.kinds != [TENSOR]:
         _check_bytes(made)
     return made
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    if max(map(len, keys), default=0) > MAX_KEY_CHARACTERS:
+        raise Refused("a key in it is too long")
 
 
 def _check_bytes(entries: Sequence[StreamEntry]) -> None:

@@ -18,7 +18,7 @@ from casckpt.format import plain
 from casckpt.format.draft import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
-from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
+from casckpt.format.tree import Leaf, find
 from casckpt.frontends.dcp.note import Chunk
 from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
@@ -28,7 +28,7 @@ from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import Piece, check_storable
-from casckpt.tensors.state import flatten, inflate
+from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
@@ -151,9 +151,8 @@ def _add_plain(values: Values, key: str, value: Any) -> bool:
 
 def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> None:
     values.add(prepared)
-    root = decode_tree(prepared.tree)
-    node = root.children[0][1] if isinstance(root, Container) else root
-    if isinstance(node, Container):
+    node = find(decode_tree(prepared.tree), key)
+    if node is not None and not isinstance(node, int):
         values.nodes[key] = encode_tree(node)
     values.is_odd |= not is_one_value(value) and not isinstance(value, tuple)
 

@@ -30,7 +30,8 @@ from casckpt.checkpoint.saving.shares import Streams, joined
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
-from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree, merge
+from casckpt.format.tree import OBJECT, Node, merge
+from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
@@ -39,8 +40,7 @@ from casckpt.plan.reuse import KnownCells
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
-from casckpt.tensors.state import check_key
+from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class WriterSession:
         nodes = _nodes(metadata, written)
         tree = tree_of({key: (path_of(key, metadata.planner_data), node) for key, node in nodes.items()})
         if self.more:
-            tree = merge([tree, decode_tree(self._extra.tree)], TORCH_EXTENSIONS)
+            tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
@@ -269,13 +269,13 @@ def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
     found: dict[str, Node] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key in chunks:
-            found |= {part.key: Leaf(TENSOR) for part in chunks[key]}
+            found |= {part.key: TENSOR_LEAF for part in chunks[key]}
         elif isinstance(value, BytesStorageMetadata):
             if key not in nodes and key not in objects:
                 raise InvalidInput(f"{key!r} was planned, but no rank stored it; nothing was saved", key=key)
-            found[key] = nodes.get(key) or Leaf(OBJECT)
+            found[key] = nodes.get(key, OBJECT)
         else:
-            found[key] = Leaf(TENSOR)
+            found[key] = TENSOR_LEAF
     return found
 
 

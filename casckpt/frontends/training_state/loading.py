@@ -16,7 +16,7 @@ from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.errors import Mismatch
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import Container, Element, Node
+from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
@@ -198,8 +198,8 @@ class _OptimizerPlan:
         for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
             for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
                 node = None if name is None else nodes.get(name)
-                if kind is not None and isinstance(node, Container) and node.children:
-                    names = [str(element) for element, _ in node.children]
+                names = [] if node is None else [str(element) for element, _ in children(node)]
+                if kind is not None and names:
                     kind.check(names, {**group, **options}, str(name), where)
 
     def _make_homes(self, model: nn.Module) -> dict[str, _Home]:

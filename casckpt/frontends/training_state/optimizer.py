@@ -16,7 +16,7 @@ from casckpt.format import tree
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.tensors.state import check_nesting, flatten, inflate
+from casckpt.tensors.state import check_nesting, decode_tree, encode_tree, flatten, inflate
 
 _TREE = "tree"
 
@@ -144,7 +144,7 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     tensor) and ``tree``: bytes from which `unflatten_optimizer_state` knows lists and what is empty.
     """
     flat = flatten(optimizer_state(model, optim))
-    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: tree.encode_tree(flat.tree)}
+    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: encode_tree(flat.tree)}
 
 
 def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False)
     """
     if not isinstance(flat.get(_TREE), bytes):
         raise InvalidInput(f"there is no key {_TREE!r} that flatten_optimizer_state makes; give all of its result")
-    node = tree.decode_tree(flat[_TREE])
+    node = decode_tree(flat[_TREE])
     lacking = [tree.join(path) for path, _ in tree.leaves(node) if tree.join(path) not in flat]
     if lacking:
         raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all that flatten_optimizer_state gave")

@@ -1,7 +1,7 @@
 """Candidates of a gc: the objects that no live checkpoint names (steps 2, 3 and 6 of the protocol).
 
 The order is what keeps this safe: objects are listed before commits, so whatever a listed commit needs was either
-listed or is not up for deletion; see "Commit and gc protocol" in docs/format.md.
+listed or is not up for deletion; see "How objects are deleted" in docs/format.md.
 """
 
 from __future__ import annotations
