@@ -20,11 +20,11 @@ from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.repair.relocating import record_of
+from casckpt.upkeep.rewriting import rewrite
 from tests.support import repositories as support
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
