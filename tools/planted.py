@@ -16,7 +16,7 @@ class Planted:
     tests: str
 
 
-REWRITING, REWRITTEN = "tests/repository/test_rewriting.py", "tests/checkpoint/loading/test_rewritten.py"
+REWRITING, REWRITTEN = "tests/upkeep/test_rewriting.py", "tests/checkpoint/loading/test_rewritten.py"
 
 PLANTED = (
     Planted(
@@ -39,7 +39,7 @@ PLANTED = (
     ),
     Planted(
         "a gc takes what was purged for live",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "[commit for commit in self._sorted if commit.live]",
         "[commit for commit in self._sorted if commit.last != 'revoked']",
         "tests/upkeep/gc/test_gc.py",
@@ -73,28 +73,28 @@ PLANTED = (
     ),
     Planted(
         "a rewrite is visible as soon as it is committed",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "        return UNSETTLED, None\n",
         "        return STANDS, None\n",
         REWRITING,
     ),
     Planted(
         "a rewriter who finds its number taken takes the next one",
-        "casckpt/repository/rewriting.py",
+        "casckpt/upkeep/rewriting.py",
         "    number = base.number + 1\n",
         "    number = refresh(repo, base).number + 1\n",
         REWRITING,
     ),
     Planted(
         "a rewrite of a rewrite stands although the first one does not",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "    if base.standing == VOID or base.replaced == (number, commit.txid):\n        return base.standing, None\n",
         "    if base.replaced == (number, commit.txid):\n        return STANDS, None\n",
         REWRITING,
     ),
     Planted(
         "a rewrite stands although its base was restored",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "        replaced=link if link is not None and link[0] > restored else None,\n",
         "        replaced=link,\n",
         REWRITING,
@@ -115,14 +115,14 @@ PLANTED = (
     ),
     Planted(
         "a rewriter without an answer gives up with its number free",
-        "casckpt/repository/rewriting.py",
+        "casckpt/upkeep/rewriting.py",
         "        keep(repo, base.txid, number)\n    now = refresh(repo, made)\n    if now.standing == VOID:\n",
         "    now = refresh(repo, made)\n    if now.standing != 'stands':\n",
         REWRITING,
     ),
     Planted(
         "what is forgotten is rewritten",
-        "casckpt/repository/rewriting.py",
+        "casckpt/upkeep/rewriting.py",
         "not now.visible or now.txid",
         "not now.live or now.txid",
         REWRITING,
@@ -130,8 +130,8 @@ PLANTED = (
     Planted(
         "what a listing shows as gone is not looked for again",
         "casckpt/repository/commits.py",
-        "listed = _look_again(repo, _with_logs(listed, logs), logs)",
-        "listed = _with_logs(listed, logs)",
+        "listed = _look_again(repo, with_logs(listed, logs), logs)",
+        "listed = with_logs(listed, logs)",
         REWRITING,
     ),
     Planted(
@@ -164,7 +164,7 @@ PLANTED = (
     ),
     Planted(
         "the latest is that of the greatest transaction, not of the last save",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "        return self.origin, *self.rank\n",
         "        return self.txid, *self.rank\n",
         REWRITING,
@@ -185,7 +185,7 @@ PLANTED = (
     ),
     Planted(
         "a rewrite that has dropped something stands in for all",
-        "casckpt/repository/commits.py",
+        "casckpt/repository/folding.py",
         "            if other is None or commit not in Holdings([other]):\n",
         "            if other is None:\n",
         "tests/upkeep/gc/test_retiring.py",

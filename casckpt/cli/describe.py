@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
     """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
-    from casckpt.repository.commits import STANDS, Commit
+    from casckpt.repository.folding import STANDS, Commit
 
     name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
     is_old = isinstance(checkpoint, Commit) and (checkpoint.replaced is not None or checkpoint.standing != STANDS)

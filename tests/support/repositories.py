@@ -19,10 +19,10 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
 from casckpt.storage.remote.store import RemoteStore
+from casckpt.upkeep.rewriting import rewrite
 from tests.support import elsewhere
 from tests.support.faulty import Call
 

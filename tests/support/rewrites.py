@@ -14,8 +14,8 @@ from casckpt.format.sections.blobs import encode_blobs
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.upkeep.repair.relocating import record_of
+from casckpt.upkeep.rewriting import rewrite
 
 
 def _renumbered(table: ExtentTable, count: int) -> ExtentTable:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
-from casckpt.repository.commits import Commit, Holdings, forget, list_commits
+from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.folding import Holdings
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements

@@ -21,17 +21,8 @@ from casckpt.format.records import Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository import manifests
-from casckpt.repository.commits import (
-    VOID,
-    Commit,
-    CommitList,
-    Holdings,
-    announce_all,
-    forget,
-    list_commits,
-    purge,
-    restore,
-)
+from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
+from casckpt.repository.folding import VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction

@@ -15,7 +15,8 @@ from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.commits import CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.folding import UNSETTLED, VOID
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke

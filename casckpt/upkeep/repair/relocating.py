@@ -21,9 +21,9 @@ from casckpt.format.sections.index import StreamEntry
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.upkeep.repair.mending import Mending, Source
 from casckpt.upkeep.repair.salvage import live_cells
+from casckpt.upkeep.rewriting import rewrite
 
 Moved = dict[tuple[int, int], int]
 """New offset of each cell, by (number of the blob, old offset)."""

@@ -12,7 +12,8 @@ import pytest
 
 from casckpt.errors import Conflict
 from casckpt.plan.retention import Policy
-from casckpt.repository.commits import VOID, Holdings, list_commits
+from casckpt.repository.commits import list_commits
+from casckpt.repository.folding import VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror

@@ -12,9 +12,6 @@ from casckpt.format.keys import commit_key, parse_log, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Dropped, Replaced, changed
 from casckpt.repository.commits import (
-    STANDS,
-    UNSETTLED,
-    VOID,
     Commit,
     CommitList,
     follow,
@@ -27,14 +24,15 @@ from casckpt.repository.commits import (
     refresh,
     restore,
 )
+from casckpt.repository.folding import STANDS, UNSETTLED, VOID
 from casckpt.repository.leases import hold
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs, newest_reusable
 from casckpt.repository.tags import named_by, set_tag, tags
 from casckpt.storage.base import Known, ListedObject
 from casckpt.upkeep.gc.settling import settle
+from casckpt.upkeep.rewriting import rewrite
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import (
