@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
@@ -138,7 +138,7 @@ class Download:
     def _other(self, tried: Set[str]) -> Manifest | None:
         """The manifest of another commit of the checkpoint, with other places."""
         for commit in others(self.repo, self.manifest.id, tried):
-            with suppress(Conflict, Damaged):
+            with suppress(Conflict, Damaged, Refused):
                 return get(self.repo, commit)
         return None
 
