@@ -271,15 +271,13 @@ def ordered(*children: Any) -> Any:
 
 
 def dtype_of(form: Any) -> Any:
-    if isinstance(form, str):
-        return np.dtype(form)
-    kind, first, *rest = form
-    check(kind != "long" or rest == [np.finfo(np.longdouble).nmant], "floating point numbers of another machine")
-    if kind != "fields":
-        return np.dtype(first) if kind == "long" else np.dtype((dtype_of(first), tuple(rest)))
-    names, forms, offsets = zip(*rest[1:], strict=True)
-    fields: Any = {"names": names, "formats": [*map(dtype_of, forms)], "offsets": offsets, "itemsize": first}
-    return np.dtype(fields, align=rest[0])
+    if isinstance(form, tuple):
+        return np.dtype((dtype_of(form[0]), form[1]))
+    if isinstance(form, dict):
+        return np.dtype(form | {"formats": [*map(dtype_of, form["formats"])]})
+    name, _, bits = form.partition("/")
+    check(bits in {"", str(np.finfo(np.longdouble).nmant)}, "floating point numbers of another machine")
+    return np.dtype(name)
 
 
 def generator(state: dict[str, Any], seed: dict[str, Any] | None) -> Any:
