@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Event
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
@@ -30,28 +30,11 @@ from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
-from casckpt.tensors.memory import copy_bytes
+from casckpt.tensors.memory import Destination, copy_bytes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
-
-
-class Sink(Protocol):
-    """Where elements go; see `casckpt.tensors.memory.Destination`."""
-
-    @property
-    def region(self) -> Region:
-        """The elements that it wants."""
-
-    def view(self, lo: int, hi: int) -> memoryview | None:
-        """Its elements [lo, hi), in place."""
-
-    def note_write(self) -> None:
-        """It is about to be written into: whoever counts changes is to know."""
-
-    def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Take what it wants of ``buffer``, which holds ``region``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +42,14 @@ class StreamRequest:
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
 
     entry: int
-    sink: Sink
+    sink: Destination
     table: ExtentTable | None = None
 
 
 class _Taker(NamedTuple):
     """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
 
-    sink: Sink
+    sink: Destination
     unit: Unit
     place: memoryview | None
 
@@ -218,7 +201,7 @@ def _gap(traits: Traits, items: Sequence[_Item]) -> int:
     return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 
 
-def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
+def _place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
     """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
