@@ -424,7 +424,7 @@ PLANTED = (
     Planted(
         "marked blobs are reused",
         "casckpt/checkpoint/saving/known.py",
-        "frozenset(blobs.damaged_marks(repo) if self.commits else ())",
+        "frozenset(blobs.damaged_marks(repo) if commits else ())",
         "frozenset[tuple[TxId, BlobHash]]()",
         "tests/checkpoint/saving/test_reuse.py",
     ),
