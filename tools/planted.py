@@ -602,8 +602,8 @@ PLANTED = (
     Planted(
         "marked blobs are reused",
         "casckpt/checkpoint/saving/known.py",
-        "frozenset(blobs.damaged_marks(repo) if self.commits else ())",
-        "frozenset[tuple[TxId, BlobHash]]()",
+        "frozenset(blobs.damaged_marks(repo) if commits else ())",
+        "frozenset()",
         "tests/checkpoint/saving/test_reuse.py",
     ),
     Planted(

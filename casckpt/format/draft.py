@@ -31,8 +31,6 @@ from casckpt.format.sections.index import Description, ManifestBody, Name, Objec
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells, encode_rows
 
-FIRST, REPAIRED = "first", "repaired"
-
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
     """One leaf that is not a tensor. ``data``: plain data (`casckpt.format.plain`); ``pickled``: it is a pickle."""
@@ -106,7 +104,7 @@ def encode(draft: Draft) -> Encoded:
         data=data,
     )
     body.check()
-    places = msgspec.msgpack.encode(Places(why=FIRST, rows=rows))
+    places = msgspec.msgpack.encode(Places(rows=rows))
     index, blobs = msgspec.msgpack.encode(body), encode_blobs(draft.blobs)
     return _assembled(
         {INDEX: index, PLACES: places, BLOBS: blobs, OBJECTS: data_bytes, CELLS: cell_bytes, ROWS: row_bytes}
@@ -123,7 +121,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
     if moved:
         raw = manifest.raw_rows()
         rows, parts[ROWS] = cut([encode_rows(moved[n]) if n in moved else row for n, row in enumerate(raw)])
-        parts[PLACES] = msgspec.msgpack.encode(Places(why=REPAIRED, rows=rows))
+        parts[PLACES] = msgspec.msgpack.encode(Places(rows=rows))
     taken = [section for section in manifest.head.foreign if section.flags & COPIED]
     return _assembled(parts, [(section, manifest.section(section.name)) for section in taken])
 

@@ -228,20 +228,12 @@ def _join_random_state(children: list[Any]) -> np.random.RandomState:
     return legacy
 
 
-def _join_str(children: list[Any]) -> np.str_:
-    return np.str_(expect(children, str)[0])
-
-
-def _join_bytes(children: list[Any]) -> np.bytes_:
-    return np.bytes_(expect(children, bytes)[0])
-
-
 NUMPY = (
     Codec("numpy.ndarray", (np.ndarray,), _split_array, _join_array),
     Codec("numpy.scalar", _SCALARS, _split_scalar, _join_scalar),
     # an array would cut the zeros at their end
-    Codec("numpy.str", (np.str_,), lambda value: [str(value)], _join_str),
-    Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], _join_bytes),
+    Codec("numpy.str", (np.str_,), lambda value: [str(value)], lambda c: np.str_(*expect(c, str))),
+    Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], lambda c: np.bytes_(*expect(c, bytes))),
     Codec("numpy.BitGenerator", tuple(_GENERATORS.values()), _split_bits, _join_bits),
     Codec(
         "numpy.Generator",

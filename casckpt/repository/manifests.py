@@ -124,7 +124,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
                 front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
             manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
         _check_record(record, manifest)
-    if record.manifest_bytes > WHOLE_BYTES or manifest.is_right():  # what is damaged may be put right in the store
+    if record.manifest_bytes > WHOLE_BYTES or manifest.proved:  # what is damaged may be put right in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
 

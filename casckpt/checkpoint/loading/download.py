@@ -14,7 +14,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import BoundedSemaphore, Event
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
@@ -35,7 +35,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
-from casckpt.tensors.memory import copy_bytes
+from casckpt.tensors.memory import Destination, copy_bytes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
@@ -49,36 +49,19 @@ _Part: TypeAlias = tuple[int, Box, int, int]
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Where elements go; see `casckpt.tensors.memory.Destination`."""
-
-    @property
-    def region(self) -> Region:
-        """The elements that it wants."""
-
-    def view(self, lo: int, hi: int) -> memoryview | None:
-        """Its elements [lo, hi), in place."""
-
-    def note_write(self) -> None:
-        """It is about to be written into: whoever counts changes is to know."""
-
-    def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Take what it wants of ``buffer``, which holds ``region``."""
-
-
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
 
     entry: int
-    sink: Sink
+    sink: Destination
     table: ExtentTable | None = None
 
 
 class _Taker(NamedTuple):
     """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
 
-    sink: Sink
+    sink: Destination
     unit: Unit
     place: memoryview | None
 
@@ -288,14 +271,14 @@ def _gap(traits: Traits, items: Sequence[_Item]) -> int:
     return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 
 
-def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
+def _place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
     """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)
 
 
-def _part(sink: Sink, unit: Unit) -> _Part:
+def _part(sink: Destination, unit: Unit) -> _Part:
     return id(sink), unit.box, unit.lo, unit.hi
 
 

@@ -10,7 +10,7 @@ from msgspec.msgpack import Decoder
 
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
-from casckpt.format.columns import pack, unpack_list
+from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import Buffer
 from casckpt.format.keys import check_txid
 from casckpt.format.names import BlobHash, TxId
@@ -56,10 +56,10 @@ class BlobList:
             raise Refused(f"its list of blobs: {error}") from error
         self.data = bytes(data)
         self.hashes = columns.hashes
-        self.sizes = unpack_list(columns.sizes)
+        self.sizes = unpack(columns.sizes)
         self.uploaders = [check_txid(uploader) for uploader in columns.uploaders]
-        self._uploader_of = unpack_list(columns.index)
-        self._worn = frozenset(unpack_list(columns.worn))
+        self._uploader_of = unpack(columns.index)
+        self._worn = frozenset(unpack(columns.worn))
         count = len(self.sizes)
         if len(self.hashes) != 32 * count or len(self._uploader_of) != count:
             raise Refused("its columns of blobs differ in length")

@@ -11,7 +11,7 @@ import msgspec
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
-from casckpt.format.columns import pack, unpack_list
+from casckpt.format.columns import pack, unpack
 from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step
 from casckpt.format.names import ManifestId
@@ -158,7 +158,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
     def objects(self) -> Sequence[StoredObject]:
         """All objects. Raises Refused."""
         columns = self.object_columns
-        ranks, parts, pickled = _ranks(columns.rank), unpack_list(columns.parts), unpack_list(columns.pickled)
+        ranks, parts, pickled = _ranks(columns.rank), unpack(columns.parts), unpack(columns.pickled)
         if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
             raise Refused("its columns of objects differ in length")
         _check_keys(columns.keys)
@@ -175,7 +175,7 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
 def _entries(columns: EntryColumns) -> list[StreamEntry]:
     count, keys = len(columns.keys), columns.keys
     kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
-    indices, ranks, shapes = unpack_list(columns.index), _ranks(columns.rank), _shapes(columns)
+    indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
         raise Refused("its columns of entries differ in length")
     for name, itemsize in columns.dtypes:
@@ -206,18 +206,18 @@ def _check_bytes(entries: Sequence[StreamEntry]) -> None:
 
 
 def _of(table: Sequence[Any], column: bytes) -> list[Any]:
-    numbers = unpack_list(column)
+    numbers = unpack(column)
     if max(numbers, default=-1) >= len(table):
         raise Refused("an entry has a kind or dtype that its manifest does not list")
     return [table[number] for number in numbers]
 
 
 def _ranks(column: bytes) -> list[int | None]:
-    return [number - 1 if number else None for number in unpack_list(column)]
+    return [number - 1 if number else None for number in unpack(column)]
 
 
 def _shapes(columns: EntryColumns) -> list[Shape]:
-    dimensions, numbers = unpack_list(columns.dimensions), unpack_list(columns.shape)
+    dimensions, numbers = unpack(columns.dimensions), unpack(columns.shape)
     if max(dimensions, default=0) > MAX_DIMENSIONS or sum(dimensions) != len(numbers):
         raise Refused("its columns of shapes differ in length, or a shape has too many dimensions")
     sizes = zip(dimensions, accumulate(dimensions), strict=True)

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import pack, unpack_list
+from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.sections.head import Read, Section
 
@@ -46,7 +46,7 @@ class PieceReader:
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, self._each = unpack_list(table.lengths), table.each
+        lengths, self._each = unpack(table.lengths), table.each
         if len(lengths) != count or self._each < 1:
             raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
         self._ends = ends = list(accumulate(lengths, initial=0))

@@ -524,7 +524,6 @@ def test_where_nobody_knows_the_places_the_checkpoint_is_rewritten(
     assert (made.id, made.txid > one.txid, made.visible) == (one.id, True, True)
     assert resolve(fresh, "tag:best").txid == resolve(fresh, "run@2").txid == made.txid
     assert resolve(fresh, "run@latest").txid == later.txid
-    assert manifests.get(fresh, made).places.why == "first"
     assert read_arrays(fresh, made) == content(STATE)
     assert list_commits(fresh).commits[one.txid].last == "replaced"
     assert not verify(fresh).is_damaged
