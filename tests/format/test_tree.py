@@ -28,6 +28,10 @@ def ordered(metadata: Any = None, /, **children: Node) -> OrderedDict[Any, Node]
     return made
 
 
+def default(factory: Any, /, **children: Any) -> defaultdict[Any, Any]:
+    return defaultdict(factory, children)
+
+
 ELEMENTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=3) | st.integers(-(2**63), 2**63 - 1)
 PLAIN = st.none() | st.integers(0, 3) | st.dictionaries(st.text("ab"), st.integers(0, 3), max_size=2)
 NODES: st.SearchStrategy[Node] = st.recursive(
@@ -193,8 +197,8 @@ def test_merge_unites_metadata() -> None:
 
 
 def test_merge_takes_what_else_the_first_has() -> None:
-    one, two = defaultdict(list, x=T), defaultdict(int, y=T)
-    assert same(merge([one, two]), defaultdict(list, x=T, y=T))
+    one, two, both = default(list, x=T), default(int, y=T), default(list, x=T, y=T)
+    assert same(merge([one, two]), both)
     strange = [ordered(number, x=T) for number in (1, 2)]
     assert same(merge(strange), strange[0])
 
@@ -214,14 +218,14 @@ def test_rebuild_gives_the_nested_value() -> None:
     metadata = OrderedDict({"": {"version": 1}})
     node: Node = {
         "o": ordered(metadata, z=T, a=P),
-        "d": defaultdict(list, x=P),
+        "d": default(list, x=P),
         "t": (T, [P]),
         "e": {},
         "keys": {1: P, "2": P},
     }
     wanted = {
         "o": ordered(metadata, z="tensor:o.z", a="object:o.a"),  # type: ignore[arg-type]  # values in place of nodes
-        "d": defaultdict(list, x="object:d.x"),
+        "d": default(list, x="object:d.x"),
         "t": ("tensor:t.0", ["object:t.1.0"]),
         "e": {},
         "keys": {1: "object:keys.1", "2": "object:keys.2"},
@@ -263,6 +267,6 @@ def test_metadata_may_hold_types_of_extensions() -> None:
     data = encode_tree(ordered({"x": Strange()}, a=T), extensions)
     found = rebuild(decode_tree(data, extensions), named, everything)
     assert type(vars(found)["_metadata"]["x"]) is Strange
-    assert vars(decode_tree(data))["_metadata"]["x"] == plain.Tagged("strange", None)  # type: ignore[arg-type]
+    assert vars(decode_tree(data))["_metadata"]["x"] == plain.Tagged("strange", None)
     with pytest.raises(InvalidInput, match=r"state\._metadata\['x'\]"):
         encode_tree(ordered({"x": Strange()}, a=T))

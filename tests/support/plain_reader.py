@@ -274,7 +274,8 @@ def dtype_of(form: Any) -> Any:
     if isinstance(form, tuple):
         return np.dtype((dtype_of(form[0]), form[1]))
     if isinstance(form, dict):
-        return np.dtype(form | {"formats": [*map(dtype_of, form["formats"])]})
+        form["formats"] = [*map(dtype_of, form["formats"])]
+        return np.dtype(form)  # type: ignore[call-overload]  # a dict of these fields
     name, _, bits = form.partition("/")
     check(bits in {"", str(np.finfo(np.longdouble).nmant)}, "floating point numbers of another machine")
     return np.dtype(name)
