@@ -1,6 +1,5 @@
 """What a gc does for those who follow runs, and for rewrites that were not finished.
 
-Announcements keep nobody waiting, and all are told of each record.
 An announcement whose record never came, because whoever announced it died, is looked after by every host at each look.
 A record that nobody announced, because runs/ was lost or put back from an older copy, is not seen by them.
 """
