@@ -71,7 +71,8 @@ def txids(folder: Path) -> list[str]:
 
 
 def newest_listed(store: Store, run: str) -> str:
-    return max((txid for (name, _), txid in store.visible().items() if name == run), key=store.origin, default="")
+    found = [txid for (name, _), txid in store.visible().items() if name == run]
+    return max(found, key=lambda txid: str(store.log(txid)[1]["origin"]), default="")
 
 
 def _newest(folder: Path, run: str) -> Checkpoint:

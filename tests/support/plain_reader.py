@@ -68,8 +68,7 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
     check(raw[:8] == b"CASCKPT\1" and listed <= 4064 and not any(raw[listed:4064]), "no manifest, or a later one")
     for padded, flags, offset, length, digest in struct.iter_unpack("<16sQQQ32s", raw[16:listed]):
         name = padded.rstrip(b"\0").decode("ascii")
-        is_known = name in SECTIONS or not flags & 1
-        check(is_known and offset == end and name not in sections, f"the section {name}")
+        check(offset == end and name not in sections and (name in SECTIONS or not flags & 1), f"the section {name}")
         sections[name], end = (offset, length, digest), offset + length
     check([name for name in sections if name in SECTIONS] == SECTIONS, "not the six sections")
     check(end == len(raw), "the size of the manifest", DamagedError)
@@ -127,14 +126,13 @@ class Checkpoint:
         """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
-        cells, rows = iter(cells_of(entry, self.index["cell_bytes"])), struct.iter_unpack("<III", entry.rows[1:])
-        check(entry.rows[:1] <= b"\0", "a form of rows that is not known")
-        for count, blob, begin in rows:
+        cells = iter(cells_of(entry, self.index["cell_bytes"]))
+        for count, blob, begin in struct.iter_unpack("<III", entry.rows[1:]):
             stored, at = (self.root / self.blobs[blob][0]).read_bytes(), begin
             for where, digest in islice(cells, count):
                 raw = proved(stored[at : at + len(where) * entry.width], digest, f"a cell of {entry.key}")
                 out[where], hits[where], at = np.frombuffer(raw, dtype), hits[where] + 1, at + len(raw)
-        check((hits == 1).all(), f"the extents of {entry.key} do not cover it once, or its bytes are left out")
+        check(entry.rows[:1] <= b"\0" and (hits == 1).all(), f"extents of {entry.key} that are not known, or not all")
         return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
@@ -163,8 +161,9 @@ class Checkpoint:
             at = [*accumulate(lengths, initial=0)]
             fits = 2 <= len(lengths) <= 65536 and lengths[0] == 4096 and at[-1] == start
             check(fits and min(lengths) > 0 and max(lengths) <= 2**30, f"the leaves of the blob {key}")
-            ends = zip(pairwise(at), hashes, strict=True)
-            found[key] = [(a, b, blake3(raw[a:b]).digest() == digest) for (a, b), digest in ends]
+            found[key] = [
+                (a, b, blake3(raw[a:b]).digest() == h) for (a, b), h in zip(pairwise(at), hashes, strict=True)
+            ]
         return found
 
 
@@ -186,56 +185,51 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
-    def folded(self, txid: str) -> tuple[str, dict[str, Any], dict[int, str]]:
-        """Fold a log by itself: its state ("": none), its first record, and by what records say that it is replaced."""
+    def folded(self, txid: str) -> tuple[str, dict[str, Any], tuple[int, Any]]:
+        """Fold a log by itself: its state ("": none), its first record, and which one replaced it, by what."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
             log.append(self.record(key))
             key = f"commits/{txid}.{len(log)}"
         check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
         told = [record["type"] for record in log if record["type"] != "kept"] or [""]
-        undone = max((number for number, record in enumerate(log) if record["type"] == "restored"), default=0)
-        by = {n: record["by"] for n, record in enumerate(log) if n > undone and record["type"] == "replaced"}
-        return STATES.get(told[-1], told[-1]), log[0] if log else {}, by
-
-    def stands(self, txid: str, first: dict[str, Any]) -> bool:
-        """Tell whether a rewrite stands, by the log of its base; what is no rewrite does."""
-        base, number = first.get("replaces") or ("", 0)
-        check(base < txid, f"{txid} rewrites what is later")
-        _, its_first, by = self.folded(base) if base else ("", {}, {0: txid})
-        return by.get(number) == txid and (not base or self.stands(base, its_first))
+        links = [(n, record.get("by")) for n, record in enumerate(log) if record["type"] in {"replaced", "restored"}]
+        return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
 
     def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Give the state of a transaction, and its first record."""
+        """Give the state of a transaction, and its first record; a rewrite stands by the log of what it replaces."""
         state, first, _ = self.folded(txid)
-        return state if state != "visible" or self.stands(txid, first) else "void", first
-
-    def origin(self, txid: str) -> str:
-        """Give what orders checkpoints: the transaction of the first save."""
-        return str(self.record(f"commits/{txid}").get("origin") or txid) if txid else ""
+        one, replaces = txid, first.get("replaces")
+        while replaces and state == "visible":
+            check(replaces[0] < one, f"{one} rewrites what is later")
+            _, base, link = self.folded(replaces[0])
+            state, one, replaces = state if link == (replaces[1], one) else "void", replaces[0], base.get("replaces")
+        return state, first
 
     def visible(self) -> dict[tuple[str, int], str]:
         """Give the transaction that answers to each run and step."""
-        logs = [(txid, *self.log(txid)) for txid in sorted(self._names("commits", TXID), key=self.origin)]
-        return {(first["run"], first["step"]): txid for txid, state, first in logs if state == "visible"}
+        logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
+        seen = sorted((one["origin"], txid, one["run"], one["step"]) for txid, state, one in logs if state == "visible")
+        return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint by the announcements of the run, from the head downwards; "": none."""
-        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", "", -1
-        for six in self._names(folder, r"\d{6}"):
-            for three in self._names(f"{folder}/{six}", r"\d{3}"):
-                record = self.record(f"{folder}/{six}/{three}")
-                told = [txid for txid, _ in record["announced"] if self.log(txid)[0] == "visible"]
-                found = max(told, key=self.origin, default="")
-                if 999_999_999 - int(six + three) > floor and self.origin(found) >= self.origin(best) and found:
-                    best, floor = found, record.get("seen", -1)
-        return best
+        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
+        for key in (
+            f"{six}/{n}" for six in self._names(folder, r"\d{6}") for n in self._names(f"{folder}/{six}", r"\d{3}")
+        ):
+            record = self.record(f"{folder}/{key}")
+            logs = [(txid, *self.log(txid)) for txid, _ in record["announced"]]
+            told = [(first["origin"], txid) for txid, state, first in logs if state == "visible"]
+            if 999_999_999 - int(key.replace("/", "")) > floor and max(told, default=best) > best:
+                best, floor = max(told), record.get("seen", -1)
+        return best[1]
 
     def tags(self) -> dict[str, str]:
         """Give the id that each tag names; a tag that ends is not asked for the time."""
         names = self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}")
-        newest = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
-        records = {name: self.record(f"tags/{name}/{number}") for name, number in newest.items()}
+        numbers = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
+        records = {name: self.record(f"tags/{name}/{number}") for name, number in numbers.items()}
         return {name: record["manifest"] for name, record in records.items() if record.get("manifest")}
 
 
@@ -271,20 +265,14 @@ def ordered(*children: Any) -> Any:
 
 
 def dtype_of(form: Any) -> Any:
-    if isinstance(form, tuple):
-        return np.dtype((dtype_of(form[0]), form[1]))
     if isinstance(form, dict):
-        form["formats"] = [*map(dtype_of, form["formats"])]
-        return np.dtype(form)  # type: ignore[call-overload]  # a dict of these fields
-    name, _, bits = form.partition("/")
-    check(bits in {"", str(np.finfo(np.longdouble).nmant)}, "floating point numbers of another machine")
-    return np.dtype(name)
+        return np.dtype(form | {"formats": [*map(dtype_of, form["formats"])]})
+    return np.dtype((dtype_of(form[0]), form[1]) if isinstance(form, tuple) else form.partition("/")[0])
 
 
 def generator(state: dict[str, Any], seed: dict[str, Any] | None) -> Any:
-    known = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
-    bits = known[state["bit_generator"]](np.random.SeedSequence(**seed) if seed else 0)
-    return after(lambda made: setattr(made, "state", state), bits)
+    kind = next(kind for kind in np.random.BitGenerator.__subclasses__() if kind.__name__ == state["bit_generator"])
+    return after(lambda made: setattr(made, "state", state), kind(np.random.SeedSequence(**seed) if seed else 0))
 
 
 PATHS = {kind: getattr(pathlib, kind) for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
