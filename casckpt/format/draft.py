@@ -12,7 +12,6 @@ from casckpt.format.digest import Buffer
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest, Places, of_bytes
 from casckpt.format.names import ManifestId
-from casckpt.format.records import FORMAT_VERSION
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import (
     BLOBS,
@@ -91,7 +90,6 @@ def encode(draft: Draft) -> Encoded:
     data, data_bytes = cut([*(one.data for one in draft.objects), *(one.data for one in draft.attachments)])
     body = ManifestBody(
         **{name: getattr(draft, name) for name in Description.__struct_fields__},
-        format=FORMAT_VERSION,
         entry_columns=entry_columns(draft.streams, draft.unhashed),
         object_columns=ObjectColumns(
             keys=[one.key for one in draft.objects],

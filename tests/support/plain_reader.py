@@ -103,9 +103,9 @@ class Checkpoint:
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
-        fits = len(raw) == record["manifest_bytes"] and self.sections["index"][2].hex() == record["manifest"]
-        same = all(index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
-        check(fits and same and index["format"] == 1, "the index is not that of the commit record")
+        fits = (len(raw), self.sections["index"][2].hex()) == (record["manifest_bytes"], record["manifest"])
+        same = (index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
+        check(fits and all(same), "the index is not that of the commit record")
         self.blobs = [
             (f"{blobs['uploaders'][number]}/{blobs['hashes'][32 * i : 32 * i + 32].hex()}.safetensors", size)
             for i, (number, size) in enumerate(columns(blobs["index"], blobs["sizes"]))
@@ -265,7 +265,7 @@ def ordered(*children: Any) -> Any:
 
 
 def dtype_of(form: Any) -> Any:
-    if isinstance(form, dict):
+    if "formats" in form:
         return np.dtype(form | {"formats": [*map(dtype_of, form["formats"])]})
     return np.dtype((dtype_of(form[0]), form[1]) if isinstance(form, tuple) else form.partition("/")[0])
 
@@ -275,7 +275,7 @@ def generator(state: dict[str, Any], seed: dict[str, Any] | None) -> Any:
     return after(lambda made: setattr(made, "state", state), kind(np.random.SeedSequence(**seed) if seed else 0))
 
 
-PATHS = {kind: getattr(pathlib, kind) for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
+PATHS = {kind: vars(pathlib)[kind] for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, int, set, float, str, tuple)}
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: lambda *items, kind=kind: kind(items) for kind in (list, tuple, set, frozenset)},
@@ -295,6 +295,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "numpy.Generator": lambda *two: np.random.Generator(generator(*two)),
     "numpy.RandomState": lambda state: after(lambda made: made.set_state(state), np.random.RandomState()),
 }
-KINDS |= {"dict": pairs, "OrderedDict": ordered, "slice": slice, "range": range, "complex": complex}
-KINDS |= {"bytearray": bytearray, "date": dt.date, "timedelta": dt.timedelta, "zoneinfo": zoneinfo.ZoneInfo}
+KINDS |= {kind.__name__: kind for kind in (slice, range, complex, bytearray, dt.date, dt.timedelta)}
+KINDS |= {"dict": pairs, "OrderedDict": ordered, "zoneinfo": zoneinfo.ZoneInfo}
 KINDS |= {"numpy.str": np.str_, "numpy.bytes": np.bytes_, "numpy.BitGenerator": generator}

@@ -131,7 +131,6 @@ class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_ST
     ``cells``: the cell tables of the entries; ``data``: of the objects, then of the attachments.
     """
 
-    format: int
     entry_columns: EntryColumns
     object_columns: ObjectColumns
     attachment_names: list[str]
