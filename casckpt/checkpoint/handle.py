@@ -103,7 +103,12 @@ class Checkpoint:
     @property
     def forgotten(self) -> bool:
         """Whether it is reached by its id only, until it is restored or purged."""
-        return not self.commit.visible
+        return self.commit.is_forgotten
+
+    @property
+    def replaced(self) -> bool:
+        """Whether these are old places of it: its id means it as it was rewritten."""
+        return self.commit.last == "replaced"
 
     @property
     def healthy(self) -> bool | None:
@@ -172,7 +177,7 @@ def html_of(url: str, found: Sequence[Checkpoint]) -> str:
 
 def warn_if_forgotten(commit: Commit) -> None:
     """For whoever is about to load it."""
-    if commit.last == "forgotten":
+    if commit.is_forgotten:
         message = f"{commit} was forgotten, and the next gc may purge it; Store.restore keeps it"
         warnings.warn(message, ForgottenWarning, stacklevel=_level_outside())
 

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 from weakref import ref
 
 import torch
@@ -40,45 +40,6 @@ MARGIN = timedelta(seconds=30)  # beyond twice the timeout, how long the others 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class Ranks(Protocol):
-    """The processes that take part in one save or load."""
-
-    @property
-    def rank(self) -> int:
-        """This process, from 0."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    @property
-    def exchanges(self) -> int:
-        """How many exchanges were made."""
-
-    @property
-    def name(self) -> str:
-        """What tells it from other groups of this process."""
-
-    def fail(self, error: CasckptError) -> NoReturn:
-        """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
-
-    def alive(self) -> None:
-        """Inside an exchange: this rank gets on with its part. Who waits for it is patient anew. Cheap, for threads."""
-
-    def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
-        """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
-
-        If any of it raises, every rank raises: the same error on the rank where it arose, and the like of it, with that
-        rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
-        """
-
-    def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Inside an exchange: hand bytes to other ranks, and take theirs, in the order that each pair of ranks has.
-
-        On the CPU, of one dimension. Raises RankFailed.
-        """
-
-
 def everyone(value: Down, size: int) -> list[Down]:
     """The same answer for all ranks."""
     return [value] * size
@@ -90,7 +51,7 @@ def telling(ranks: Ranks, progress: Progress) -> Progress:
 
 
 class Solo:
-    """The twin of a process group for one process."""
+    """The twin of `GroupRanks` for one process."""
 
     rank = 0
     size = 1
@@ -164,7 +125,10 @@ def this_rank() -> int:
 
 
 class GroupRanks:
-    """The ranks of a process group, over a gloo group of their own."""
+    """The ranks of a process group, over a gloo group of their own.
+
+    ``rank``: this process, from 0. ``exchanges``: how many were made. ``name``: what tells it from other groups.
+    """
 
     def __init__(self, parent: ProcessGroup, purpose: str, generation: int) -> None:
         """``generation``: how many of this purpose were dropped before, in this process group; alike on all ranks."""
@@ -179,7 +143,7 @@ class GroupRanks:
         self._lock = Lock()
 
     def fail(self, error: CasckptError) -> NoReturn:
-        """See `Ranks.fail`."""
+        """Raise ``error`` here, and its like on all other ranks, which are about to make an exchange."""
 
         def call() -> NoReturn:
             raise error
@@ -188,15 +152,22 @@ class GroupRanks:
         raise error
 
     def alive(self) -> None:
-        """See `Ranks.alive`."""
+        """Inside an exchange: this rank gets on with its part. Who waits is patient anew. Cheap, for threads."""
         self._wire.alive()
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """See `Ranks.swap`."""
+        """Inside an exchange: hand bytes to other ranks, and take theirs, in the order that each pair of ranks has.
+
+        On the CPU, of one dimension. Raises RankFailed.
+        """
         self._wire.swap(sends, receives)
 
     def exchange(self, call: Callable[[], Up], decide: Callable[[list[Up]], Sequence[Down]]) -> Down:
-        """See `Ranks.exchange`."""
+        """Run ``call`` on every rank; hand the results to ``decide`` on rank 0, whose answers go back, one a rank.
+
+        If any of it raises, every rank raises: the same error on the rank where it arose, and the like of it, with that
+        rank named, on the others. Raises RankFailed for a rank that died or did not answer in time.
+        """
         if self._dead is not None:
             raise RankFailed(str(self._dead), rank=self._dead.rank)
         with self._lock:
@@ -335,3 +306,6 @@ class _Groups:
 
 
 _groups = _Groups()
+
+Ranks: TypeAlias = GroupRanks | Solo
+"""The processes that take part in one save or load."""

@@ -63,7 +63,7 @@ class Wire:
         self._signs.clear()
 
     def alive(self) -> None:
-        """See `casckpt.checkpoint.ranks.Ranks.alive`."""
+        """See `casckpt.checkpoint.ranks.GroupRanks.alive`."""
         if self._told_lately():
             return
         with self._alive_lock:
@@ -77,7 +77,7 @@ class Wire:
         return monotonic() - self._told < self._timeout.total_seconds() / _SIGNS
 
     def swap(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """See `casckpt.checkpoint.ranks.Ranks.swap`."""
+        """See `casckpt.checkpoint.ranks.GroupRanks.swap`."""
         works = [(rank, self._irecv(data, rank, _SWAP)) for data, rank in receives]
         works += [(rank, self._isend(data, rank, _SWAP)) for data, rank in sends]
         for rank, work in works:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -30,8 +30,11 @@ class StoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes n
         return [CompletionItem(incomplete, type="dir")]
 
 
-class _OfStore(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
-    """Something that the store of the same line has."""
+class OfStoreType(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes none
+    """Something that the store of the same line has. ``offered``: all that may stand there."""
+
+    def __init__(self, name: str, offered: Callable[[Repository], Iterator[str]]) -> None:
+        self.name, self._offered = name, offered
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Those that begin so. None at all if the store cannot be read: a prompt is no place for errors."""
@@ -41,60 +44,38 @@ class _OfStore(click.ParamType):  # type: ignore[type-arg]  # click 8.1 takes no
             return []
         logging.disable(logging.CRITICAL)
         try:
-            found = dict.fromkeys(self.offered(_open(url, ctx.params)))
+            found = dict.fromkeys(self._offered(_open(url, ctx.params)))
         except (CasckptError, OSError):
             return []
         finally:
             logging.disable(logging.NOTSET)
         return [CompletionItem(name) for name in found if name.startswith(incomplete)]
 
-    def offered(self, repo: Repository) -> Iterator[str]:
-        """All that may stand there."""
-        raise NotImplementedError
+
+def _runs(repo: Repository) -> Iterator[str]:
+    from casckpt.repository.commits import list_commits
+
+    return (commit.run for commit in list_commits(repo).visible())
 
 
-class RunType(_OfStore):
-    """The name of a run."""
+def _refs(repo: Repository) -> Iterator[str]:
+    """Tags, the newest of all, and the newest of each run."""
+    from casckpt.repository.commits import list_commits
+    from casckpt.repository.refs import LATEST, TAG
+    from casckpt.repository.tags import list_tags
 
-    name = "text"
-
-    def offered(self, repo: Repository) -> Iterator[str]:
-        """Runs that have a visible checkpoint."""
-        from casckpt.repository.commits import list_commits
-
-        for commit in list_commits(repo).visible():
-            yield commit.run
-
-
-class RefType(_OfStore):
-    """A reference to a checkpoint."""
-
-    name = "ref"
-
-    def offered(self, repo: Repository) -> Iterator[str]:
-        """Tags, the newest of each run, and the newest of all."""
-        from casckpt.repository.commits import list_commits
-        from casckpt.repository.refs import LATEST, TAG
-        from casckpt.repository.tags import list_tags
-
-        commits = list_commits(repo).visible()
-        yield from (f"{TAG}{name}" for name in sorted(list_tags(repo).tags))
-        yield from [LATEST] * bool(commits)
-        yield from (f"{commit.run}@{LATEST}" for commit in commits)
-        yield from (f"{commit.run}@{commit.step}" for commit in commits[: -_AT_MOST - 1 : -1])
+    commits = list_commits(repo).visible()
+    yield from (f"{TAG}{name}" for name in sorted(list_tags(repo).tags))
+    yield from [LATEST] * bool(commits)
+    yield from (f"{commit.run}@{LATEST}" for commit in commits)
+    yield from (f"{commit.run}@{commit.step}" for commit in commits[: -_AT_MOST - 1 : -1])
 
 
-class ForgottenType(_OfStore):
-    """The id of a forgotten checkpoint."""
+def _forgotten(repo: Repository) -> Iterator[str]:
+    from casckpt.repository.commits import list_commits
 
-    name = "id"
-
-    def offered(self, repo: Repository) -> Iterator[str]:
-        """The newest of them."""
-        from casckpt.repository.commits import list_commits
-
-        forgotten = [commit for commit in list_commits(repo).live() if not commit.visible]
-        yield from (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])
+    forgotten = [commit for commit in list_commits(repo).live() if commit.is_forgotten]
+    return (commit.id[:SHORT_ID] for commit in forgotten[: -_AT_MOST - 1 : -1])
 
 
 def _open(url: str, params: dict[str, Any]) -> Repository:
@@ -104,4 +85,5 @@ def _open(url: str, params: dict[str, Any]) -> Repository:
     return open_repository(url, storage_options=options, cache_dir=cache_dir)
 
 
-STORE, RUN, REF, FORGOTTEN = StoreType(), RunType(), RefType(), ForgottenType()
+STORE = StoreType()
+RUN, REF, FORGOTTEN = OfStoreType("text", _runs), OfStoreType("ref", _refs), OfStoreType("id", _forgotten)

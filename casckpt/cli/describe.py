@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, fields, is_dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def plain(value: Any) -> Any:
-    """Convert a result: its fields by name, checkpoints to what names them, times to ISO 8601, tuples to lists."""
+    """Convert a result: its fields by name, checkpoints to their names, times to ISO 8601, durations to seconds, ..."""
     from casckpt.checkpoint.handle import Checkpoint
     from casckpt.repository.commits import Commit
 
@@ -24,6 +24,8 @@ def plain(value: Any) -> Any:
         return brief(value)
     if isinstance(value, datetime):
         return value.isoformat()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if hasattr(value, "_asdict"):
@@ -34,8 +36,12 @@ def plain(value: Any) -> Any:
 
 
 def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
-    """Name a checkpoint."""
-    return {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
+    """Name a checkpoint, and say so if it is but the places that one had before it was rewritten."""
+    from casckpt.repository.folding import STANDS, Commit
+
+    name = {"id": checkpoint.id, "run": checkpoint.run, "step": checkpoint.step}
+    is_old = isinstance(checkpoint, Commit) and (checkpoint.replaced is not None or checkpoint.standing != STANDS)
+    return name | {"replaced": True} if is_old else name
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -46,6 +52,7 @@ def summary(checkpoint: Checkpoint) -> dict[str, Any]:
         "healthy": checkpoint.healthy,
         "metrics": checkpoint.commit.committed.metrics,
         "forgotten": checkpoint.forgotten,
+        "replaced": checkpoint.replaced,
         "stats": asdict(checkpoint.stats),
     }
 

@@ -54,7 +54,9 @@ class Reported:
         if isinstance(error, click.ClickException):
             _show_usage(error)
             return self._as_json("usage", error.format_message(), error.exit_code)
-        return self._say("error", f"{_line(error)}\n{self._hint()}", FAILED)
+        from casckpt.storage.failures import in_one_line
+
+        return self._say("error", f"{in_one_line(error)}\n{self._hint()}", FAILED)
 
     def _hint(self) -> str:
         if self.debug:
@@ -81,11 +83,6 @@ def _show_usage(error: click.ClickException) -> None:
     if context is not None:
         click.echo(context.get_usage(), err=True)
     click.echo(f"Try '{context.command_path if context else 'casckpt'} --help'.", err=True)
-
-
-def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _reader_is_gone() -> int:

@@ -24,20 +24,12 @@ def pack(values: npt.ArrayLike) -> bytes:
     return bytes([width]) + array.astype(f"<u{width}").tobytes()
 
 
-def unpack(data: bytes) -> Ints:
-    """Decode the items of a column as int64. Raises Refused for anything that `pack` does not make."""
+def unpack(data: bytes) -> list[int]:
+    """Decode the items of a column. Raises Refused for anything that `pack` does not make."""
     width = data[0] if data else 0
     if width not in _WIDTHS or (len(data) - 1) % width:
         raise Refused("a column of the manifest has no valid width or length")
-    array = np.frombuffer(data, dtype=f"<u{width}", offset=1)
-    if width == 8 and array.size and int(array.max()) > 2**62:
+    found: list[int] = np.frombuffer(data, dtype=f"<u{width}", offset=1).tolist() if width > 1 else list(data[1:])
+    if width == 8 and max(found, default=0) > 2**62:
         raise Refused("a column of the manifest holds a number beyond 2**62")
-    return array.astype(np.int64)
-
-
-def unpack_list(data: bytes) -> list[int]:
-    """Decode the items of a column as Python's integers: of short columns in less time. Raises Refused as `unpack`."""
-    if data[:1] == b"\1":
-        return list(data[1:])
-    found: list[int] = unpack(data).tolist()
     return found

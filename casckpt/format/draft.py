@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +12,6 @@ from casckpt.format.digest import Buffer
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest, Places, of_bytes
 from casckpt.format.names import ManifestId
-from casckpt.format.records import FORMAT_VERSION
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import (
     BLOBS,
@@ -28,11 +26,9 @@ from casckpt.format.sections.head import (
     Section,
     assemble,
 )
-from casckpt.format.sections.index import ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
+from casckpt.format.sections.index import Description, ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells, encode_rows
-
-FIRST, REPAIRED = "first", "repaired"
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -52,28 +48,17 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draft:
+class Draft(Description, frozen=True, kw_only=True):
     """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
 
-    The other fields: see `ManifestBody`.
+    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen.
     """
 
-    casckpt: str
-    torch: str
-    run: str
-    step: int
-    created_at: int
-    parent: ManifestId | None
-    world_size: int
-    cell_bytes: int
-    metadata: msgspec.Raw
     blobs: Sequence[BlobRef]
     streams: Mapping[Name, tuple[str, ExtentTable]]
+    unhashed: Collection[Name] = ()
     objects: Sequence[ObjectEntry] = ()
     attachments: Sequence[Attachment] = ()
-    tree: bytes = b""
-    notes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Encoded(NamedTuple):
@@ -104,19 +89,8 @@ def encode(draft: Draft) -> Encoded:
     rows, row_bytes = cut([encode_rows(table) for table in tables])
     data, data_bytes = cut([*(one.data for one in draft.objects), *(one.data for one in draft.attachments)])
     body = ManifestBody(
-        format=FORMAT_VERSION,
-        casckpt=draft.casckpt,
-        torch=draft.torch,
-        run=draft.run,
-        step=draft.step,
-        created_at=draft.created_at,
-        parent=draft.parent,
-        world_size=draft.world_size,
-        cell_bytes=draft.cell_bytes,
-        metadata=draft.metadata,
-        entry_columns=entry_columns(
-            list(draft.streams), [dtype for dtype, _ in draft.streams.values()], [table.shape for table in tables]
-        ),
+        **{name: getattr(draft, name) for name in Description.__struct_fields__},
+        entry_columns=entry_columns(draft.streams, draft.unhashed),
         object_columns=ObjectColumns(
             keys=[one.key for one in draft.objects],
             rank=pack_ranks(one.rank for one in draft.objects),
@@ -126,11 +100,9 @@ def encode(draft: Draft) -> Encoded:
         attachment_names=[one.name for one in draft.attachments],
         cells=cells,
         data=data,
-        tree=draft.tree,
-        notes=dict(draft.notes),
     )
     body.check()
-    places = msgspec.msgpack.encode(Places(why=FIRST, rows=rows))
+    places = msgspec.msgpack.encode(Places(rows=rows))
     index, blobs = msgspec.msgpack.encode(body), encode_blobs(draft.blobs)
     return _assembled(
         {INDEX: index, PLACES: places, BLOBS: blobs, OBJECTS: data_bytes, CELLS: cell_bytes, ROWS: row_bytes}
@@ -147,7 +119,7 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
     if moved:
         raw = manifest.raw_rows()
         rows, parts[ROWS] = cut([encode_rows(moved[n]) if n in moved else row for n, row in enumerate(raw)])
-        parts[PLACES] = msgspec.msgpack.encode(Places(why=REPAIRED, rows=rows))
+        parts[PLACES] = msgspec.msgpack.encode(Places(rows=rows))
     taken = [section for section in manifest.head.foreign if section.flags & COPIED]
     return _assembled(parts, [(section, manifest.section(section.name)) for section in taken])
 

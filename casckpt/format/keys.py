@@ -3,7 +3,7 @@
 ::
 
     casckpt.json                              settings/<N>
-    objects/<uploader>/<blake3>.safetensors   objects/<uploader>/<id>.manifest
+    objects/<uploader>/<blake3>.safetensors   objects/<txid>/<id>.manifest
     transactions/<txid>[.N]                   commits/<txid>[.N]
     tags/<name>/<N>                           damaged/<uploader>/<blake3>/<N>
     mirrored/<txid>[.N]                       signatures/<id>/<key id>
@@ -154,9 +154,9 @@ def blob_key(uploader: TxId, blob: BlobHash) -> str:
     return f"objects/{uploader}/{blob}.safetensors"
 
 
-def manifest_key(uploader: TxId, manifest: ManifestId) -> str:
+def manifest_key(txid: TxId, manifest: ManifestId) -> str:
     """Return the key of a manifest."""
-    return f"objects/{uploader}/{manifest}.manifest"
+    return f"objects/{txid}/{manifest}.manifest"
 
 
 def uploader_folder(uploader: TxId) -> str:

@@ -3,7 +3,7 @@
 =======  ==========================================================================================================
 head     where the sections lie, and their hashes (`casckpt.format.sections`); the commit record names its hash
 index    what was saved (`casckpt.format.sections.index`); its BLAKE3 is the checkpoint's id
-places   why it lies where it does, and a hash for each row or few of them
+places   a hash for the rows of each entry, or of few of them
 blobs    hash, size, uploader of each blob, and which are worn: all that gc, copies and statistics read
 objects  the data of objects and of short attachments
 cells    for each entry the table of its cells (`casckpt.format.sections.tables`)
@@ -23,7 +23,6 @@ import msgspec
 from msgspec.msgpack import Decoder
 
 from casckpt.errors import Damaged, InvalidInput, Refused
-from casckpt.format.columns import Ints
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -41,19 +40,18 @@ from casckpt.format.sections.head import (
     check_size,
     decode_head,
 )
-from casckpt.format.sections.index import TENSOR, ManifestBody, StoredAttachment, StoredObject, StreamEntry
+from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
-from casckpt.format.sections.tables import decode_table, frame_of
+from casckpt.format.sections.tables import decode_table
 from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)
 """What every load reads."""
 
 
-class Places(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The section of places. ``why``: "first", or what moved the bytes since. ``rows``: of the entries."""
+class Places(msgspec.Struct, frozen=True, kw_only=True):
+    """The section of places. ``rows``: those of the entries."""
 
-    why: str
     rows: Pieces
 
 
@@ -67,8 +65,8 @@ class Manifest:
     """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
 
     ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
-    ``data``: all of its bytes, where they are at hand. ``ours``: this process encoded them, so nothing is proved. It
-    pickles, for other ranks, without ``read``: see `attach`.
+    ``data``: all of its bytes, where they are at hand. ``proved``: these have the hashes of the head. It pickles, for
+    other ranks, without ``read``: see `attach`.
     """
 
     def __init__(
@@ -78,16 +76,16 @@ class Manifest:
         read: Read | None = None,
         *,
         data: Buffer | None = None,
-        ours: bool = False,
+        proved: bool = False,
     ) -> None:
-        self.head, self._ours = head, ours
+        self.head, self.proved = head, proved
         self.id = ManifestId(head[INDEX].digest.hex())
         self._front, self._read, self._data = front, read, data
 
     def check(self) -> Self:
         """Prove and decode what is in front; the manifest itself. Raises Damaged, or Refused where it is unusable."""
         try:
-            for name in FRONT:
+            for name in () if self.proved else FRONT:
                 check_section(self.head[name], self._front[name])
             self.head.check_known()
             self.body.check()
@@ -103,7 +101,7 @@ class Manifest:
 
     @cached_property
     def places(self) -> Places:
-        """Why the bytes lie where they do."""
+        """What proves the rows."""
         return _PLACES.decode(self._front[PLACES])
 
     @cached_property
@@ -121,7 +119,7 @@ class Manifest:
         self._read = read
 
     @property
-    def blob_sizes(self) -> Ints:
+    def blob_sizes(self) -> Sequence[int]:
         """Bytes of each blob's file."""
         return self.blob_list.sizes
 
@@ -186,7 +184,7 @@ class Manifest:
 
     def _pieces(self, name: str, table: Pieces, count: int) -> PieceReader:
         try:
-            return PieceReader(table, count, self.head[name], self.read, proved=self._ours)
+            return PieceReader(table, count, self.head[name], self.read, proved=self.proved)
         except InvalidInput as error:
             raise _unfit(self.id, error) from error
 
@@ -214,8 +212,8 @@ class Manifest:
         """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does."""
         try:
             cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
-            frame = frame_of(entry.shape, entry.itemsize, self.body.cell_bytes)
-            return decode_table(cells, rows, frame, self.blob_list.sizes)
+            cell = self.body.cell_bytes // entry.itemsize
+            return decode_table(cells, rows, self.blob_sizes, shape=entry.shape, itemsize=entry.itemsize, cell=cell)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 
@@ -224,26 +222,20 @@ class Manifest:
         self.ready()
         return [self._rows.get(number) for number in range(len(self._rows))]
 
-    def is_right(self) -> bool:
-        """Read all that is not in front; does it have its hashes? Raises what reading does."""
-        others = [section for section in self.head.sections if section.name not in FRONT]
-        read = self.read([(section.offset, section.length) for section in others])
-        return all(cell_digest(data) == section.digest for section, data in zip(others, read, strict=True))
-
     @property
     def is_spoilt(self) -> bool:
         """Did something that was read of it not have its hash? It may have been put right since, in the store."""
         readers = (vars(self).get(name) for name in ("_cells", "_rows", "_objects"))
         return any(one is not None and one.is_spoilt for one in readers)
 
-    def data(self, one: StoredObject | StoredAttachment) -> bytes:
+    def data(self, one: StoredObject) -> bytes:
         """Return the data of an object or attachment. Raises Damaged, and what reading does."""
         try:
             return bytes(self._objects.get(one.number))
         except Damaged as error:
-            raise _unfit(self.id, error, one.key if isinstance(one, StoredObject) else one.name) from error
+            raise _unfit(self.id, error, one.key) from error
 
-    def size(self, one: StoredAttachment) -> int:
+    def size(self, one: StoredObject) -> int:
         """Return the bytes of a short attachment."""
         return self._objects.length(one.number)
 
@@ -309,9 +301,10 @@ def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
 
 
 def of_bytes(head: Head, data: Buffer, *, ours: bool = False) -> Manifest:
-    """Return a manifest of all of its bytes; see `Manifest`."""
+    """Return a manifest of all of its bytes, which nobody needs to prove if this process encoded them."""
     view = memoryview(data)
-    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data, ours=ours)
+    proved = ours or all(cell_digest(view[one.offset : one.end]) == one.digest for one in head.sections)
+    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data, proved=proved)
 
 
 def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:

@@ -105,8 +105,7 @@ def _key_step(mapping: Any, index: int) -> str:
 
 
 def _ordered_step(mapping: Any, index: int) -> str:
-    head = len(vars(mapping))
-    return _key_step(mapping, index - head) if index >= head else "._metadata"
+    return _key_step(mapping, index - 1) if index else "._metadata"
 
 
 def _attribute_step(value: Any, index: int) -> str:
@@ -117,13 +116,12 @@ def _split_ordered(value: OrderedDict[Any, Any]) -> list[Any]:
     extra = set(vars(value)) - {"_metadata"}
     if extra:
         raise Unfit(f"an OrderedDict with the attributes {sorted(extra)}", "remove the attributes")
-    return [*vars(value).values(), *_pairs(value)]
+    return [vars(value).get("_metadata"), *_pairs(value)]
 
 
 def _join_ordered(children: list[Any]) -> OrderedDict[Any, Any]:
-    head = len(children) % 2  # an odd count: _metadata stands before the pairs
-    found = OrderedDict(_mapping(children[head:]))
-    if head:
+    found = OrderedDict(_mapping(children[1:]))
+    if children[0] is not None:
         vars(found)["_metadata"] = children[0]
     return found
 
@@ -212,21 +210,6 @@ def int_bytes(value: int) -> bytes:
     return value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
 
 
-def _join_int(children: list[Any]) -> int:
-    (data,) = expect(children, bytes)
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _join_text(children: list[Any]) -> str:
-    (data,) = expect(children, bytes)
-    return str(data, "utf-8", "surrogatepass")
-
-
-def _join_bytearray(children: list[Any]) -> bytearray:
-    (data,) = expect(children, bytes)
-    return bytearray(data)
-
-
 def _split_stream(stream: BytesIO) -> list[Any]:
     if stream.closed:
         raise Unfit("a closed BytesIO", "store its bytes, as bytes")
@@ -244,9 +227,21 @@ def _join_stream(children: list[Any]) -> BytesIO:
 
 NUMBERS = (
     # int and str are split by the encoder itself, and only where msgpack cannot hold them
-    Codec("int", (), lambda value: [int_bytes(value)], _join_int),
-    Codec("str", (), lambda value: [value.encode("utf-8", "surrogatepass")], _join_text),
-    Codec("bytearray", (bytearray,), lambda value: [Buffer(memoryview(value))], _join_bytearray),
+    Codec(
+        "int",
+        (),
+        lambda value: [int_bytes(value)],
+        lambda c: int.from_bytes(expect(c, bytes)[0], "little", signed=True),
+    ),
+    Codec(
+        "str",
+        (),
+        lambda value: [value.encode("utf-8", "surrogatepass")],
+        lambda c: str(expect(c, bytes)[0], "utf-8", "surrogatepass"),
+    ),
+    Codec(
+        "bytearray", (bytearray,), lambda value: [Buffer(memoryview(value))], lambda c: bytearray(expect(c, bytes)[0])
+    ),
     Codec("BytesIO", (BytesIO,), _split_stream, _join_stream),
     Codec("complex", (complex,), lambda z: [z.real, z.imag], lambda c: complex(*expect(c, float, float))),
     Codec("range", (range,), lambda r: [r.start, r.stop, r.step], lambda c: range(*expect(c, int, int, int))),

@@ -7,6 +7,7 @@ in C order) and the aliasing of views. dtypes that hold references to objects ar
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import prod
 from types import NoneType
 from typing import Any
@@ -16,17 +17,18 @@ import numpy as np
 from casckpt.format.plain_codecs import Buffer, Codec, Unfit, expect
 from casckpt.format.regions import check_shape
 
+_MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad share one name
 _DTYPE = re.compile(
     r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[SUV][1-9]\d{0,9}|[mM]8(\[([1-9]\d{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
+    rf"|[<>][fc]\d\d/{_MANTISSA}"
 )
-_LONG = re.compile(r"[<>](f|c)\d\d")
-_MANTISSA = int(np.finfo(np.longdouble).nmant)  # 80-bit, double-double and quad share one name
+_STRUCT = ("names", "formats", "offsets", "itemsize", "aligned")
 
 
-# dtypes
+# dtypes, in the forms that numpy.dtype takes
 
 
-def dtype_form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
+def dtype_form(dtype: np.dtype[Any]) -> Any:
     """Convert a dtype to plain data. Raises `Unfit` for one that would not come back the same."""
     unfit = Unfit(f"a numpy array or scalar of dtype {str(dtype)[:60]}", "use a numeric, text, bytes or time dtype")
     if dtype.hasobject or dtype.metadata or not dtype.itemsize:
@@ -41,52 +43,39 @@ def dtype_form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
     return form
 
 
-def _form(dtype: np.dtype[Any]) -> str | tuple[Any, ...]:
+def _form(dtype: np.dtype[Any]) -> Any:
     if dtype.subdtype is not None:
-        return ("array", _form(dtype.subdtype[0]), *dtype.subdtype[1])
+        return (_form(dtype.subdtype[0]), dtype.subdtype[1])
     if dtype.fields is not None:
         # a title makes a third item of the field: it is lost here, and the comparison of the caller finds that
-        fields = [(name, _form(dtype.fields[name][0]), dtype.fields[name][1]) for name in dtype.names or ()]
-        return ("fields", dtype.itemsize, dtype.isalignedstruct, *fields)
-    if dtype.type in (np.longdouble, np.clongdouble) and not _DTYPE.fullmatch(dtype.str):
-        return ("long", dtype.str, _MANTISSA)
-    return dtype.str
+        fields = [dtype.fields[name] for name in dtype.names or ()]
+        columns = (list(dtype.names or ()), [_form(field[0]) for field in fields], [field[1] for field in fields])
+        return dict(zip(_STRUCT, (*columns, dtype.itemsize, dtype.isalignedstruct), strict=True))
+    is_long = dtype.type in (np.longdouble, np.clongdouble) and not _DTYPE.fullmatch(dtype.str)
+    return f"{dtype.str}/{_MANTISSA}" if is_long else dtype.str
 
 
 def dtype_of(form: Any, depth: int = 0) -> np.dtype[Any]:
     """Convert plain data back to a dtype. Raises TypeError or ValueError for invalid data."""
-    if type(form) is str:
-        if not _DTYPE.fullmatch(form):
-            raise ValueError(f"dtype {form[:40]!r} is not known")
-        return _made(form)
-    if type(form) is not tuple or not form or depth > 16:
-        raise TypeError("it is no dtype")
-    kind, *rest = form
-    if kind == "array":
-        return _made((dtype_of(rest[0], depth + 1), _shape(rest[1:])))
-    if kind == "fields":
-        return _fields(rest, depth)
-    name, mantissa = expect(rest, str, int)
-    if kind != "long" or not _LONG.fullmatch(name) or mantissa != _MANTISSA:
-        raise ValueError("its floating point numbers are of another kind of machine")
-    return _made(name)
+    if depth > 16:
+        raise ValueError("its dtype is nested too deep")
+    if type(form) is tuple:
+        base, shape = expect(form, (str, tuple, dict), tuple)
+        return _made((dtype_of(base, depth + 1), _shape(shape)))
+    if type(form) is dict:
+        if tuple(form) != _STRUCT:
+            raise ValueError("its dtype has other fields")
+        names, formats, offsets, _, _ = expect([*form.values()], list, list, list, int, bool)
+        expect([*names, *offsets], *[str] * len(names), *[int] * len(names))
+        return _made(form | {"formats": [dtype_of(one, depth + 1) for one in formats]})
+    if type(form) is not str or not _DTYPE.fullmatch(form):
+        raise ValueError(f"a dtype {str(form)[:40]!r} is not known here")
+    return _made(form.partition("/")[0])
 
 
-def _fields(form: list[Any], depth: int) -> np.dtype[Any]:
-    itemsize, aligned = expect(form[:2], int, bool)
-    names, formats, offsets = [], [], []
-    for field in form[2:]:
-        name, sub, offset = expect(field, str, (str, tuple), int)
-        names.append(name)
-        formats.append(dtype_of(sub, depth + 1))
-        offsets.append(offset)
-    spec = {"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    return _made(spec, align=aligned)
-
-
-def _made(spec: Any, *, align: bool = False) -> np.dtype[Any]:
+def _made(spec: Any) -> np.dtype[Any]:
     try:
-        dtype: np.dtype[Any] = np.dtype(spec, align=align)
+        dtype: np.dtype[Any] = np.dtype(spec)
     except (KeyError, IndexError, OverflowError, MemoryError) as error:
         raise ValueError(f"it is no dtype: {error}") from error
     if not dtype.itemsize or dtype.hasobject:
@@ -94,14 +83,14 @@ def _made(spec: Any, *, align: bool = False) -> np.dtype[Any]:
     return dtype
 
 
-def _shape(numbers: list[Any]) -> tuple[int, ...]:
+def _shape(numbers: Sequence[Any]) -> tuple[int, ...]:
     return check_shape(tuple(expect(numbers, *[int] * len(numbers))))
 
 
 # arrays and scalars
 
 
-def _form_of(array: np.ndarray[Any, Any]) -> str | tuple[Any, ...]:
+def _form_of(array: np.ndarray[Any, Any]) -> Any:
     form = dtype_form(array.dtype)
     try:
         _check_text(array.reshape(-1))
@@ -117,8 +106,8 @@ def _split_array(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def _join_array(children: list[Any]) -> np.ndarray[Any, Any]:
-    form, numbers, data = expect(children, (str, tuple), tuple, bytes)
-    dtype, shape = dtype_of(form), _shape(list(numbers))
+    form, numbers, data = expect(children, (str, tuple, dict), tuple, bytes)
+    dtype, shape = dtype_of(form), _shape(numbers)
     if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"shape {list(shape)[:8]} of {dtype.itemsize} bytes each does not fit {len(data)} bytes")
     array: np.ndarray[Any, Any] = np.empty(shape, dtype)
@@ -146,7 +135,7 @@ def _split_scalar(scalar: np.generic) -> list[Any]:
 
 
 def _join_scalar(children: list[Any]) -> Any:
-    form, data = expect(children, (str, tuple), bytes)
+    form, data = expect(children, (str, tuple, dict), bytes)
     return _join_array([form, (), data])[()]
 
 
@@ -239,20 +228,12 @@ def _join_random_state(children: list[Any]) -> np.random.RandomState:
     return legacy
 
 
-def _join_str(children: list[Any]) -> np.str_:
-    return np.str_(expect(children, str)[0])
-
-
-def _join_bytes(children: list[Any]) -> np.bytes_:
-    return np.bytes_(expect(children, bytes)[0])
-
-
 NUMPY = (
     Codec("numpy.ndarray", (np.ndarray,), _split_array, _join_array),
     Codec("numpy.scalar", _SCALARS, _split_scalar, _join_scalar),
     # an array would cut the zeros at their end
-    Codec("numpy.str", (np.str_,), lambda value: [str(value)], _join_str),
-    Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], _join_bytes),
+    Codec("numpy.str", (np.str_,), lambda value: [str(value)], lambda c: np.str_(*expect(c, str))),
+    Codec("numpy.bytes", (np.bytes_,), lambda value: [bytes(value)], lambda c: np.bytes_(*expect(c, bytes))),
     Codec("numpy.BitGenerator", tuple(_GENERATORS.values()), _split_bits, _join_bits),
     Codec(
         "numpy.Generator",

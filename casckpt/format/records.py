@@ -56,20 +56,16 @@ def _check_time(time: int) -> None:
         raise Refused(f"{time} microseconds since the epoch are no date of the years 1970 to 9999")
 
 
-def _check_announced(announced: list[tuple[TxId, int, str]]) -> None:
-    for txid, number, _ in announced:
+def _check_announced(announced: list[tuple[TxId, int]]) -> None:
+    for txid, number in announced:
         check_txid(txid)
         if not 0 <= number <= MAX_NUMBER:
             raise Refused(f"{number} is not the number of a record")
 
 
-def _check_replaces(replaces: tuple[TxId, int]) -> None:
-    _check_announced([(*replaces, "replaced")])
-
-
 _CHECKS: dict[str, Callable[[Any], object]] = {
     "announced": _check_announced,
-    "replaces": _check_replaces,
+    "replaces": lambda record: _check_announced([record]),
     "txid": check_txid,
     "origin": check_txid,
     "by": check_txid,
@@ -154,7 +150,7 @@ class Dropped(Record, frozen=True, kw_only=True):
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
-    ``uploader``: whose folder holds the manifest, which has ``manifest_bytes`` and begins with a head that has the hash
+    The manifest lies in the folder of ``txid``. It has ``manifest_bytes``, and begins with a head that has the hash
     ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
     None for none.
@@ -169,7 +165,6 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     step: int
     time: int
     manifest: ManifestId
-    uploader: TxId
     head: str
     manifest_bytes: int
     created_at: int  # of the checkpoint; differs from ``time`` in copies
@@ -251,13 +246,13 @@ class Kept(Record, tag="kept", frozen=True, kw_only=True):
 
 
 class Announced(Record, tag="announced", frozen=True, kw_only=True):
-    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number, type) of each.
+    """runs/<run hash>/..: somebody is about to create these records in commits/: (txid, number) of each.
 
     ``seen``: of a save, whose txid is later than all that were announced up to this number; -1 if there were none.
     """
 
     time: int
-    announced: list[tuple[TxId, int, str]]
+    announced: list[tuple[TxId, int]]
     seen: int | None = None
 
 

@@ -153,11 +153,6 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
     return all(box.shape[d] == shape[d] for d in range(dim + 1, len(shape)))
 
 
-def flat_index(index: Shape, shape: Shape) -> int:
-    """Compute the row-major position of an index."""
-    return sum(i * stride for i, stride in zip(index, strides(shape), strict=True))
-
-
 def normalise(region: Region, shape: Shape) -> Region:
     """Return the same elements as a flat range of the whole tensor if they are one, else the region as it is.
 
@@ -165,13 +160,10 @@ def normalise(region: Region, shape: Shape) -> Region:
     """
     if region.box.shape == shape or not is_contiguous(region.box, shape):
         return region
-    start = flat_index(region.box.offset, shape) if region.numel else 0
-    return Region(full_box(shape), start + region.lo, start + region.hi) if region.numel else empty(shape)
-
-
-def empty(shape: Shape) -> Region:
-    """Return the region without elements."""
-    return Region(full_box(shape), 0, 0)
+    if not region.numel:
+        return Region(full_box(shape), 0, 0)
+    start = sum(i * stride for i, stride in zip(region.box.offset, strides(shape), strict=True))
+    return Region(full_box(shape), start + region.lo, start + region.hi)
 
 
 def flat_boxes(region: Region) -> Iterator[tuple[Box, int]]:
@@ -223,18 +215,14 @@ def intersect(one: Region, other: Region) -> list[Box]:
     return [box for box in overlaps if box is not None]
 
 
-def gaps(ranges: Iterable[tuple[int, int]], end: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Find the (holes, overlaps) of flat ``ranges`` in [0, end)."""
-    holes, overlaps, position = [], [], 0
-    for lo, hi in sorted(ranges):
+def holes(ranges: Iterable[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """Find the parts of [0, end) that are in none of ``ranges``."""
+    found, position = [], 0
+    for lo, hi in [*sorted(ranges), (end, end)]:
         if lo > position:
-            holes.append((position, lo))
-        elif lo < position:
-            overlaps.append((lo, min(hi, position)))
+            found.append((position, lo))
         position = max(position, hi)
-    if position < end:
-        holes.append((position, end))
-    return holes, overlaps
+    return found
 
 
 def cut(lo: int, hi: int, cell: int) -> list[tuple[int, int]]:

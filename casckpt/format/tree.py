@@ -1,54 +1,37 @@
-"""The tree of a checkpoint: the skeleton that puts flattened keys back into nested containers.
+"""The tree of a checkpoint: its nested state with a mark in place of each leaf.
 
 A leaf stands for a tensor or an object that the manifest holds under the leaf's flat key: the elements of its path,
 joined by ".". The tree keeps what a flat key cannot: int and str keys apart, order, kinds of containers, empty ones.
 
-Stored as msgpack: a leaf is 0 (tensor) or 1 (object), a container ``[kind, extra, key, child, key, child, ...]``.
+It is a value of dicts, OrderedDicts, defaultdicts, lists and tuples with `TENSOR` and `OBJECT` in them, and is stored
+as plain data. Nobody changes one: what is made of it are new containers.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, TypeAlias
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
 
-MAX_DEPTH = 200
-TENSOR, OBJECT = "tensor", "object"
-DICT, ORDERED, DEFAULT, LIST, TUPLE = "dict", "OrderedDict", "defaultdict", "list", "tuple"
-KINDS = frozenset((DICT, ORDERED, DEFAULT, LIST, TUPLE))
-_LEAVES = (TENSOR, OBJECT)
+TENSOR: Final = 0
+OBJECT: Final = 1
 
 Element: TypeAlias = str | int
 Path: TypeAlias = tuple[Element, ...]
+Leaf: TypeAlias = int
+"""`TENSOR` or `OBJECT`."""
+Node: TypeAlias = "Leaf | dict[Element, Node] | list[Node] | tuple[Node, ...]"
 
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """``kind``: "tensor" or "object"."""
-
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Container:
-    """``kind``: one of `KINDS`. ``extra``: plain data that the children do not show, or nothing.
-
-    It is the ``_metadata`` of an OrderedDict (of a module's state_dict), and an empty defaultdict with the factory.
-    """
-
-    kind: str
-    children: tuple[tuple[Element, Node], ...] = ()
-    extra: bytes = b""
-
-
-Node: TypeAlias = Leaf | Container
+_LEAVES = {TENSOR: "tensor", OBJECT: "object"}
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, tuple)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def join(path: Sequence[Element]) -> str:
@@ -61,20 +44,42 @@ def show(path: Sequence[Element]) -> str:
     return "".join(f"[{element!r}]" for element in path)
 
 
+def kind_of(node: Node) -> str:
+    """Name the kind of a node: "tensor", "object", "dict", "list", ..."""
+    return _LEAVES[node] if isinstance(node, int) else type(node).__name__
+
+
+def children(node: Node) -> Iterable[tuple[Element, Node]]:
+    """Return the children of a node, each with its element of the path; a leaf has none."""
+    if isinstance(node, int):
+        return ()
+    return node.items() if isinstance(node, dict) else enumerate(node)
+
+
+def container(kind: type, items: Mapping[Element, Any], like: Any) -> Any:
+    """Make a container of ``kind``; ``like`` has what the items do not show: a ``_metadata``, a default factory."""
+    if kind in _SEQUENCES:
+        return kind(items.values())
+    if kind is defaultdict:
+        return defaultdict(like.default_factory, items)
+    made = kind(items)
+    metadata = getattr(like, "_metadata", None) if kind is OrderedDict else None
+    if metadata is not None:
+        vars(made)["_metadata"] = metadata
+    return made
+
+
 def leaves(node: Node, path: Path = ()) -> Iterator[tuple[Path, Leaf]]:
     """Iterate over every leaf with its path, in order."""
-    if isinstance(node, Leaf):
+    if isinstance(node, int):
         yield path, node
-        return
-    for element, child in node.children:
+    for element, child in children(node):
         yield from leaves(child, (*path, element))
 
 
 def find(node: Node, key: str) -> Node | None:
     """Return the first node whose flat key is ``key``; None if there is none."""
-    if isinstance(node, Leaf):
-        return None
-    for element, child in node.children:
+    for element, child in children(node):
         head = str(element)
         if head == key:
             return child
@@ -87,114 +92,84 @@ def find(node: Node, key: str) -> Node | None:
 # bytes
 
 
-def encode_tree(node: Node) -> bytes:
-    """Encode a tree. Raises InvalidInput if it is nested more than MAX_DEPTH deep."""
-    return msgspec.msgpack.encode(_wire(node, 0))
+def encode_tree(node: Node, extensions: Sequence[plain.Extension] = ()) -> bytes:
+    """Encode a tree. Raises InvalidInput for a ``_metadata`` that is no plain data, and what is nested too deep."""
+    return plain.encode(node, extensions=extensions, where="state")
 
 
-def _wire(node: Node, depth: int) -> Any:
-    if isinstance(node, Leaf):
-        return _LEAVES.index(node.kind)
-    if depth >= MAX_DEPTH:
-        raise InvalidInput(f"the state is nested more than {MAX_DEPTH} levels deep; flatten it")
-    wire: list[Any] = [node.kind, node.extra]
-    for element, child in node.children:
-        wire.append(element)
-        wire.append(_wire(child, depth + 1))
-    return wire
-
-
-def decode_tree(data: bytes | memoryview) -> Node:
+def decode_tree(data: bytes | memoryview, extensions: Sequence[plain.Extension] = ()) -> Node:
     """Decode what `encode_tree` made. Raises Refused for any other bytes."""
     try:
-        return _node(msgspec.msgpack.decode(data), 0)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        node: Node = plain.decode(data, extensions=extensions)
+    except Refused as error:
         raise _refused(str(error)) from error
+    _check(node)
+    return node
 
 
 def _refused(why: str) -> Refused:
     return Refused(f"the tree of a checkpoint is not usable: {why}")
 
 
-def _node(wire: Any, depth: int) -> Node:
-    if type(wire) is int and 0 <= wire < len(_LEAVES):
-        return Leaf(_LEAVES[wire])
-    if type(wire) is not list or len(wire) < 2 or len(wire) % 2 or depth >= MAX_DEPTH:
-        raise _refused("a node is neither a leaf nor a container, or it is nested too deep")
-    kind, extra, *rest = wire
-    if type(kind) is not str or kind not in KINDS or type(extra) is not bytes:
-        raise _refused("it has a container of an unknown kind; was it written by a later version of casckpt?")
-    elements = rest[::2]
-    _check_elements(kind, elements)
-    children = []
-    for element, child in zip(elements, rest[1::2], strict=True):
-        children.append((element, _node(child, depth + 1)))
-    return Container(kind, tuple(children), extra)
+def _check(node: Node) -> None:
+    if type(node) is int and node in _LEAVES:
+        return
+    if type(node) not in (*_MAPPINGS, *_SEQUENCES):
+        raise _refused("a node is neither a leaf nor a container; was it written by a later version of casckpt?")
+    for element, child in children(node):
+        if not _is_element(element):
+            raise _refused(f"the keys of a {kind_of(node)} are not usable")
+        _check(child)
 
 
-def _check_elements(kind: str, elements: list[Any]) -> None:
-    wanted = (int,) if kind in (LIST, TUPLE) else (str, int)
-    if any(type(element) not in wanted for element in elements) or len(set(elements)) != len(elements):
-        raise _refused(f"the keys of a {kind} are not usable")
-    if kind in (LIST, TUPLE) and elements != sorted(elements):
-        raise _refused(f"the items of a {kind} are out of order")
+def _is_element(element: Any) -> bool:
+    if type(element) is str:
+        return not _SURROGATE.search(element)
+    return type(element) is int and -(2**63) <= element < 2**64
 
 
 # of several ranks
 
 
-def merge(trees: Sequence[Node], extensions: Sequence[plain.Extension] = ()) -> Node:
+def merge(trees: Sequence[Node]) -> Node:
     """Merge ``trees`` into one with every child: those of the first in its order, then the new ones of each.
 
-    Where ranks differ in ``extra``, the first one's wins, but the entries of all are kept in a ``_metadata``
-    (``extensions``: what `plain` needs to read that). Raises InvalidInput, naming the key, if a path is one kind of
-    node here and another there, or if two paths of different trees have one flat key.
+    Of a ``_metadata`` the entries of all are kept; what else a container has is the first one's. Raises InvalidInput,
+    naming the key, if a path is one kind of node here and another there, or if two paths of different trees have one
+    flat key.
     """
-    different = list({encode_tree(node): node for node in trees}.values())
-    if not different:
+    if not trees:
         raise InvalidInput("there is no tree to merge")
-    if len(different) == 1:
-        return different[0]
-    merged = _merged(different, (), extensions)
+    merged = _merged(trees, ())
     _check_unique(merged)
     return merged
 
 
-def _merged(nodes: Sequence[Node], path: Path, extensions: Sequence[plain.Extension]) -> Node:
+def _merged(nodes: Sequence[Node], path: Path) -> Node:
     first = nodes[0]
-    if len(nodes) == 1:
-        return first
-    kinds = list(dict.fromkeys(f"{type(node).__name__.lower()} of kind {node.kind}" for node in nodes))
+    kinds = list(dict.fromkeys(map(kind_of, nodes)))
     if len(kinds) > 1:
         key = join(path)
-        raise InvalidInput(f"key {key!r} is a {kinds[0]} on one rank and a {kinds[1]} on another", key=key)
-    containers = [node for node in nodes if isinstance(node, Container)]
-    if not containers:
+        raise InvalidInput(f"key {key!r} is of kind {kinds[0]} on one rank and of kind {kinds[1]} on another", key=key)
+    if isinstance(first, int) or len(nodes) == 1:
         return first
     grouped: dict[Element, list[Node]] = {}
-    for container in containers:
-        for element, child in container.children:
+    for node in nodes:
+        for element, child in children(node):
             grouped.setdefault(element, []).append(child)
-    children = []
-    for element, group in grouped.items():
-        children.append((element, _merged(group, (*path, element), extensions)))
-    if first.kind in (LIST, TUPLE):
-        children.sort(key=itemgetter(0))
-    return Container(first.kind, tuple(children), _merged_extra(first.kind, [c.extra for c in containers], extensions))
+    merged = {element: _merged(group, (*path, element)) for element, group in grouped.items()}
+    made: Node = container(type(first), merged, first)
+    if isinstance(made, OrderedDict):
+        _unite_metadata(made, nodes)
+    return made
 
 
-def _merged_extra(kind: str, extras: Sequence[bytes], extensions: Sequence[plain.Extension]) -> bytes:
-    given = list(dict.fromkeys(extra for extra in extras if extra))
-    if kind != ORDERED or len(given) < 2:
-        return given[0] if given else b""
-    found = [plain.decode(extra, extensions=extensions, strict=True) for extra in given]
-    if not all(isinstance(metadata, dict) for metadata in found):
-        return given[0]
-    united = found[0]
-    for metadata in found[1:]:
-        for name, value in metadata.items():
+def _unite_metadata(made: OrderedDict[Element, Node], nodes: Sequence[Node]) -> None:
+    given = [vars(node)["_metadata"] for node in nodes if vars(node)]
+    if given and all(isinstance(metadata, dict) for metadata in given):
+        united = vars(made)["_metadata"] = copy(given[0])
+        for name, value in chain.from_iterable(metadata.items() for metadata in given):
             united.setdefault(name, value)
-    return plain.encode(united, extensions=extensions)
 
 
 def _check_unique(tree: Node) -> None:
@@ -213,56 +188,31 @@ def _check_unique(tree: Node) -> None:
 _DROPPED: Any = object()
 
 
-def rebuild(
-    node: Node,
-    leaf: Callable[[str, Leaf], Any],
-    keep: Callable[[str], bool],
-    extensions: Sequence[plain.Extension] = (),
-) -> Any:
+def rebuild(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
     """Build the nested value of a tree. ``leaf(flat key, leaf)`` gives the value of each leaf that ``keep`` selects.
 
     A container that was saved empty is asked for by its own flat key. One that loses all its children is dropped
     with them (the root never). A list or tuple that loses some comes back as a dict of the rest by index: closing the
-    gaps would give items the place of others. Raises Refused if ``extra`` of a container is not usable.
+    gaps would give items the place of others.
     """
-    value = _rebuilt(node, (), leaf, keep, extensions)
-    if value is not _DROPPED or isinstance(node, Leaf):
-        return {} if value is _DROPPED else value
-    return _container(Container(node.kind, (), node.extra), [], extensions)
+    value = _rebuilt(node, (), leaf, keep)
+    return {} if value is _DROPPED else value
 
 
-def _rebuilt(
-    node: Node,
-    path: Path,
-    leaf: Callable[[str, Leaf], Any],
-    keep: Callable[[str], bool],
-    extensions: Sequence[plain.Extension],
-) -> Any:
-    if isinstance(node, Leaf):
+def _rebuilt(node: Node, path: Path, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
+    if isinstance(node, int):
         key = join(path)
         return leaf(key, node) if keep(key) else _DROPPED
-    found = []
-    for element, child in node.children:
-        value = _rebuilt(child, (*path, element), leaf, keep, extensions)
+    found: dict[Element, Any] = {}
+    for element, child in children(node):
+        value = _rebuilt(child, (*path, element), leaf, keep)
         if value is not _DROPPED:
-            found.append((element, value))
-    if not found and (node.children or not keep(join(path))):
+            found[element] = value
+    if path and not found and (node or not keep(join(path))):
         return _DROPPED
-    return _container(node, found, extensions)
-
-
-def _container(node: Container, items: list[tuple[Element, Any]], extensions: Sequence[plain.Extension]) -> Any:
-    if node.kind in (LIST, TUPLE):
-        if [element for element, _ in items] != list(range(len(node.children))):
-            return dict(items)
-        values = [value for _, value in items]
-        return values if node.kind == LIST else tuple(values)
-    extra = plain.decode(node.extra, extensions=extensions) if node.extra else None
-    if node.kind == ORDERED:
-        ordered = OrderedDict(items)
-        if node.extra:
-            vars(ordered)["_metadata"] = extra
-        return ordered
-    if node.kind == DEFAULT and isinstance(extra, defaultdict):
-        return defaultdict(extra.default_factory, items)
-    return dict(items)
+    if isinstance(node, list | tuple) and len(found) < len(node):
+        return found
+    made = container(type(node), found, node)
+    if isinstance(made, OrderedDict):
+        vars(made).update(deepcopy(vars(made)))  # torch changes it, and the tree may be used again
+    return made

@@ -99,12 +99,9 @@ def _look_at(given: Path) -> DetectedFormat:
     kind = _kind_of_folder(given) if given.is_dir() else _kind_of_file(given)
     if kind == "safetensors":
         return DetectedFormat(kind, given, find_sources(given))
-    weights = (given,) if kind == "torch" else _weights(given, ".safetensors" if kind == "olmo" else ".distcp")
-    return DetectedFormat(kind, given, ImportSources(weights, {}))
-
-
-def _weights(folder: Path, suffix: str) -> tuple[Path, ...]:
-    return tuple(sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file()))
+    suffix = ".safetensors" if kind == "olmo" else ".distcp"
+    weights = [given] if kind == "torch" else sorted(path for path in given.rglob(f"*{suffix}") if path.is_file())
+    return DetectedFormat(kind, given, ImportSources(tuple(weights), {}))
 
 
 def _kind_of_folder(folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from casckpt.errors import InvalidInput, MissingKey
-from casckpt.format.tree import Container, Node, join, leaves
+from casckpt.format.tree import Node, children, join, leaves
 from casckpt.frontends.training_state.names import WRAPPERS
 
 _MODEL = frozenset(("model", "module", "state_dict", "model_state_dict", "model_state"))
@@ -43,7 +43,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
     if len(found) > 1 or (found == [""] and len(parts) > 1 and _is_either(tree, parts[""])):
         raise _unclear(where, [prefix for prefix in found if prefix] + [_first(key) for key in parts.get("", ())])
     prefix = found[0]
-    if not isinstance(tree, Container) or not any(element in _LIGHTNING for element, _ in tree.children):
+    if not any(element in _LIGHTNING for element, _ in children(tree)):
         return prefix, parts[prefix]
     below = prefix + _attribute(prefix, parts[prefix], where)
     return below, [key for key in parts[prefix] if key.startswith(below)]
@@ -51,8 +51,7 @@ def model_part(tree: Node, keys: Collection[str], where: str) -> tuple[str, list
 
 def _is_either(tree: Node, names: Sequence[str]) -> bool:
     """Whether what looks like a training may be of the model, or the first part of all ``names`` be no name."""
-    top = tree.children if isinstance(tree, Container) else ()
-    is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in top if not isinstance(node, Container))
+    is_flat = any(_head(str(element)) in _OPTIMIZER for element, node in children(tree) if isinstance(node, int))
     return is_flat or all(name.startswith("model.") for name in names)
 
 
@@ -66,9 +65,9 @@ def _parts(tree: Node, keys: Collection[str]) -> dict[str, list[str]]:
     A flat key of an optimizer at the top, as "optimizer.state.w", counts as what it would be if it were nested.
     """
     parts: dict[str, list[str]] = {}
-    for element, node in tree.children if isinstance(tree, Container) else ():
+    for element, node in children(tree):
         below = [key for path, _ in leaves(node, (element,)) if (key := join(path)) in keys]
-        if isinstance(node, Container):
+        if not isinstance(node, int):
             prefix = f"{element}."
         else:
             prefix = _first(str(element)) if _head(str(element)) in _OPTIMIZER else ""

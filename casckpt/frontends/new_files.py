@@ -7,16 +7,19 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import CasckptError, Conflict, InvalidInput, StorageError
 from casckpt.storage.paths import is_url, local_path
+from casckpt.store.store import Store
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)  # None: of torch.save, see `torch_saves`
+_LONGEST = 255  # bytes of a file's name
 
 
 @contextmanager
@@ -81,6 +84,28 @@ def place_for(path: str | os.PathLike[str], *, force: bool, last: Sequence[str] 
         target = Path(folder, remote.url.rpartition("/")[2])
         yield target
         remote.put(target, last=last)
+
+
+def check_file_names(names: Iterable[str], is_taken: Callable[[str], bool]) -> None:
+    """Raise InvalidInput, naming each attachment that cannot be a file of an export, and what to do.
+
+    ``is_taken``: is this the name of a file that the export makes? It is asked in lower case, as some disks are.
+    """
+    wrong = [f"{name!r} {why}" for name in names if (why := _why_no_file(name, is_taken))]
+    if wrong:
+        raise InvalidInput(
+            f"the attachment {', '.join(wrong)}; leave attachments out with attachments=False (--no-attachments), and "
+            "get them with store.read_attachment"
+        )
+
+
+def _why_no_file(name: str, is_taken: Callable[[str], bool]) -> str:
+    parts = name.split("/")
+    if is_taken(parts[0].lower()):
+        return "has the name of a file with tensors"
+    if any(len(part.encode(errors="surrogateescape")) > _LONGEST for part in parts):
+        return f"has a name that no file can have: more than {_LONGEST} bytes"
+    return ""
 
 
 def _check_no_file(path: Path, *, force: bool) -> None:
@@ -170,6 +195,19 @@ def torch_saves() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
+
+
+def write_attached(store: Store, checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> None:
+    """Write what was saved along into a folder, each under its name."""
+    for name in names:
+        write_durably(folder / name, store.read_attachment(checkpoint, name))
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Make a file, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with synced_file(path) as file:
+        file.write(data)
 
 
 @contextmanager

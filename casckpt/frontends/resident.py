@@ -11,22 +11,20 @@ RESIDENT_BYTES: Final = 256 << 20
 """So much of mapped files is resident at most, more or less."""
 
 
-class Resident:
+def letting_go(shown: Shown | None, let_go: Callable[[], None]) -> Shown:
     """The progress of a save, which has the pages that were read let go every `RESIDENT_BYTES`.
 
     So memory is bounded for those too who count pages of files. Nothing was written to them, so nothing is lost:
     whoever needs one again has it from the page cache.
     """
+    next_at = RESIDENT_BYTES
 
-    def __init__(self, shown: Shown | None, let_go: Callable[[], None]) -> None:
-        self._shown = shown
-        self._let_go = let_go
-        self._let_go_at = RESIDENT_BYTES
+    def show(done: int, total: int | None) -> None:
+        nonlocal next_at
+        if shown is not None:
+            shown(done, total)
+        if done >= next_at:
+            next_at = done + RESIDENT_BYTES
+            let_go()
 
-    def done(self, done: int, total: int | None) -> None:
-        """The progress of the save: see `Shown`."""
-        if self._shown is not None:
-            self._shown(done, total)
-        if done >= self._let_go_at:
-            self._let_go_at = done + RESIDENT_BYTES
-            self._let_go()
+    return show

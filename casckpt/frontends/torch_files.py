@@ -10,13 +10,13 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from types import NoneType
-from typing import Any, Final, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,32 +27,27 @@ from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.loading.contents import Contents
-from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.load import values_at
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
-from casckpt.format.regions import Region, full_box
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import DEFAULT, DICT, TENSOR, Container, Leaf, Node
+from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
-from casckpt.frontends.resident import Resident
+from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
-from casckpt.frontends.view import Rules, view_of
-from casckpt.parallel import usable_threads
-from casckpt.plan.progress import Progress, Shown
+from casckpt.frontends.view import Rules, View, ViewTensor, view_of
+from casckpt.frontends.windows import WindowReader
+from casckpt.plan.progress import Shown
 from casckpt.repository import manifests
 from casckpt.storage.paths import is_url, local_path
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
-from casckpt.tensors.memory import Destination
-from casckpt.tensors.objects import is_archive, refused_name
+from casckpt.tensors.objects import is_archive, read_archive, refused_name, write_archive
 from casckpt.tensors.state import inflate
 from casckpt.tensors.untrusted import check_expansion, misread
-
-WINDOW_BYTES: Final = 64 << 20
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +84,7 @@ def torch_save_to_casckpt(
     laid = TorchState(state) if as_is else laid_out(state, parameter_names)
     for note in laid.notes:
         log.warning("%s: %s", given, note)
-    options["progress"] = Resident(options.get("progress"), _letting_go(given)).done
+    options["progress"] = letting_go(options.get("progress"), _unmapper(given))
     saved = as_store(store).save(laid.state, step=step, allow_pickle=allow_pickle, no_dist=True, **options)
     return replace(saved, notes=laid.notes)
 
@@ -113,7 +108,7 @@ def _read(path: Path, allow_pickle: bool) -> Any:
     return state
 
 
-def _letting_go(path: Path) -> Callable[[], None]:
+def _unmapper(path: Path) -> Callable[[], None]:
     """Make what lets the pages of a file go that torch has mapped, and of which it hands out no map."""
     spans, advise = list(_spans(path)), ctypes.CDLL(None, use_errno=True).madvise
 
@@ -137,15 +132,6 @@ def _spans(path: Path) -> Iterator[tuple[int, int]]:
 
 
 # out of a store
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor of the file: its number in the checkpoint, and the record that torch gave its storage."""
-
-    number: int
-    entry: StreamEntry
-    record: str
 
 
 def casckpt_to_torch_save(
@@ -189,131 +175,104 @@ def export_torch(
     opened = as_store(store)
     checkpoint = opened.get(ref)
     rules = Rules(keys, strip_prefix, rename)
-    job = _Export(opened, checkpoint, allow_pickle, Progress(progress))
-    form = job.whole() if rules.is_plain else job.seen(rules)
+    job = _Export(opened, checkpoint, allow_pickle)
+    state, view = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target, form)
+        job.write(target, state, view, progress)
         name = os.fspath(path) if is_url(path) else place
-    nbytes = sum(entry.nbytes for _, entry in form.tensors)
     return Exported(
-        checkpoint, (name,), len(form.tensors), nbytes, (), form.left_out, tuple(opened.attachments(checkpoint)),
-        "torch", form.prefix,
+        checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
+        "torch", view.prefix,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What is to be saved, with tensors that have no data; these by number and entry, in the order of the state."""
-
-    state: Any
-    tensors: Sequence[tuple[int, StreamEntry]]
-    left_out: tuple[str, ...]
-    prefix: str = ""
 
 
 class _Export:
     """One file: torch writes it with holes for the data of tensors, which are filled afterwards."""
 
-    def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool, progress: Progress) -> None:
+    def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
         self._manifest = manifests.get(store.repository, checkpoint.commit)
         self._contents = Contents(self._manifest, 0)
-        threads = usable_threads(None)
         self._options = LoadOptions(allow_pickle=allow_pickle)
-        self._download = Download(store.repository, self._manifest, True, threads, progress)
         self._repo = store.repository
         self._fake = FakeTensorMode()
 
-    def whole(self) -> _Form:
-        """All of the checkpoint, nested as it was saved."""
+    def whole(self) -> tuple[Any, View]:
+        """All of the checkpoint, nested as it was saved, of tensors without data; and these, in the order of that."""
         tree = self._contents.whole_tree()
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
-        tensors: list[tuple[int, StreamEntry]] = []
+        tensors: list[ViewTensor] = []
 
         def leaf(key: str, node: Leaf) -> Any:
-            if node.kind != TENSOR:
+            if node != TENSOR:
                 return objects[key]
-            tensors.append(self._contents.stored_tensor(key))
-            return self._empty(tensors[-1][1])
+            tensors.append(ViewTensor(key, *self._contents.stored_tensor(key)))
+            return self._empty(tensors[-1].entry)
 
         state = inflate(tree, leaf, lambda key: key not in left_out)
-        return _Form(state, tensors, left_out)
+        return state, View(tuple(tensors), left_out)
 
-    def seen(self, rules: Rules) -> _Form:
-        """Its tensors by the names of a view."""
+    def seen(self, rules: Rules) -> tuple[Any, View]:
+        """The same of its tensors by the names of a view."""
         view = view_of(self._manifest, rules)
-        state = {one.name: self._empty(one.entry) for one in view.tensors}
-        return _Form(state, [(one.number, one.entry) for one in view.tensors], view.left_out, view.prefix)
+        return {one.name: self._empty(one.entry) for one in view.tensors}, view
 
     def _empty(self, entry: StreamEntry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, form: _Form) -> None:
+    def write(self, path: Path, state: Any, view: View, progress: Shown | None) -> None:
         """All of it, durable."""
         path.open("xb").close()  # so that Python says what is wrong where nothing may be written
         with self._fake, skip_data(materialize_fake_tensors=True), torch_saves():
-            torch.save(form.state, path)
-        # in this order torch numbers storages
-        tensors = [_Tensor(number, entry, f"data/{index}") for index, (number, entry) in enumerate(form.tensors)]
-        sums = self._fill(path, tensors)
-        _write_sums(path, sums)
+            torch.save(state, path)
+        reader = WindowReader(self._repo, self._manifest, view.nbytes, progress)
+        _write_sums(path, _filled(path, view.tensors, reader))
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
-    def _fill(self, path: Path, tensors: Sequence[_Tensor]) -> dict[str, int]:
-        """Write the data of all tensors into their holes; the crc of each record."""
-        reader: Any = torch._C.PyTorchFileReader(str(path))
-        with zipfile.ZipFile(path) as archive:
-            sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
-        sums: dict[str, int] = {}
-        with path.open("r+b") as file:
-            for tensor in tensors:
-                if sizes.get(tensor.record) != tensor.entry.nbytes:
-                    raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
-                crc = 0
-                file.seek(reader.get_record_offset(tensor.record))
-                for data in self._pieces(tensor):
-                    file.write(data)
-                    crc = zlib.crc32(data, crc)
-                sums[tensor.record] = crc
-        return sums
 
-    def _pieces(self, tensor: _Tensor) -> Iterator[memoryview]:
-        entry = tensor.entry
-        dtype, total = torch_dtype(entry.dtype), prod(entry.shape)
-        cell = self._manifest.body.cell_bytes // dtype.itemsize
-        step = max(WINDOW_BYTES // dtype.itemsize // cell, 1) * cell
-        for lo in range(0, total, step):
-            hi = min(lo + step, total)
-            buffer = torch.empty((hi - lo) * dtype.itemsize, dtype=torch.uint8, device="cpu")
-            target = Destination(Region(full_box(entry.shape), lo, hi), buffer.view(dtype), dtype)
-            self._download.run([StreamRequest(tensor.number, target)])
-            yield memoryview(buffer.numpy().data)
+def _filled(path: Path, tensors: Sequence[ViewTensor], reader: WindowReader) -> dict[str, int]:
+    """Write the data of all tensors into their holes; the crc of each record."""
+    places: Any = torch._C.PyTorchFileReader(str(path))
+    with zipfile.ZipFile(path) as archive:
+        sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
+    sums: dict[str, int] = {}
+    with path.open("r+b") as file:
+        for index, tensor in enumerate(tensors):
+            record = f"data/{index}"  # in this order torch numbers storages
+            if sizes.get(record) != tensor.entry.nbytes:
+                raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
+            sums[record] = 0
+            file.seek(places.get_record_offset(record))
+            for data in reader.read([tensor]):
+                file.write(data)
+                sums[record] = zlib.crc32(data, sums[record])
+    return sums
 
 
 def _of_plain_kinds(node: Node) -> Node:
     """The same tree, of the kinds of containers that torch's restricted unpickler makes."""
-    if isinstance(node, Leaf):
+    if isinstance(node, int):
         return node
-    children = tuple((element, _of_plain_kinds(child)) for element, child in node.children)
-    return Container(DICT, children) if node.kind == DEFAULT else Container(node.kind, children, node.extra)
+    found: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
+    made: Node = found if isinstance(node, defaultdict) else container(type(node), found, node)
+    return made
 
 
 def _is_read(value: Any) -> bool:
     """Tell whether plain `torch.load` reads a value."""
     if type(value) in (NoneType, bool, int, float, str):
         return True
-    buffer = BytesIO()
-    torch.save(value, buffer)
-    with zipfile.ZipFile(buffer) as archive:
+    data = write_archive(value)
+    with zipfile.ZipFile(BytesIO(data)) as archive:
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     try:
         # not what this process has registered besides, or a library that it has imported: others have not
         if get_globals_in_pkl(BytesIO(pickled)) - _get_allowed_globals().keys():
             return False
-        torch.load(BytesIO(buffer.getbuffer()), weights_only=True)
+        read_archive(data)
     except pickle.UnpicklingError:
         return False
     return True

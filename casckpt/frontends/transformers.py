@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 HOME = "transformers"
 OPTIMIZER, RNG = "optimizer.pt", re.compile(r"rng_state(_\d+)?\.pth")
+_SAFETENSORS = ".safetensors"
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _WHEN = {"save_interval", "ephemeral_save_interval", "ephemeral_cooldown", "max_steps_at_risk"}
@@ -139,7 +140,7 @@ class _Folder:
         self.attachments |= _attachments(self._folder)
         _refuse_foreign(self._folder)
         state: dict[str, Any] = {"model": {}, HOME: {"rng": rng, "files": {}, "tensors": {}}}
-        for name, path in _weights(self._folder):
+        for name, path in [one for one in _files(self._folder) if one[0].endswith(_SAFETENSORS)]:
             maps = Maps(None)
             said = maps.add_all([path])
             state[HOME]["files"][name] = {"names": list(maps.state), "metadata": said}
@@ -205,10 +206,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield path.relative_to(folder).as_posix(), path
 
 
-def _weights(folder: Path) -> Iterator[tuple[str, Path]]:
-    return ((name, path) for name, path in _files(folder) if name.endswith(".safetensors"))
-
-
 def _is_of(name: str, rank: int) -> bool:
     """Whether it is the file of this rank; others may still be writing theirs, or have them on other machines."""
     found = RNG.fullmatch(name)
@@ -223,7 +220,7 @@ def _attachments(folder: Path) -> dict[str, bytes]:
         )
     found = {}
     for name, path in _files(folder):
-        if name.endswith(".safetensors") or name == OPTIMIZER or RNG.fullmatch(name):
+        if name.endswith(_SAFETENSORS) or name == OPTIMIZER or RNG.fullmatch(name):
             continue
         if path.stat().st_size > _MAX_FILE:
             raise InvalidInput(f"{path} has more than {_MAX_FILE >> 20} MiB, and is no safetensors; keep it elsewhere")

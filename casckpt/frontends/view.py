@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from casckpt.checkpoint.arguments import Rename, renamer, usable_patterns
+from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
@@ -67,10 +67,10 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     told what the model is, Damaged for a tensor that is not whole.
     """
     contents = Contents(manifest, 0)
-    patterns = usable_patterns(rules.keys)
+    patterns = usable_patterns(rules.keys) or None
     where = f"{manifest.body.run}@{manifest.body.step}"
     asked = {key: number for (kind, key, _), number in contents.numbers.items() if kind == TENSOR}
-    asked = {key: number for key, number in asked.items() if _matches(key, patterns)}
+    asked = {key: number for key, number in asked.items() if matches(key, patterns)}
     _check_used(where, list(asked), patterns)
     prefix, keys = _part(contents, list(asked), rules, where)
     names = _names(keys, prefix, rules)
@@ -78,17 +78,14 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
         ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
     ]
     manifest.ready([one.number for one in tensors], ())
-    for one in tensors:
-        _check_whole(manifest, one.entry)
+    for entry in (one.entry for one in tensors):
+        if not covers(manifest.extents(entry), whole(entry.shape)):
+            raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
     seen = {one.number for one in tensors}
-    objects = [key for key in contents.objects if _matches(key, patterns)]
+    objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for number, entry in enumerate(manifest.entries)
-              if entry.kind == TENSOR and number not in seen and _matches(entry.key, patterns)]  # fmt: skip
+              if entry.kind == TENSOR and number not in seen and matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
-
-
-def _matches(key: str, patterns: Sequence[str] | None) -> bool:
-    return not patterns or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:
@@ -123,11 +120,6 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
         if key_of.setdefault(name, key) != key:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
     return names
-
-
-def _check_whole(manifest: Manifest, entry: StreamEntry) -> None:
-    if not covers(manifest.extents(entry), whole(entry.shape)):
-        raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
 
 
 def _other(entry: StreamEntry) -> str:

@@ -114,9 +114,10 @@ def _parts(box: Box, shape: Shape, cell: int, parent: ExtentTable | None) -> lis
 
 def _filled_boxes(parent: ExtentTable) -> list[Box]:
     """Return the boxes that the parent's extents fill, which are therefore disjoint; others may overlap each other."""
-    held = np.zeros(len(parent.boxes), dtype=np.int64)
-    np.add.at(held, parent.columns.box, parent.columns.hi - parent.columns.lo)
-    return [box for box, count in zip(parent.boxes[1:], held[1:].tolist(), strict=True) if count == box.numel]
+    held = [0] * len(parent.boxes)
+    for extent in parent.extents:
+        held[extent.box] += extent.hi - extent.lo
+    return [box for box, count in zip(parent.boxes[1:], held[1:], strict=True) if count == box.numel]
 
 
 def _rest(box: Box, inner: Sequence[Box]) -> list[Box] | None:

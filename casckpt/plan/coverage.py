@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, gaps, intersect, normalise, whole
+from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, holes, intersect, normalise, whole
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
@@ -13,7 +13,7 @@ def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Re
     flat = [i for i, region in enumerate(regions) if region.box == full_box(shape) and region.numel]
     overlaps = _flat_overlaps(regions, flat)
     if len(flat) == sum(1 for region in regions if region.numel):
-        missing, _ = gaps(((regions[i].lo, regions[i].hi) for i in flat), whole(shape).hi)
+        missing = holes(((regions[i].lo, regions[i].hi) for i in flat), whole(shape).hi)
         return [Region(full_box(shape), lo, hi) for lo, hi in missing[:4]], overlaps
     overlaps = overlaps or _box_overlaps(regions)
     total = sum(region.numel for region in regions)

@@ -105,7 +105,7 @@ def _pieces(table: ExtentTable, box: int, lo: int, hi: int) -> Iterator[Piece]:
         end = min(extent.hi, hi)
         for a in range(max(extent.lo, lo), end, step):
             b = min(a + step, end)
-            yield Piece(extent.blob, extent.offset + (a - extent.lo) * size, (b - a) * size, extent.box, a, b)
+            yield Piece(extent.blob, extent.offset + (a - extent.lo) * size, (b - a) * size, table.boxes[box], a, b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +176,12 @@ def covers(table: ExtentTable, wanted: Region) -> bool:
     found = 0
     for number, box in enumerate(table.boxes):
         if box == region.box:
-            common = np.minimum(table.columns.hi, region.hi) - np.maximum(table.columns.lo, region.lo)
-            found += int(np.maximum(common, 0)[table.columns.box == number].sum())
+            for extent in table.extents_in(number, region.lo, region.hi):
+                found += min(extent.hi, region.hi) - max(extent.lo, region.lo)
         elif box.intersect(region.box) is not None:
             for extent in table.extents_in(number, 0, box.numel):
-                found += sum(part.numel for part in intersect(extent.region, region))
+                found += sum(part.numel for part in intersect(table.region(extent), region))
     if found < region.numel or len(table.boxes) == 1:
         return found >= region.numel
-    _, overlaps = holes_and_overlaps(table.shape, [table.region(row) for row in range(len(table))])
+    _, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
     return not overlaps  # of a hostile table: it could hide holes, which would show what was in memory before

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from threading import Lock
 from typing import Protocol
 
@@ -11,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import Ints
-from casckpt.format.extents import ExtentTable, byte_ranges, cell_locations
+from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Shape
@@ -115,37 +116,39 @@ class _DigestIndex:
     """All cells of some sources, sorted by the first eight bytes of their digests."""
 
     def __init__(self, sources: Sequence[CellSource]) -> None:
-        found, base = [cell_locations(())], 0
+        self._extents: list[tuple[int, ExtentTable, Extent]] = []  # behind the number of their source's first blob
+        base = 0
         for source in sources:
-            digests, blobs, offsets = cell_locations(source.tables())
-            found.append((digests, blobs + base, offsets))
+            self._extents += [(base, table, extent) for table in source.tables() for extent in table.extents]
             base += len(source.refs)
-        every, blobs, offsets = (np.concatenate(column) for column in zip(*found, strict=True))
-        prefixes = np.ascontiguousarray(every[:, :8]).view("<u8").reshape(-1)
-        order = np.argsort(prefixes, kind="stable")
-        self._prefixes, self._digests = prefixes[order], every[order]
-        self._blobs, self._offsets = blobs[order], offsets[order]
+        self._digests = b"".join([extent.digests for _, _, extent in self._extents])
+        prefixes = np.frombuffer(self._digests, dtype="<u8")[:: DIGEST_BYTES // 8]
+        self._order = np.argsort(prefixes, kind="stable")
+        self._prefixes = prefixes[self._order]
+        self._ends = list(accumulate(len(extent.digests) for _, _, extent in self._extents))
 
     def find(self, digest: CellDigest, usable: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
         prefix = np.uint64(int.from_bytes(digest[:8], "little"))
         row = int(np.searchsorted(self._prefixes, prefix))
         while row < len(self._prefixes) and self._prefixes[row] == prefix:
-            if self._digests[row].tobytes() == digest and usable[self._blobs[row]]:
-                return int(self._blobs[row]), int(self._offsets[row])
+            at = int(self._order[row]) * DIGEST_BYTES
+            number = bisect_right(self._ends, at)
+            base, table, extent = self._extents[number]
+            if usable[base + extent.blob] and self._digests.startswith(digest, at):
+                begin = self._ends[number] - len(extent.digests)
+                return base + extent.blob, table.offset_of(extent, (at - begin) // DIGEST_BYTES)
             row += 1
         return None
 
 
-def used_bytes(tables: Sequence[ExtentTable], blob_count: int) -> Ints:
+def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
     """Count the bytes of each blob that the extents of one manifest use; shared cells count once."""
-    rows = byte_ranges(tables)
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-    used = np.zeros(blob_count, dtype=np.int64)
-    blob, end = -1, 0
-    for number, start, stop in rows.tolist():
-        if number != blob:
-            blob, end = number, 0
-        if stop > end:
-            used[number] += stop - max(start, end)
-            end = stop
+    used, reached = [0] * blob_count, [0] * blob_count
+    for blob, start, stop in sorted(
+        (one.blob, one.offset, one.offset + (one.hi - one.lo) * table.itemsize)
+        for table in tables
+        for one in table.extents
+    ):
+        used[blob] += max(0, stop - max(start, reached[blob]))
+        reached[blob] = max(stop, reached[blob])
     return used

@@ -83,7 +83,7 @@ class RunCache:
             self.unreadable.add(number)
         else:
             self.unreadable.discard(number)
-        for txid, of_log, _ in () if record is None else record.announced:
+        for txid, of_log in () if record is None else record.announced:
             if txid not in self.announced:
                 self.at.setdefault(parse_txid(txid).step, []).append(txid)
                 self.newest = max(self.newest or txid, txid)

@@ -1,26 +1,19 @@
-"""Commits: the numbered log of each transaction in commits/, folded; and the only ways to add to it.
-
-A rewrite is a commit that holds the checkpoint of another one, its base, at other places. It stands from the instant in
-which the record of the base that it has chosen says `replaced` by it, until a `restored` behind that takes it back;
-for ever, if the base is purged. Once that record holds something else, or was taken back, or the base is void, it is
-void for ever. So what a rewrite is stands in the log of its base, and in that of the base of that.
-"""
+"""Commits: the numbered log of each transaction in commits/, folded; and the only ways to add to it."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log
-from casckpt.format.names import ManifestId, TxId
+from casckpt.format.names import TxId
 from casckpt.format.records import (
     Committed,
-    Dropped,
     FirstRecord,
     Forgotten,
     Kept,
@@ -29,14 +22,29 @@ from casckpt.format.records import (
     Replaced,
     Restored,
 )
-from casckpt.lazy import cached_property
 from casckpt.parallel import in_parallel
 from casckpt.repository.caches import Shown, shown
+from casckpt.repository.folding import (
+    STANDS,
+    STATES,
+    VOID,
+    Commit,
+    CommitList,
+    all_judged,
+    doubt_of,
+    fold,
+    is_whole,
+    judged,
+    just_committed,
+    with_logs,
+)
 from casckpt.repository.reading import Read, key_of, read_records
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
-from casckpt.repository.runs.announcements import COMMITTED, Announcement, announce
+from casckpt.repository.runs.announcements import announce
 from casckpt.storage.base import ListedObject
+
+__all__ = ["Commit", "CommitList", "just_committed"]  # beside what stands here: whoever reads logs needs them, too
 
 PREFIX = "commits/"
 LaterKind: TypeAlias = type[Forgotten] | type[Restored] | type[Purged]
@@ -48,203 +56,12 @@ _NOT_WHAT_IT_WAS = (
     "the store at %s is not what it was: it has no %s any more, so it was put back from a copy, or lost records. What "
     "this host knew of it counts no more"
 )
-_STATES: dict[type, str] = {
-    Committed: "committed",
-    records.RevokedRecord: "revoked",
-    Forgotten: "forgotten",
-    Restored: "restored",
-    Purged: "purged",
-    Replaced: "replaced",
-}
 _AFTER = {
     "forgotten": ("committed", "restored"),
     "restored": ("forgotten", "replaced"),
     "purged": ("forgotten", "replaced"),
 }
-STANDS, UNSETTLED, VOID = "stands", "unsettled", "void"
-"""Of a commit that is no rewrite, the first. A rewrite is unsettled until anything holds the record that it chose."""
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Commit:
-    """One transaction's log in commits/, folded.
-
-    ``last``: "committed", "revoked", "forgotten", "restored", "replaced" or "purged". ``number``: the highest one of
-    the log. ``changed_at``: time of the last record, in microseconds since the epoch. A `kept` record only takes a
-    number. ``restored``: number of the last `restored` record, 0 for none; what is not listed, or cannot
-    be read, counts as one. ``replaced``: number of a `replaced` record that no `restored` has taken back, and by which
-    transaction. ``unread``: numbers of what is not listed, or cannot be read. ``standing``: `STANDS`, `UNSETTLED`,
-    `VOID`; by the logs of what it replaces.
-    """
-
-    txid: TxId
-    first: FirstRecord
-    last: str
-    number: int
-    changed_at: int
-    restored: int = 0
-    replaced: tuple[int, TxId] | None = None
-    unread: tuple[int, ...] = ()
-    standing: str = STANDS
-
-    @property
-    def live(self) -> bool:
-        """Committed and not purged."""
-        return self.last not in ("revoked", "purged")
-
-    @property
-    def answers(self) -> bool:
-        """It is what its id means: it stands, and was not replaced."""
-        return self.standing == STANDS and self.last != "replaced"
-
-    @property
-    def visible(self) -> bool:
-        """Live, not forgotten, and what its id means."""
-        return self.last in ("committed", "restored") and self.standing == STANDS
-
-    @property
-    def replaces(self) -> tuple[TxId, int] | None:
-        """The transaction of which it is a rewrite, and the number of the record that is to say so; None for none."""
-        return self.first.replaces if isinstance(self.first, Committed) else None
-
-    @property
-    def dropped(self) -> Dropped | None:
-        """What it lacks of the first save; None for nothing."""
-        return self.first.dropped if isinstance(self.first, Committed) else None
-
-    @property
-    def origin(self) -> TxId:
-        """The transaction of the first save, which tells which of two checkpoints is newer."""
-        return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid
-
-    @property
-    def order(self) -> tuple[TxId, bool, bool, TxId]:
-        """What sorts commits, oldest first; of several of one save the one that answers comes last."""
-        return self.origin, self.visible, self.answers, self.txid
-
-    @property
-    def rank(self) -> tuple[bool, bool, TxId, TxId]:
-        """What sorts commits of one id: what the id means comes last."""
-        return self.visible, self.answers, self.origin, self.txid
-
-    @property
-    def committed(self) -> Committed:
-        """The first record. Raises `Revoked` for a transaction that was revoked."""
-        if isinstance(self.first, Committed):
-            return self.first
-        raise Revoked(f"transaction {self.txid} was revoked ({self.first.reason}): there is no checkpoint of it")
-
-    @property
-    def id(self) -> ManifestId:
-        """The checkpoint's id."""
-        return self.committed.manifest
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return self.committed.run
-
-    @property
-    def step(self) -> int:
-        """Step of the run."""
-        return self.committed.step
-
-    def __str__(self) -> str:
-        return f"{self.run}@{self.step} ({self.id[:12]})" if isinstance(self.first, Committed) else self.txid
-
-    def __repr__(self) -> str:
-        return f"<Commit {self}, {self.last}>"
-
-
-def just_committed(record: Committed) -> Commit:
-    """Return what a log says that holds ``record`` alone."""
-    standing = STANDS if record.replaces is None else UNSETTLED
-    return Commit(record.txid, record, "committed", 0, record.time, standing=standing)
-
-
-@dataclass(frozen=True)
-class CommitList:
-    """A snapshot made by one LIST of commits/.
-
-    ``commits``: committed ones and revoked ones. ``damaged``: transactions of which the first or the last record
-    cannot be read, and why. Of those, one whose first record can be read stands in ``commits`` too, in the last state
-    that can be read. gc deletes nothing while there are any.
-    """
-
-    commits: Mapping[TxId, Commit]
-    damaged: Mapping[TxId, CasckptError]
-
-    def live(self) -> list[Commit]:
-        """Return live ones, oldest first."""
-        return [commit for commit in self._sorted if commit.live]
-
-    def visible(self) -> list[Commit]:
-        """Return visible ones, oldest first."""
-        return [commit for commit in self._sorted if commit.visible]
-
-    def current(self) -> list[Commit]:
-        """Return visible ones that answer to their run and step, oldest first: of twins the one saved last."""
-        return list(self._current)
-
-    def superseded(self) -> list[Commit]:
-        """Return visible ones of which a later twin (same run and step) is visible, oldest first."""
-        answers = {commit.txid for commit in self._current}
-        return [commit for commit in self.visible() if commit.txid not in answers]
-
-    def newest_live(self, run: str) -> Commit | None:
-        """Return the live one of ``run`` that was saved last, forgotten or not; never one whose state is in doubt."""
-        known = (commit for commit in reversed(self._sorted) if commit.txid not in self.damaged)
-        return next((commit for commit in known if commit.live and commit.run == run), None)
-
-    def runs(self) -> list[str]:
-        """Return the names of the runs that have a visible checkpoint, sorted."""
-        return sorted({commit.run for commit in self._current})
-
-    def of_id(self, id: ManifestId) -> Commit | None:
-        """Return what an id means: of its live commits the visible one, else the one that answers; None without any."""
-        return max((one for one in self.live() if one.id == id), key=lambda one: one.rank, default=None)
-
-    def standin(self, commit: Commit) -> Commit:
-        """Return what has replaced ``commit`` in the end, and has all that it has; itself where nothing has."""
-        while commit.replaced is not None:
-            other = self.commits.get(commit.replaced[1])
-            if other is None or commit not in Holdings([other]):
-                break
-            commit = other
-        return commit
-
-    def needed(self) -> list[Commit]:
-        """Return live ones that nothing stands in for, oldest first: whose loss would be one."""
-        return [one for one in self._sorted if one.live and one.standing == STANDS and self.standin(one) is one]
-
-    def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
-        """Tell whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""
-        while commit is not None and commit.replaces is not None:
-            if commit.replaces[0] == txid:
-                return True
-            commit = self.commits.get(commit.replaces[0])
-        return False
-
-    @cached_property
-    def _sorted(self) -> list[Commit]:
-        return sorted(self.commits.values(), key=lambda commit: commit.order)
-
-    @cached_property
-    def _current(self) -> list[Commit]:
-        latest = {(commit.run, commit.step): commit.txid for commit in self.visible()}
-        return [commit for commit in self.visible() if latest[commit.run, commit.step] == commit.txid]
-
-
-class Holdings:
-    """What some commits hold: a commit is in it if one of them has the same id, and lacks nothing that it has."""
-
-    def __init__(self, commits: Iterable[Commit]) -> None:
-        self._held = {(commit.id, commit.dropped) for commit in commits}
-
-    def __contains__(self, commit: Commit) -> bool:
-        return not self._held.isdisjoint({(commit.id, None), (commit.id, commit.dropped)})
 
 
 def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
@@ -266,8 +83,8 @@ def list_commits(repo: Repository, *, anew: bool = False) -> CommitList:
         return list_commits(repo, anew=anew)
     logs = _read_logs(repo, _entries(now, touched), anew=anew)
     _add_linked(repo, listed, logs)
-    listed = _look_again(repo, _with_logs(listed, logs), logs)
-    if not listed.damaged and all(commit_key(txid) in now and _is_whole(log) for txid, log in logs.items()):
+    listed = _look_again(repo, with_logs(listed, logs), logs)
+    if not listed.damaged and all(commit_key(txid) in now and is_whole(log) for txid, log in logs.items()):
         repo.records.folded = (now, listed)  # else the next listing reads again what this one could not
     return listed
 
@@ -299,7 +116,7 @@ def read_log(repo: Repository, txid: TxId) -> Commit | None:
         return None
     if isinstance(first, CasckptError):
         raise first
-    commit = _folded(txid, {0: first})
+    commit = fold(txid, {0: first})
     is_all = commit is None or (isinstance(second, NotFound) and commit.replaces is None)
     return commit if commit is None or is_all else refresh(repo, commit)
 
@@ -319,7 +136,7 @@ def refresh(repo: Repository, commit: Commit) -> Commit:
     commit = _refreshed(repo, commit)
     if commit.replaces is None or commit.standing == VOID:
         return commit
-    commit, doubt = _judged(commit, read_log(repo, commit.replaces[0]))
+    commit, doubt = judged(commit, read_log(repo, commit.replaces[0]))
     if doubt is not None:
         raise doubt
     return commit
@@ -341,10 +158,10 @@ def _refreshed(repo: Repository, commit: Commit) -> Commit:
         return commit
     if all(isinstance(record, Kept) for of, record in log.items() if of):
         return replace(commit, number=number)
-    doubt = _doubt(log)
+    doubt = doubt_of(log)
     if doubt is not None:
         raise doubt
-    return _folded(commit.txid, log, commit) or commit
+    return fold(commit.txid, log, commit) or commit
 
 
 def follow(repo: Repository, commit: Commit) -> Commit:
@@ -370,8 +187,8 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
     happen, until `casckpt.repository.transactions.revoke` wins.
     """
     key = commit_key(record.txid)
-    replaced = [] if record.replaces is None else [Announcement(*record.replaces, _STATES[Replaced])]
-    announce(repo, [Announcement(record.txid, 0, COMMITTED), *replaced], seen=seen)
+    replaced = [] if record.replaces is None else [record.replaces]
+    announce(repo, [(record.txid, 0), *replaced], seen=seen)
     try:
         repo.put_record(key, record)
     except Conflict:
@@ -394,7 +211,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
     Of several that append at once exactly one wins. Raises `Conflict` if the log does not allow it, or if somebody
     else was first with another record; `StorageError`.
     """
-    wanted = _STATES[kind]
+    wanted = STATES[kind]
     _check_standing(commit, wanted)
     if _holds(commit, wanted):
         commit = refresh(repo, commit)
@@ -402,7 +219,7 @@ def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:
             return commit
     _check_allowed(commit, wanted)
     record, number = kind(txid=commit.txid, time=repo.clock()), commit.number + 1
-    announce(repo, [Announcement(commit.txid, number, wanted)])
+    announce(repo, [(commit.txid, number)])
     try:
         repo.put_record(commit_key(commit.txid, number), record)
     except Conflict:
@@ -450,9 +267,9 @@ def purge(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Purged)
 
 
-def announce_all(repo: Repository, commits: Iterable[Commit], kind: LaterKind) -> None:
+def announce_all(repo: Repository, commits: Iterable[Commit]) -> None:
     """Announce at once what `append` is about to add to each log. Raises `StorageError`."""
-    announce(repo, [Announcement(commit.txid, commit.number + 1, _STATES[kind]) for commit in commits])
+    announce(repo, [(commit.txid, commit.number + 1) for commit in commits])
 
 
 def keep(repo: Repository, txid: TxId, number: int) -> bool:
@@ -474,7 +291,7 @@ def purge_unreadable(repo: Repository, txid: TxId) -> None:
     """
     logs = (parse_log(entry.key) for entry in repo.storage.list(PREFIX, known=parse_log))
     number = max((log[1] for log in logs if log and log[0] == txid), default=0)
-    announce(repo, [Announcement(txid, number + 1, "purged")])
+    announce(repo, [(txid, number + 1)])
     repo.put_record(commit_key(txid, number + 1), Purged(txid=txid, time=repo.clock()))
 
 
@@ -528,50 +345,6 @@ def _log_by_key(repo: Repository, txid: TxId) -> dict[int, Read]:
     return log
 
 
-def _with_logs(listed: CommitList, logs: Mapping[TxId, Mapping[int, Read]]) -> CommitList:
-    """Return the list, with what ``logs`` say of their transactions."""
-    commits = {txid: commit for txid, commit in listed.commits.items() if txid not in logs}
-    commits |= {txid: commit for txid, log in logs.items() if (commit := _folded(txid, log))}
-    doubts = {txid: error for txid, log in logs.items() if (error := _doubt(log))}
-    return _all_judged(commits, doubts)
-
-
-def _all_judged(commits: dict[TxId, Commit], doubts: Mapping[TxId, CasckptError]) -> CommitList:
-    """Return the list of ``commits`` with the standing of each rewrite."""
-    found = dict(doubts)
-    for txid, (base, _) in sorted((txid, one.replaces) for txid, one in commits.items() if one.replaces):
-        commits[txid], doubt = _judged(commits[txid], commits.get(base))  # which is older, and so was judged before
-        if doubt is not None:
-            found.setdefault(txid, doubt)
-    return CommitList(commits, found)
-
-
-def _judged(commit: Commit, base: Commit | None) -> tuple[Commit, CasckptError | None]:
-    """Return a rewrite with its standing, by what it replaces; and why that is in doubt, None if it is not."""
-    standing, doubt = _standing(commit, base)
-    return (commit if standing == commit.standing else replace(commit, standing=standing)), doubt
-
-
-def _standing(commit: Commit, base: Commit | None) -> tuple[str, CasckptError | None]:
-    """Return the standing of a rewrite. What is in doubt stands where nothing else of the checkpoint lives."""
-    if commit.replaces is None:
-        return STANDS, None
-    txid, number = commit.replaces
-    if base is None:
-        key = commit_key(txid)
-        return STANDS, Damaged(f"{key}, which {commit.txid} replaces, is missing or cannot be read", key=key)
-    if base.standing == VOID or base.replaced == (number, commit.txid):
-        return base.standing, None
-    if base.number < number:
-        return UNSETTLED, None
-    unread = next((one for one in base.unread if one >= number), None)
-    if unread is None:
-        return VOID, None
-    key = commit_key(txid, unread)
-    why = f"{key}, which may say that {commit.txid} replaces it, is missing or cannot be read"
-    return UNSETTLED if base.live else STANDS, Damaged(why, key=key)
-
-
 def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) -> CommitList:
     """Read the logs of rewritten checkpoints of which the listing shows nothing visible, until nothing is new.
 
@@ -586,7 +359,7 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
         for commit in list(changed.values()):
             if commit.replaced is not None and (other := read_log(repo, commit.replaced[1])) is not None:
                 changed[other.txid] = other
-        listed = _all_judged({**listed.commits, **changed}, listed.damaged)
+        listed = all_judged({**listed.commits, **changed}, listed.damaged)
 
 
 def _hidden(listed: CommitList, touched: Collection[TxId]) -> list[Commit]:
@@ -620,55 +393,6 @@ def _checked(record: Read, txid: TxId, key: str) -> Read:
     if isinstance(record, CasckptError) or record.txid == txid:
         return record
     return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
-
-
-def _folded(txid: TxId, log: Mapping[int, Read], before: Commit | None = None) -> Commit | None:
-    """Return what the readable records of a log say; None without the first. ``before``: what was known of it."""
-    first = log[0]
-    if isinstance(first, CasckptError):
-        return None
-    if isinstance(first, records.RevokedRecord):
-        return Commit(txid, first, "revoked", max(log), first.time)
-    readable: list[Any] = [log[number] for number in sorted(log) if not isinstance(log[number], CasckptError)]
-    telling = [record for record in readable if not isinstance(record, Kept)]
-    last = next((record for record in telling if isinstance(record, Purged)), telling[-1])
-    before = before or just_committed(first)
-    new = {number: log.get(number) for number in range(before.number + 1, max(log) + 1)}
-    unread = [number for number, record in new.items() if record is None or isinstance(record, CasckptError)]
-    restored = max([before.restored, *unread, *(n for n, record in new.items() if isinstance(record, Restored))])
-    links = [(number, record.by) for number, record in new.items() if isinstance(record, Replaced)]
-    link = max([*links, *([before.replaced] if before.replaced else [])], default=None)
-    return replace(
-        before,
-        last=_STATES[type(last)],
-        number=max(log),
-        changed_at=last.time,
-        restored=restored,
-        replaced=link if link is not None and link[0] > restored else None,
-        unread=(*before.unread, *unread),
-    )
-
-
-def _is_whole(log: Mapping[int, Read]) -> bool:
-    """Tell whether each record of a log could be read. Where one could not, even of a purged one, it is read again."""
-    return not any(isinstance(record, CasckptError) for record in log.values())
-
-
-def _doubt(log: Mapping[int, Read]) -> CasckptError | None:
-    """Return why the state of a transaction is not known for sure; None if it is. What was purged is so for ever.
-
-    A `kept` record says nothing, so it is the one before it that is to be read.
-    """
-    if any(isinstance(record, Purged) for record in log.values()):
-        return None
-    first, last = log[0], max(log)
-    if isinstance(first, CasckptError):
-        return first
-    while isinstance(log.get(last), Kept):
-        last -= 1
-    key = commit_key(first.txid, last)
-    found = log.get(last, NotFound(f"{key} is missing, and there are records behind it", key=key))
-    return found if isinstance(found, CasckptError) else None
 
 
 def _holds(commit: Commit, wanted: str) -> bool:

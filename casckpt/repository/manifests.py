@@ -6,7 +6,7 @@ read by range, when they are asked for. Who only wants to know of blobs reads no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, S
 from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
@@ -35,17 +35,17 @@ WHOLE_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-def put(repo: Repository, uploader: TxId, draft: Draft) -> Encoded:
-    """Write a manifest, durably, under ``uploader``, the transaction that will commit it.
+def put(repo: Repository, txid: TxId, draft: Draft) -> Encoded:
+    """Write a manifest, durably, under ``txid``, the transaction that will commit it.
 
     Raises `StorageError`, `InvalidInput` if it is too large or breaks the limits of the format.
     """
-    return put_encoded(repo, uploader, encode(draft))
+    return put_encoded(repo, txid, encode(draft))
 
 
-def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
+def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
     """Write one that is encoded; one that is there already is ours. Raises what `put` does."""
-    key = manifest_key(uploader, made.id)
+    key = manifest_key(txid, made.id)
     if len(made.data) > MAX_MANIFEST_BYTES:
         raise InvalidInput(f"a manifest of {len(made.data)} bytes is larger than {MAX_MANIFEST_BYTES} bytes")
     try:
@@ -53,7 +53,7 @@ def put_encoded(repo: Repository, uploader: TxId, made: Encoded) -> Encoded:
     except AlreadyExists:
         if repo.storage.size(key) != len(made.data):
             raise StorageError(f"{key} is there with another size; save again", key=key) from None
-    repo.manifests.add(uploader, made.manifest())
+    repo.manifests.add(txid, made.manifest())
     return made
 
 
@@ -64,6 +64,33 @@ def get(repo: Repository, commit: Commit) -> Manifest:
     was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
     """
     return _unless_purged(repo, commit, lambda: _read(repo, commit))
+
+
+def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
+    """Return the commits of an id that hold it now, best first, but for those of ``tried``: heads, or transactions.
+
+    All are listed anew: what was replaced is not all, for that may have been undone. Raises `StorageError`.
+    """
+    found = (one for one in list_commits(repo).standing() if one.id == id)
+    left = (one for one in found if one.txid not in tried and one.committed.head not in tried)
+    return sorted(left, key=lambda one: one.rank, reverse=True)
+
+
+def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
+    """Do what reads of a manifest; where that is gone or damaged, with that of another commit of the id.
+
+    ``act`` may be called several times. Raises what `get` and it raise.
+    """
+    tried = set[str]()
+    while True:
+        tried.add(commit.txid)
+        try:
+            return act(commit, get(repo, commit))
+        except (Conflict, Damaged):
+            left = others(repo, commit.id, tried)
+            if not left:
+                raise
+            commit = left[0]
 
 
 def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
@@ -97,7 +124,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
                 front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
             manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
         _check_record(record, manifest)
-    if record.manifest_bytes > WHOLE_BYTES or manifest.is_right():  # what is damaged may be put right in the store
+    if record.manifest_bytes > WHOLE_BYTES or manifest.proved:  # what is damaged may be put right in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
 
@@ -118,7 +145,7 @@ def _read_later(repo: Repository, commit: Commit, ranges: Sequence[tuple[int, in
 
 
 def _key(record: Committed) -> str:
-    return manifest_key(record.uploader, record.manifest)
+    return manifest_key(record.txid, record.manifest)
 
 
 def _head(reader: Reader, record: Committed) -> Head:

@@ -146,7 +146,7 @@ def named_by(tag: Tag, listed: CommitList) -> Commit | None:
     """
     same = [commit for commit in listed.live() if commit.id == tag.manifest]
     found = listed.commits.get(tag.txid)
-    return max(same, key=lambda commit: (*commit.rank[:2], commit is found, commit.order), default=found)
+    return max(same, key=lambda commit: (*commit.rank[:3], commit is found, commit.order), default=found)
 
 
 def no_tag(repo: Repository, name: str) -> NotFound:

@@ -1,7 +1,7 @@
 """Transactions: saves in progress, their signs of life, and how one that is dead is given up on.
 
 A transaction is begun before its save asks what lives or uploads anything, and its files go only after a record stands
-in commits/: what a gc relies on (see "Commit and gc protocol" in docs/format.md).
+in commits/: what a gc relies on (see "How objects are deleted" in docs/format.md).
 """
 
 from __future__ import annotations

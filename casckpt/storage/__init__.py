@@ -37,33 +37,30 @@ def open_storage(
     found = _SCHEME.fullmatch(text) if isinstance(url, str) else None
     scheme, rest = (found[1].lower(), found[2]) if found else ("", text)
     opener = _OPENERS.get(scheme)
-    if opener is not None:
-        return opener(rest, storage_options or {})
-    return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
+    if opener is None:
+        return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
+    storage = opener(rest)
+    if storage_options:
+        names = sorted(storage_options)
+        raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {names}")
+    return storage
 
 
-def _open_path(rest: str, options: Options) -> ObjectStore:
+def _open_path(rest: str) -> ObjectStore:
     found = _NORMALISED.match(rest)
     if found and (found[1] in _OPENERS or _is_known(found[1])):
         raise InvalidInput(
             f"{rest!r} is a URL that has lost a slash, as in a pathlib.Path: give {found[1]}:// as text, "
             "or ./ before the name of a folder"
         )
-    _no_options(options)
     return LocalStore(os.path.expanduser(rest))
 
 
-def _open_file_url(rest: str, options: Options) -> ObjectStore:
+def _open_file_url(rest: str) -> ObjectStore:
     path = unquote(rest.removeprefix("localhost"))
     if not path.startswith("/") or "\0" in path:
         raise InvalidInput("a file:// URL needs an absolute path: file:///folder/store")
-    _no_options(options)
     return LocalStore(path)
-
-
-def _open_memory(rest: str, options: Options) -> ObjectStore:
-    _no_options(options)
-    return MemoryStore(rest)
 
 
 def _open_remote(scheme: str, rest: str, options: Options, *, single_writer: bool) -> ObjectStore:
@@ -81,14 +78,9 @@ def _is_known(scheme: str) -> bool:
     return is_known(scheme)
 
 
-def _no_options(options: Options) -> None:
-    if options:
-        raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {sorted(options)}")
-
-
 # One line for each kind that is here; all others are fsspec's. What a function gets is the URL after "scheme://".
-_OPENERS: dict[str, Callable[[str, Options], ObjectStore]] = {
+_OPENERS: dict[str, Callable[[str], ObjectStore]] = {
     "": _open_path,
     "file": _open_file_url,
-    "memory": _open_memory,
+    "memory": MemoryStore,
 }

@@ -74,42 +74,35 @@ class BufferPool:
         self.count = count
         self.nbytes = nbytes
         self._free: list[AlignedBuffer] = []
-        self._lent: dict[int, AlignedBuffer] = {}
+        self._lent = 0
         self._changed = threading.Condition()
         self._closed = False
 
-    def acquire(self) -> AlignedBuffer:
+    @contextmanager
+    def borrow(self) -> Iterator[AlignedBuffer]:
         """Take a buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` if the pool is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._lent) < self.count)
+            self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
                 raise InvalidInput("this pool of buffers is closed: make a new one")
             buffer = self._free.pop() if self._free else AlignedBuffer(self.nbytes)
-            self._lent[id(buffer)] = buffer
-            return buffer
+            self._lent += 1
+        try:
+            yield buffer
+        finally:
+            self._take_back(buffer)
 
-    def release(self, buffer: AlignedBuffer) -> None:
-        """Take a buffer back. Raises `InvalidInput` if it is not out."""
+    def _take_back(self, buffer: AlignedBuffer) -> None:
         with self._changed:
-            if self._lent.pop(id(buffer), None) is None:
-                raise InvalidInput("this buffer is not one that the pool has lent: release each once")
+            self._lent -= 1
             if self._closed:
                 buffer.close()
             else:
                 self._free.append(buffer)
             self._changed.notify()
 
-    @contextmanager
-    def borrow(self) -> Iterator[AlignedBuffer]:
-        """Call `acquire`, and `release` at the end."""
-        buffer = self.acquire()
-        try:
-            yield buffer
-        finally:
-            self.release(buffer)
-
     def close(self) -> None:
-        """Give back the memory of the idle buffers now, of the others when they are released; wake who waits."""
+        """Give back the memory of the idle buffers now, of the others when they come back; wake who waits."""
         with self._changed:
             self._closed = True
             while self._free:
@@ -131,7 +124,9 @@ class KeptBuffers:
     @contextmanager
     def pool(self, count: int, nbytes: int) -> Iterator[BufferPool]:
         """Take a pool of at least ``count`` buffers of at least ``nbytes`` bytes each, for one transfer."""
-        pool = self._take()
+        pool: BufferPool | None = None
+        with suppress(IndexError):
+            pool = self._kept.get().pop()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
             pool = None  # before the new one takes memory
             pool = BufferPool(count, nbytes)
@@ -142,8 +137,3 @@ class KeptBuffers:
                 self._kept.get().append(pool)
             else:
                 pool.close()
-
-    def _take(self) -> BufferPool | None:
-        with suppress(IndexError):
-            return self._kept.get().pop()
-        return None

@@ -5,11 +5,10 @@ Formats are front ends, and those lie above the store: the one that exports is h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.arguments import Rename
@@ -57,14 +56,5 @@ class Exported:
     prefix: str = ""
 
 
-class Export(Protocol):
-    """`casckpt.export`."""
-
-    def __call__(
-        self, store: object, ref: str | Checkpoint, path: str | os.PathLike[str], **options: Unpack[ExportOptions]
-    ) -> Exported:
-        """Write a checkpoint for other programs."""
-
-
-exporter: Callable[[], Export]
-"""Imports, and gives, what exports: set when `casckpt` is imported."""
+exporter: Callable[[], Callable[..., Exported]]
+"""Imports, and gives, `casckpt.export`: set when `casckpt` is imported."""

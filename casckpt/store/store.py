@@ -200,8 +200,7 @@ class Store:
 
         check_keywords("Store.read", options, ReadArguments)
         given, on = LoadOptions(**options), usable_device(device)
-        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
-        return read(self.repository, manifest, keys=keys, device=on, options=given.checked())
+        return read(self.repository, self._resolve_to_load(ref), keys=keys, device=on, options=given.checked())
 
     def pre_download(
         self,
@@ -266,9 +265,9 @@ class Store:
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
-        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: those that still live too."""
+        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: also those, and old places."""
         found = commit_log.list_commits(self.repository)
-        chosen = found.live() if forgotten else found.current()
+        chosen = found.standing() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
 
     def runs(self) -> list[str]:
@@ -293,7 +292,7 @@ class Store:
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
         manifest = manifests.get(self.repository, self._resolve(ref))
-        short = {one.name: manifest.size(one) for one in manifest.body.attachments}
+        short = {one.key: manifest.size(one) for one in manifest.body.attachments}
         return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
@@ -353,8 +352,12 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def restore(self, ref: str | Checkpoint) -> Checkpoint:
-        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin."""
-        return Checkpoint(self.repository, commit_log.restore(self.repository, self._resolve(ref)))
+        """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.
+
+        What `checkpoints` shows as ``replaced`` is had back in place of what it was rewritten to, as long as it lives.
+        """
+        held = ref.commit if isinstance(ref, Checkpoint) and ref.commit.last == "replaced" else self._resolve(ref)
+        return Checkpoint(self.repository, commit_log.restore(self.repository, held))
 
     def gc(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,6 @@ from casckpt.format.regions import Box, Region, flat_boxes, full_box
 from casckpt.lazy import cached_property
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
-
-
-class Memory(Protocol):
-    """Elements that can be saved from. Positions are elements of the row-major order, buffers are bytes."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-
-    def view(self, lo: int, hi: int) -> memoryview | None:
-        """View the bytes of elements [lo, hi) in place; None if they are not contiguous in host memory."""
-
-    def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
-        """Copy elements [lo, hi) into ``buffer``, which has just their size."""
 
 
 class BufferMemory:
@@ -65,11 +51,11 @@ class TensorMemory:
         return host_array(self.data)
 
     def view(self, lo: int, hi: int) -> memoryview | None:
-        """View the bytes in place."""
+        """View the bytes of elements [lo, hi) in place; None if they are not contiguous in host memory."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
-        """Copy elements out of a tensor with any strides, device, conjugate or negative bit."""
+        """Copy elements [lo, hi), of a tensor with any strides, device, conjugate or negative bit, into ``buffer``."""
         source = self.view(lo, hi)
         if source is not None:
             copy_bytes(buffer, source)
@@ -92,6 +78,10 @@ class TensorMemory:
             piece.copy_(narrow(data, box))
         if aligned is not raw:
             raw.copy_(aligned)
+
+
+Memory: TypeAlias = BufferMemory | TensorMemory
+"""Elements that can be saved from. Positions are elements of the row-major order, buffers have just their bytes."""
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:

@@ -19,7 +19,7 @@ import torch
 from casckpt.errors import InvalidInput
 from casckpt.format import plain, tree
 from casckpt.format.sections.index import MAX_KEY_CHARACTERS
-from casckpt.format.tree import Container, Element, Leaf, Node, Path, join, show
+from casckpt.format.tree import OBJECT, TENSOR, Element, Node, Path, container, join, show
 from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.foreign import is_megatron_tensor
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
@@ -65,9 +65,9 @@ def is_part(value: Any) -> bool:
     return is_dtensor(value) or not isinstance(value, torch.Tensor)
 
 
-def inflate(node: Node, leaf: Callable[[str, Leaf], Any], keep: Callable[[str], bool]) -> Any:
-    """Build the nested value of a tree; see `casckpt.format.tree.rebuild`."""
-    return tree.rebuild(node, leaf, keep, TORCH_EXTENSIONS)
+inflate = tree.rebuild
+encode_tree = partial(tree.encode_tree, extensions=TORCH_EXTENSIONS)
+decode_tree = partial(tree.decode_tree, extensions=TORCH_EXTENSIONS)
 
 
 def replace_leaves(state: Any, values: Mapping[str, Any], is_tensor_like: IsTensorLike | None = None) -> None:
@@ -118,7 +118,7 @@ _CONTAINERS = (Mapping, list, tuple)
 
 
 def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
-    if id(value) in above or len(path) >= tree.MAX_DEPTH:
+    if id(value) in above or len(path) >= plain.MAX_DEPTH:
         raise _endless(f"{name}{show(path[:8])}", join(path))
     if id(value) in seen:
         return
@@ -131,7 +131,7 @@ def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dic
 
 
 def _endless(place: str, key: str) -> InvalidInput:
-    return InvalidInput(f"{place}...: it contains itself or is nested more than {tree.MAX_DEPTH} levels deep", key=key)
+    return InvalidInput(f"{place}...: it contains itself or is nested more than {plain.MAX_DEPTH} levels deep", key=key)
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ class _Rules:
                 waiting.extend(item.values() if isinstance(item, Mapping) else item)
         return False
 
-    def kind(self, value: Any, path: Path) -> str | None:
-        """Return the kind of a container to descend into; None for a leaf."""
+    def kind(self, value: Any, path: Path) -> type | None:
+        """Return the type that a container to descend into has in the tree; None for a leaf."""
         if isinstance(value, Mapping):
             return self._mapping_kind(value, path)
         if not isinstance(value, list | tuple) or not self.holds_tensor(value):
@@ -173,11 +173,12 @@ class _Rules:
                 f"state{show(path)}: a {type(value).__qualname__} cannot hold tensors; give a list, a tuple or a dict",
                 key=join(path),
             )
-        return tree.LIST if isinstance(value, list) else tree.TUPLE
+        return type(value)
 
-    def _mapping_kind(self, value: Mapping[Any, Any], path: Path) -> str | None:
+    def _mapping_kind(self, value: Mapping[Any, Any], path: Path) -> type | None:
         odd = [key for key in value if not _is_element(key)]
-        counts = type(value) is Counter or (type(value) is defaultdict and _factory(value) is not None)
+        is_default = type(value) is defaultdict and _has_plain_factory(value)
+        counts = type(value) is Counter or is_default
         if (odd or counts) and path and not self.holds_tensor(value):
             return None
         if odd:
@@ -186,9 +187,9 @@ class _Rules:
                 "the state and of what holds tensors must be; rename it",
                 key=join(path),
             )
-        if type(value) is defaultdict and _factory(value) is not None:
-            return tree.DEFAULT
-        return tree.ORDERED if isinstance(value, OrderedDict) else tree.DICT
+        if is_default:
+            return defaultdict
+        return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 _ATOMS = frozenset((NoneType, bool, int, float, str, bytes))
@@ -198,16 +199,16 @@ def _is_element(key: Any) -> bool:
     return type(key) is str or (type(key) is int and -(2**63) <= key < 2**63)
 
 
-def _factory(value: defaultdict[Any, Any]) -> bytes | None:
-    """Encode an empty defaultdict with the same factory as plain data; None if the factory is not plain."""
+def _has_plain_factory(value: defaultdict[Any, Any]) -> bool:
     try:
-        return plain.encode(defaultdict(value.default_factory))
+        plain.encode(defaultdict(value.default_factory))
     except InvalidInput:
-        return None
+        return False
+    return True
 
 
-def _children(value: Any, kind: str) -> list[tuple[Element, Any]]:
-    return list(enumerate(value) if kind in (tree.LIST, tree.TUPLE) else value.items())
+def _children(value: Any) -> list[tuple[Element, Any]]:
+    return list(value.items() if isinstance(value, Mapping) else enumerate(value))
 
 
 class _Flattener:
@@ -227,15 +228,14 @@ class _Flattener:
         key = check_key(join(path)) if path else ""
         if kind is None:
             self._add(LeafValue(key, path, value, is_tensor, per_rank))
-            return Leaf(tree.TENSOR if is_tensor else tree.OBJECT)
-        if id(value) in self.open or len(path) >= tree.MAX_DEPTH:
+            return TENSOR if is_tensor else OBJECT
+        if id(value) in self.open or len(path) >= plain.MAX_DEPTH:
             raise _endless(f"state{show(path[:8])}", key)
         self.open.add(id(value))
-        children = []
-        for element, child in _children(value, kind):
-            children.append((element, self.node(child, (*path, element), per_rank)))
+        children = {element: self.node(child, (*path, element), per_rank) for element, child in _children(value)}
         self.open.remove(id(value))
-        return Container(kind, tuple(children), _extra(value, kind, key))
+        node: Node = container(kind, children, value)
+        return node
 
     def _add(self, leaf: LeafValue) -> None:
         if not leaf.key:
@@ -260,15 +260,6 @@ def check_key(key: str) -> str:
     return key
 
 
-def _extra(value: Any, kind: str, key: str) -> bytes:
-    if kind == tree.DEFAULT:
-        return _factory(value) or b""
-    metadata = getattr(value, "_metadata", None) if kind == tree.ORDERED else None
-    if metadata is None:
-        return b""
-    return plain.encode(metadata, extensions=TORCH_EXTENSIONS, where=f"{key}._metadata" if key else "_metadata")
-
-
 class _Writer:
     """One call of `replace_leaves`: collects the writes, so that all of them or none are made."""
 
@@ -290,13 +281,13 @@ class _Writer:
         kind = None if self.rules.is_tensor(value) else self.rules.kind(value, path)
         if kind is None:
             return value
-        if len(path) >= tree.MAX_DEPTH:
-            raise InvalidInput(f"the state is nested more than {tree.MAX_DEPTH} levels deep", key=key)
+        if len(path) >= plain.MAX_DEPTH:
+            raise InvalidInput(f"the state is nested more than {plain.MAX_DEPTH} levels deep", key=key)
         children = []
-        for element, child in _children(value, kind):
+        for element, child in _children(value):
             children.append((element, child, self.replaced(child, (*path, element))))
         changed = {element: new for element, child, new in children if new is not child}
-        if not changed or kind == tree.TUPLE:
+        if not changed or kind is tuple:
             return tuple(new for _, _, new in children) if changed else value
         if not isinstance(value, MutableMapping | list):
             raise InvalidInput(

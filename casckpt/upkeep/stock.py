@@ -136,7 +136,7 @@ class _Guards:
     def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
         self._repo = repo
         self._readable = manifests.learn(repo, live)
-        self._own = {commit.committed.uploader: commit for commit in self._readable}
+        self._own = {commit.txid: commit for commit in self._readable}
 
     def of(self, uploader: TxId, found: Mapping[str, int]) -> TxId | None:
         """Find the guard of the folder of ``uploader``, which holds ``found`` (bytes by key); None if it has none."""
@@ -152,7 +152,7 @@ class _Guards:
         """Tell whether ``found`` is what a commit names in the folder of ``uploader``, no more and no less."""
         blobs = manifests.blobs_of(self._repo, commit)
         named = {blob_key(owner, name): size for owner, name, size in blobs if owner == uploader}
-        if commit.committed.uploader == uploader:
+        if commit.txid == uploader:
             own = manifest_key(uploader, commit.id)
             named[own] = found.get(own, -1)
         return named == found

@@ -130,7 +130,7 @@ def measure(repo: Repository) -> StoreStats:
     found, freed = stock.total(), freed_by_gc(repo, commits, stock)
     return StoreStats(
         checkpoints=len(current),
-        forgotten=sum(not commit.visible for commit in commits.live()),
+        forgotten=sum(commit.is_forgotten for commit in commits.live()),
         runs=len({commit.run for commit in current}),
         blobs=found.blobs,
         bytes_stored=found.blob_bytes + found.manifest_bytes,
@@ -228,7 +228,7 @@ def _usage_of(run: str, tally: _Tally, user: dict[_Blob, int]) -> RunUsage:
     return RunUsage(
         run=run,
         checkpoints=sum(commit.visible for commit in tally.commits),
-        forgotten=sum(not commit.visible for commit in tally.commits),
+        forgotten=sum(commit.is_forgotten for commit in tally.commits),
         newest_step=newest.step,
         newest_at=newest.committed.created_at,
         bytes_logical=sum(commit.committed.bytes_total for commit in tally.commits if commit.visible),

@@ -17,6 +17,7 @@ import casckpt
 from casckpt.cli.text import printable
 from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
+from tests.support.rewrites import move
 
 BRIEF = {"id", "run", "step"}
 STATS = {"bytes_total", "bytes_written", "bytes_reused", "blobs_written", "blobs_reused", "seconds"}
@@ -51,6 +52,38 @@ def test_list_shows_forgotten_ones_only_with_all(saved: Path, store: casckpt.Sto
     rows = as_json("list", saved, "--all")
     assert [(row["step"], row["forgotten"]) for row in rows] == [(1, False), (2, True), (3, False), (1, False)]
     assert "forgotten" in run("list", saved, "--all").stdout
+
+
+def test_old_places_are_listed_with_all_and_go_with_a_gc(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    old = store.get("a@2")
+    move(store.repository, old.commit)
+    assert [row["replaced"] for row in as_json("list", saved)] == [False] * 4
+    rows = as_json("list", saved, "--all")
+    assert [(row["step"], row["replaced"], row["forgotten"]) for row in rows if row["id"] == old.id] == [
+        (2, True, False),
+        (2, False, False),
+    ]
+    assert "replaced" in run("list", saved, "--all").stdout
+    assert as_json("show", saved, "a@2")["replaced"] is False
+    (waiting,) = as_json("gc", saved)["waiting"]
+    assert (waiting["reason"], waiting["id"]) == ("replaced", old.id)
+    assert f"left for later: the old places of a@2 ({old.id[:12]}" in run("gc", saved).stdout
+    assert f"would purge the old places of a@2 ({old.id[:12]}" in run("gc", saved, "--min-age", "0", "--dry-run").stdout
+    (purged,) = as_json("gc", saved, "--min-age", "0")["purged"]
+    assert purged == {"id": old.id, "run": "a", "step": 2, "replaced": True}
+    assert as_json("show", saved, old.id[:16])["run"] == "a"
+
+
+def test_what_was_rewritten_is_had_back(store: casckpt.Store, saved: Path) -> None:
+    old = store.get("a@2")
+    move(store.repository, old.commit)
+    assert store.restore(old) == store.get("a@2") != old, "it is visible, wherever it lies"
+    (replaced,) = (one for one in store.checkpoints(forgotten=True) if one.replaced)
+    assert store.restore(replaced) == store.get("a@2") == old
+    assert not [one for one in store.checkpoints(forgotten=True) if one.replaced]
+    assert len(store.checkpoints()) == 4
 
 
 def test_a_run_that_is_not_there_is_told_of_with_those_that_are(saved: Path, store: casckpt.Store, run: Run) -> None:

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import DIGEST_BYTES, Whole, build, byte_ranges, join, with_blobs
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, build, join
 from casckpt.format.regions import Box, Region, full_box, intersect
+from casckpt.format.sections.tables import encode_cells
 from tests.support.geometry import Case, cases, digest, stored_cell
+
+
+def _check_order(table: ExtentTable) -> None:
+    keys = [(one.box, one.lo) for one in table.extents]
+    assert keys == sorted(keys)
 
 
 @given(cases())
 def test_a_table_holds_its_cells(case: Case) -> None:
     table = case.table
-    found = list(table.stored_cells())
-    assert sorted(found, key=repr) == sorted(case.cells, key=repr)
-    assert len(table.columns.digests) == len(case.cells) == table.cells.sum()
-    assert [next(table.stored_cells([row])).lo for row in range(len(table))] == table.columns.lo.tolist()
-    ranges = byte_ranges([table])
-    assert (ranges[:, 2] - ranges[:, 1]).sum() == sum(cell.nbytes for cell in case.cells)
-    keys = list(zip(table.columns.box.tolist(), table.columns.lo.tolist(), strict=True))
-    assert keys == sorted(keys)
+    assert sorted(table.stored_cells(), key=repr) == sorted(case.cells, key=repr)
+    assert sum(len(one.digests) for one in table.extents) == DIGEST_BYTES * len(case.cells)
+    for one in table.extents:
+        mine = list(table.stored_cells([one]))
+        assert (mine[0].lo, mine[-1].hi) == (one.lo, one.hi)
+        assert [cell.offset for cell in mine] == [table.offset_of(one, number) for number in range(len(mine))]
+    _check_order(table)
     assert table.boxes[0] == full_box(case.shape)
+
+
+@given(cases(), st.data())
+def test_the_cells_of_a_range_are_those_that_meet_it(case: Case, data: st.DataObject) -> None:
+    table = case.table
+    box = data.draw(st.integers(0, len(table.boxes) - 1))
+    lo, hi = sorted(data.draw(st.tuples(*[st.integers(0, table.boxes[box].numel)] * 2)))
+    mine = [cell for cell in table.stored_cells() if cell.box == table.boxes[box]]
+    assert list(table.cells_in(box, lo, hi)) == [cell for cell in mine if max(cell.lo, lo) < min(cell.hi, hi)]
 
 
 def test_cells_that_follow_each_other_are_one_extent() -> None:
@@ -34,9 +47,8 @@ def test_cells_that_follow_each_other_are_one_extent() -> None:
         for lo in range(0, 100, 10)
     ]
     table = build((100,), 1, 10, cells[::-1])
-    assert len(table) == 1
-    assert isinstance(table.form, Whole)
-    assert len(table.form.digests) == 10 * DIGEST_BYTES
+    assert table.is_whole
+    assert len(table.extents[0].digests) == 10 * DIGEST_BYTES
 
 
 def test_a_boundary_off_the_grid_begins_an_extent() -> None:
@@ -47,7 +59,7 @@ def test_a_boundary_off_the_grid_begins_an_extent() -> None:
         for lo, hi in pairwise(ends)
     ]
     table = build((30,), 1, 10, cells)
-    assert [(row.lo, row.hi) for row in map(table.region, range(len(table)))] == [(0, 15), (15, 30)]
+    assert [(one.lo, one.hi) for one in table.extents] == [(0, 15), (15, 30)]
     assert list(table.stored_cells()) == cells
 
 
@@ -59,7 +71,7 @@ def test_the_extents_of_a_built_table_are_disjoint() -> None:
     ]
     table = build((4, 4), 1, 256, cells)
     assert table.boxes == (full_box((4, 4)), box)
-    assert not intersect(table.region(0), table.region(1))
+    assert not intersect(*map(table.region, table.extents))
 
 
 @given(cases(), st.data())
@@ -70,10 +82,9 @@ def test_shares_of_several_ranks_are_joined(case: Case, data: st.DataObject) -> 
     tables = [build(case.shape, case.itemsize, case.cell, share) for share in shares if share]
     if not tables:
         return
-    numbers = np.array([7, 5, 6], dtype=np.int64)
-    joined = join([with_blobs(table, numbers) for table in tables])
+    joined = join([(table, [7, 5, 6]) for table in tables])
     found = [place._replace(blob=place.blob - 5) for place in joined.stored_cells()]
     want = [place._replace(blob=(2, 0, 1)[place.blob]) for place in case.cells]
     assert sorted(found, key=repr) == sorted(want, key=repr)
-    keys = list(zip(joined.columns.box.tolist(), joined.columns.lo.tolist(), strict=True))
-    assert keys == sorted(keys)
+    _check_order(joined)
+    assert encode_cells(joined) == encode_cells(case.table), "whichever rank held which of them"

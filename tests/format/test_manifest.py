@@ -27,7 +27,7 @@ from casckpt.format.sections.index import MAX_KEY_CHARACTERS, PART, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells
-from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
+from casckpt.format.tree import decode_tree, encode_tree
 from tests.support.geometry import table_of
 from tests.support.ids import named
 from tests.support.ranks import outcome_of
@@ -47,7 +47,7 @@ def drawn(**fields: Any) -> Draft:
         (TENSOR, "b", 0, 3): ("bfloat16", one),
         (PART, "o", 0, None): ("uint8", table_of((0,), 4096, [])),
     }
-    tree = encode_tree(Container("dict", (("w", Leaf("tensor")), ("b", Leaf("tensor")), ("o", Leaf("object")))))
+    tree = encode_tree({"w": 0, "b": 0, "o": 1})
     values: dict[str, Any] = {
         "run": "sft",
         "step": 7,
@@ -74,7 +74,7 @@ def _use(manifest: Manifest) -> None:
     for entry in manifest.entries:
         table = manifest.extents(entry)
         places = list(table.stored_cells())
-        assert all(place.offset + place.nbytes <= int(manifest.blob_sizes[place.blob]) for place in places)
+        assert all(place.offset + place.nbytes <= manifest.blob_sizes[place.blob] for place in places)
         assert entry.nbytes >= 0
     for one in manifest.objects:
         manifest.data(one)
@@ -110,7 +110,7 @@ def test_a_manifest_comes_back() -> None:
     ]  # fmt: skip
     assert [manifest.data(one) for one in body.objects] == [b"\x01", b"pickle"]
     (attached,) = body.attachments
-    assert (attached.name, manifest.size(attached), manifest.data(attached)) == ("a.txt", 5, b"hello")
+    assert (attached.key, manifest.size(attached), manifest.data(attached)) == ("a.txt", 5, b"hello")
     assert manifest.faults() == []
     assert manifest.encoded() == made.data
     _use(manifest)
@@ -129,7 +129,7 @@ def test_the_id_is_of_what_was_saved_and_not_of_where_it_lies() -> None:
     one, other = encode(drawn()), encode(draft_with(refs, moved))
     assert one.id == other.id
     assert one.head != other.head
-    assert decode(other.data, one.id).extents(decode(other.data, one.id).entries[0]).columns.blob.tolist() == [0]
+    assert decode(other.data, one.id).extents(decode(other.data, one.id).entries[0]).extents[0].blob == 0
     fields: dict[str, Any]
     for fields in ({"step": 8}, {"tree": b""}, {"objects": []}, {"parent": None}, {"notes": {}}):
         assert encode(drawn(**fields)).id != one.id
@@ -137,7 +137,7 @@ def test_the_id_is_of_what_was_saved_and_not_of_where_it_lies() -> None:
 
 def draft_with(refs: Sequence[BlobRef], streams: Any) -> Draft:
     return Draft(
-        **{name: getattr(drawn(), name) for name in Draft.__dataclass_fields__} | {"blobs": refs, "streams": streams}
+        **{name: getattr(drawn(), name) for name in Draft.__struct_fields__} | {"blobs": refs, "streams": streams}
     )
 
 
@@ -366,6 +366,7 @@ def _set(*path: str, to: Any) -> Callable[[dict[str, Any]], object]:
         _set("entries", "shape", to=pack([300, 5])),
         _set("objects", "rank", to=pack([0])),
         _set("objects", "parts", to=b""),
+        _set("objects", "keys", to=["o" * (MAX_KEY_CHARACTERS + 1), "p"]),
         _set("attachments", to=["a/../../up"]),
         _set("attachments", to=["/etc/passwd"]),
         _set("attachments", to=[]),
@@ -404,7 +405,7 @@ def test_what_is_not_understood_stops_its_own_load_alone() -> None:
     made = changed("index", _set("entries", "dtypes", to=[["float3", 16], ["bfloat16", 2], ["uint8", 1]]))
     found = decode(made.data, made.id, made.head)
     assert (found.entries[0].dtype, found.entries[0].nbytes) == ("float3", 4800)
-    assert len(found.extents(found.entries[0])) == 2  # gc, copies and verify need no more
+    assert len(found.extents(found.entries[0]).extents) == 2  # gc, copies and verify need no more
     made = changed("index", _set("entries", "kinds", to=["tensor", "riddle"]))
     found = decode(made.data, made.id, made.head)
     assert [entry.kind for entry in found.entries] == ["tensor", "tensor", "riddle"]
@@ -434,10 +435,10 @@ def test_a_section_that_is_needed_and_not_known_stops_a_load() -> None:
 
 def test_extents_that_are_no_table_are_refused_with_their_key() -> None:
     tables = [encode_cells(table) for _, table in drawn().streams.values()]
-    for bad in (b"\xc0", b"\2\x90", b"\2" + msgspec.msgpack.encode([b""] * 6), b"\2\xd9"):
+    for bad in (b"\xc0", b"\1\x90", b"\1" + msgspec.msgpack.encode([[], [], b""]), b"\1\xd9"):
         table, section = cut([bad, *tables[1:]])
         fields = msgspec.msgpack.decode(part("index"))
-        fields["cells"] = [table.lengths, table.groups, table.hashes]
+        fields["cells"] = [table.lengths, table.each, table.hashes]
         made = forged(index=msgspec.msgpack.encode(fields), cells=section)
         found = decode(made.data, made.id, made.head)
         with pytest.raises(Refused, match="key 'w'"):

@@ -15,6 +15,18 @@ from casckpt.format import plain
 from tests.support.ids import named
 from tests.support.plain_examples import EXAMPLES, nested
 
+
+def fields(names: list[Any], formats: list[Any], offsets: list[Any], size: int = 8) -> list[Any]:
+    """A dtype of several fields, as it is stored."""
+    columns = ("names", ["list", *names], "formats", ["list", *formats], "offsets", ["list", *offsets])
+    return ["dict", *columns, "itemsize", size, "aligned", False]
+
+
+def deep(levels: int) -> Any:
+    """A dtype of arrays of arrays, as it is stored."""
+    return ["tuple", deep(levels - 1), ["tuple", 1]] if levels else "<i4"
+
+
 HOSTILE: list[Any] = [
     [],
     {},
@@ -23,6 +35,8 @@ HOSTILE: list[Any] = [
     [None],
     ["dict", 1],
     ["dict", 1, 2, True, 3],
+    ["OrderedDict"],
+    ["OrderedDict", 1, 2],
     ["dict", ["list"], 1],
     ["set", ["list"]],
     ["set", 1, 1],
@@ -63,14 +77,25 @@ HOSTILE: list[Any] = [
     ["numpy.ndarray", "|S9999999999", ["tuple", 0], b""],
     ["numpy.ndarray", "<M8[0s]", ["tuple", 1], b"12345678"],
     ["numpy.ndarray", "<M8[999999999as]", ["tuple", 0, 2**62], b""],
-    ["numpy.ndarray", ["tuple", "fields", 8, False, ["tuple", "a", "<i4", 6]], ["tuple", 1], b"12345678"],
-    ["numpy.ndarray", ["tuple", "fields", 2**40, False], ["tuple", 1], b"12345678"],
-    ["numpy.ndarray", ["tuple", "array", "<f8", 2**40], ["tuple", 1], b""],
-    ["numpy.ndarray", ["tuple", "array", "<i4", 2], ["tuple", 1], b"12345678"],
-    ["numpy.ndarray", ["tuple", "long", "<f16", 1], ["tuple", 0], b""],
-    ["numpy.ndarray", ["tuple", "long", "<f16; x", 63], ["tuple", 0], b""],
+    ["numpy.ndarray", fields(["a"], ["<i4"], [6]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields(["a"], ["<i4"], [-4]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields(["a"], ["<i4"], [None]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields([1], ["<i4"], [0]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields(["a"], [], [0]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields(["a"], ["O"], [0]), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields(["a"], ["<i4"], [0])[:-2], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", [*fields(["a"], ["<i4"], [0]), "titles", ["list", "t"]], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", fields([], [], [], 2**40), ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", ["tuple", "<f8", ["tuple", 2**40]], ["tuple", 1], b""],
+    ["numpy.ndarray", ["tuple", "<i4", ["tuple", 2]], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", ["tuple", "<i4", 2], ["tuple", 1], b"12345678"],
+    ["numpy.ndarray", deep(40), ["tuple", 0], b""],
+    ["numpy.ndarray", "<f8,O", ["tuple", 0], b""],
+    ["numpy.ndarray", "<f16", ["tuple", 0], b""],
+    ["numpy.ndarray", "<f16/1", ["tuple", 0], b""],
+    ["numpy.ndarray", "<f16; x/63", ["tuple", 0], b""],
     ["numpy.ndarray", "<U1", ["tuple", 1], b"\x00\x00\x11\x00"],
-    ["numpy.scalar", ["tuple", "fields", 4, False, ["tuple", "a", ">U1", 0]], b"\x00\x11\x00\x00"],
+    ["numpy.scalar", fields(["a"], [">U1"], [0], 4), b"\x00\x11\x00\x00"],
     ["numpy.scalar", "<f8", b""],
     ["numpy.Generator", ["dict", "bit_generator", "eval"], None],
     ["numpy.Generator", ["dict"], None],
@@ -211,7 +236,7 @@ def test_mutated_bytes_give_a_value_or_refused(data: bytes, draw: st.DataObject)
 
 
 TAGS = [*sorted(plain._BY_TAG), "part", "unknown"]
-WORDS = ["<f8", "|S0", "|V3", "<M8[s]", ">U2", "fields", "array", "long", "bit_generator", "PCG64", "PosixPath", "list"]
+WORDS = ["<f8", "|S0", "|V3", "<M8[s]", ">U2", "<f16/63", "bit_generator", "PCG64", "PosixPath", "list"]
 WIRE = st.recursive(
     st.none()
     | st.booleans()

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsupported
-from casckpt.frontends import resident, torch_files
+from casckpt.frontends import resident, torch_files, windows
 from casckpt.frontends.convert import (
     export_safetensors,
     import_any,
@@ -229,7 +229,7 @@ def test_what_a_rank_saved_alone_is_not_exported_as_a_whole(store: Store, tmp_pa
 
 
 def test_a_file_of_torch_save_goes_in_and_out(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_files, "WINDOW_BYTES", 10_000)
+    monkeypatch.setattr(windows, "WINDOW_BYTES", 10_000)
     monkeypatch.setattr(resident, "RESIDENT_BYTES", 10_000)
     store.create(cell_bytes=4096)
     state = example()
@@ -270,13 +270,13 @@ def test_a_full_disk_is_told_of(store: Store, tmp_path: Path, call: Callable[...
 def test_a_disk_that_fills_up_while_tensors_are_written_is_told_of(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = torch_files._Export._fill
+    fill = torch_files._filled
 
     def filling(*args: Any) -> Any:
         with files_of_at_most(8192):
             return fill(*args)
 
-    monkeypatch.setattr(torch_files._Export, "_fill", filling)
+    monkeypatch.setattr(torch_files, "_filled", filling)
     store.save({"a": numbers("a", 3000)}, step=1)
     with pytest.raises(StorageError, match=r"out cannot be written: .*make room"):
         casckpt_to_torch_save(store, "default@1", tmp_path / "out")

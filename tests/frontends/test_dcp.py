@@ -191,6 +191,15 @@ def test_an_empty_state(store: Store) -> None:
     assert store.read_attachment("default@1", "long") == b"x" * 5000
 
 
+def test_a_list_of_which_dcp_tells_a_part(store: Store) -> None:
+    """DCP has no word for what is empty."""
+    state = {"l": [{}, {"x": torch.ones(2)}, {"y": 1}], "whole": [{"z": 1}, {"x": torch.ones(2)}]}
+    save(state, StorageWriter(store, step=1))
+    assert identical(store.read("default@1"), state | {"l": {1: {"x": torch.ones(2)}, 2: {"y": 1}}})
+    told = StorageReader(store, "default@1").read_metadata()
+    assert told.planner_data["l.1.x"] == ("l", 1, "x")
+
+
 # features
 
 

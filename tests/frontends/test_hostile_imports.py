@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 import casckpt
 from casckpt.checkpoint.saving import prepare
 from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused
-from casckpt.format.tree import OBJECT, Container, Leaf, Node, encode_tree
+from casckpt.format.tree import OBJECT, Node, encode_tree
 from casckpt.frontends.convert import import_any, import_olmo, import_olmo_trainer, look_at
 from casckpt.frontends.dcp import (
     PickleFreeSavePlanner,
@@ -268,8 +268,8 @@ def test_an_export_of_less_than_the_tree_names_is_refused(
     store: casckpt.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def more(node: Node) -> bytes:
-        assert isinstance(node, Container)
-        return encode_tree(Container(node.kind, (*node.children, ("gone", Leaf(OBJECT)))))
+        assert isinstance(node, dict)
+        return encode_tree(node | {"gone": OBJECT})
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "encode_tree", more)

@@ -13,7 +13,7 @@ from torch import nn, optim
 import casckpt
 from casckpt.errors import Mismatch
 from casckpt.frontends.convert import import_any, look_at, torch_save_to_casckpt
-from casckpt.frontends.lightning.contents import from_state
+from casckpt.frontends.lightning.io import from_state
 from casckpt.frontends.optimizer_names import by_name
 from casckpt.frontends.torch_layout import laid_out
 from casckpt.frontends.trainer import Checkpointer, TrainState

@@ -23,10 +23,12 @@ SAFE = {
     "a resumed gc and two writers": Setup(writers=2, purger=True, resume=True, runs=2, late_start=True),
     "two that copy in one transaction": Setup(writers=2, toggles=2, shared=True, retry=True),
     "saves that read logs": Setup(contents=2, toggles=2, logs=True, purger=True),
-    "saves that read logs, a gc that resumes": Setup(writers=2, toggles=1, runs=2, resume=True, logs=True),
+    "saves that read logs, a gc that resumes": Setup(toggles=2, runs=2, resume=True, logs=True, purger=True),
+    "two that read logs, a gc that resumes": Setup(writers=2, runs=2, resume=True, logs=True, late_start=True),
     "unreadable roots": Setup(writers=2, gcs=2, reads=True, late_start=True),
 }
 LARGE = {
+    "two that read logs, a gc that resumes": Setup(writers=2, toggles=1, runs=2, resume=True, logs=True),
     "two writers, two gcs": Setup(writers=2, gcs=2),
     "two writers, two gcs, two toggles": Setup(writers=2, gcs=2, toggles=2),
     "three writers": Setup(writers=3, toggles=2),
@@ -88,6 +90,14 @@ def test_every_small_change_loses_data(mutant: str) -> None:
 def test_the_changes_are_what_loses_data(setup: Setup) -> None:
     """The very models that catch the mutants pass without them."""
     assert check(setup).outcome == "SAFE"
+
+
+@pytest.mark.parametrize(
+    "mutant", ["resume_without_waiting", "resume_with_new_purged", "trusts_announcements", "reads_logs_early"]
+)
+def test_so_does_each_where_saves_read_logs_beside_a_gc_that_resumes(mutant: str) -> None:
+    """A small model that stands in for the one of the soaks."""
+    assert check(replace(SAFE["two that read logs, a gc that resumes"], mutant=mutant)).outcome == "UNSAFE"
 
 
 def test_who_joins_a_transaction_lists_after_that() -> None:

@@ -68,16 +68,12 @@ def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:
     for unit in units:
         assert unit.digest is None
         assert unit.nbytes == (unit.hi - unit.lo) * ITEM
-        found = [
-            row
-            for row in range(len(table))
-            if table.region(row).box == unit.box
-            and table.columns.lo[row] <= unit.lo
-            and unit.hi <= table.columns.hi[row]
-        ]
-        (row,) = found
-        assert unit.blob == table.columns.blob[row]
-        assert unit.offset == table.columns.offset[row] + (unit.lo - table.columns.lo[row]) * ITEM
+        (one,) = (
+            extent
+            for extent in table.extents
+            if table.boxes[extent.box] == unit.box and extent.lo <= unit.lo and unit.hi <= extent.hi
+        )
+        assert (unit.blob, unit.offset) == (one.blob, one.offset + (unit.lo - one.lo) * ITEM)
 
 
 def test_a_column_of_wide_rows_leaves_out_what_lies_between() -> None:

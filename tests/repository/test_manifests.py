@@ -31,7 +31,7 @@ def fresh(tmp_path: Path, repo: Repository) -> Repository:
 
 
 def key_of(commit: Commit) -> str:
-    return manifest_key(commit.committed.uploader, commit.id)
+    return manifest_key(commit.txid, commit.id)
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, repo: Repository) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -75,44 +76,41 @@ def test_pool_is_bounded() -> None:
 
 def test_pool_waits_until_one_is_released() -> None:
     pool = BufferPool(1, 10)
-    buffer = pool.acquire()
     order: list[str] = []
 
     def wait() -> None:
         with pool.borrow() as got:
-            order.append("acquired")
+            order.append("borrowed")
             assert got is buffer
 
     thread = threading.Thread(target=wait)
-    thread.start()
-    order.append("released")
-    pool.release(buffer)
+    with pool.borrow() as buffer:
+        thread.start()
+        order.append("given back")
     thread.join()
-    assert order == ["released", "acquired"]
+    assert order == ["given back", "borrowed"]
 
 
-def test_pool_takes_each_buffer_back_once() -> None:
+def test_pool_takes_a_buffer_back_after_an_error() -> None:
     pool = BufferPool(1, 10)
-    buffer = pool.acquire()
-    pool.release(buffer)
-    for wrong in (buffer, AlignedBuffer(10)):
-        with pytest.raises(InvalidInput, match="release each once"):
-            pool.release(wrong)
+    with pytest.raises(ZeroDivisionError), pool.borrow() as buffer:
+        _ = 1 / 0
+    with pool.borrow() as again:
+        assert again is buffer
 
 
 def test_pool_closes_and_wakes_who_waits() -> None:
     pool = BufferPool(2, 10)
-    buffer, idle = pool.acquire(), pool.acquire()
-    with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(pool.acquire)
+    with ThreadPoolExecutor(1) as threads, ExitStack() as held:
+        out = [held.enter_context(pool.borrow()) for _ in range(2)]
+        waiting = threads.submit(lambda: pool.borrow().__enter__())
         pool.close()
         with pytest.raises(InvalidInput, match="closed"):
             waiting.result()
-    assert buffer.view.nbytes == 10
-    for out in (buffer, idle):
-        pool.release(out)
+        assert out[0].view.nbytes == 10
+    for one in out:
         with pytest.raises(ValueError, match="released"):
-            _ = out.view
+            _ = one.view
 
 
 def test_pool_closes_its_idle_buffers() -> None:
@@ -158,8 +156,8 @@ def test_more_than_is_meant_to_be_kept_is_given_back() -> None:
     kept = KeptBuffers(most=100)
     with kept.pool(2, 51) as pool:
         pass
-    with pytest.raises(InvalidInput):
-        pool.acquire()
+    with pytest.raises(InvalidInput), pool.borrow():
+        pass
     with kept.pool(2, 50) as small:
         pass
     with kept.pool(2, 50) as again:

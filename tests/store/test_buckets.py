@@ -38,7 +38,7 @@ from tests.support.servers import Server
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
 
-RACERS, SAVERS, SAVES = 8, 4, 5
+RACERS, SAVERS, SAVES = 8, 4, 3
 NEW = 250  # cells of each save: its first blobs wait long for the commit, so a gc that takes them is found out
 MIB = 1 << 20
 
@@ -75,7 +75,7 @@ def opened(place: RemoteLocation, cache: Path) -> Store:
 def records_of(rank: int, txid: TxId) -> dict[str, Record]:
     """One of each kind that only one may create, as this rank would have it."""
     commit = Committed(
-        txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), uploader=txid, created_at=rank,
+        txid=txid, run="r", step=1, time=rank, manifest=manifest_id(str(rank)), created_at=rank,
         bytes_total=rank, head=manifest_id("head"), manifest_bytes=1,
     )  # fmt: skip
     tag = TagRecord(name="best", time=rank, unique=str(rank), txid=txid)

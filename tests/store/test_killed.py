@@ -36,7 +36,7 @@ def needed(store: Store) -> set[str]:
     found = set()
     for commit in list_commits(store.repository).live():
         manifest = manifests.get(store.repository, commit)
-        found.add(manifest_key(commit.committed.uploader, commit.id))
+        found.add(manifest_key(commit.txid, commit.id))
         found |= {blob_key(ref.uploader, ref.hash) for ref in manifest.blobs}
     return found
 

@@ -65,4 +65,4 @@ def check_clean(repo: Repository) -> None:
 
 def _named(repo: Repository, commit: Commit) -> list[str]:
     refs = manifests.get(repo, commit).blobs
-    return [manifest_key(commit.committed.uploader, commit.id), *(blob_key(ref.uploader, ref.hash) for ref in refs)]
+    return [manifest_key(commit.txid, commit.id), *(blob_key(ref.uploader, ref.hash) for ref in refs)]

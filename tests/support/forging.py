@@ -4,32 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from casckpt.format.columns import pack, unpack
+from casckpt.format.columns import unpack
 from casckpt.format.draft import Encoded
-from casckpt.format.extents import ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.manifest import Manifest
+from casckpt.format.regions import Shape
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.format.sections.pieces import cut
-from casckpt.format.sections.tables import CellColumns, RowColumns
+from casckpt.format.sections.tables import ROW, ROWS, SPANS, CellSpans
+
+COLUMNS = {
+    "box": ("spans", 0), "lo": ("spans", 1), "hi": ("spans", 2),
+    "cells": ("rows", 0), "blob": ("rows", 1), "offset": ("rows", 2),
+}  # fmt: skip
 
 
-def columns_of(table: ExtentTable) -> tuple[CellColumns, RowColumns]:
-    """What the long forms hold, each extent as a span of its own."""
-    box, lo, hi, blob, offset, digests, unhashed = table.columns
-    numbers = [number for one in table.boxes[1:] for number in (*one.offset, *one.shape)]
-    bits = np.packbits(unhashed).tobytes()
-    cells = CellColumns(pack(numbers), pack(box), pack(lo), pack(hi), digests.tobytes(), bits)
-    return cells, RowColumns(pack(table.cells), pack(blob), pack(offset))
+@dataclass
+class Table:
+    """What the extents of a tensor are stored as, each extent a span of its own. ``rows``: cells, blob, offset."""
 
+    boxes: list[tuple[Shape, Shape]]
+    spans: list[tuple[int, int, int]]
+    rows: list[tuple[int, int, int]]
+    digests: bytes
 
-def long_form(cells: CellColumns, rows: RowColumns) -> tuple[bytes, bytes]:
-    """As they are stored."""
-    return b"\2" + msgspec.msgpack.encode(cells), b"\1" + msgspec.msgpack.encode(rows)
+    @classmethod
+    def of(cls, table: ExtentTable) -> Table:
+        """That of a table."""
+        rows = [(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
+        spans = [(one.box, one.lo, one.hi) for one in table.extents]
+        boxes = [(box.offset, box.shape) for box in table.boxes[1:]]
+        return cls(boxes, spans, rows, b"".join(one.digests for one in table.extents))
+
+    def change(self, name: str, change: Callable[[list[int]], Sequence[int]]) -> None:
+        """Other numbers in one of `COLUMNS`; more or fewer of them are more or fewer rows."""
+        part, at = COLUMNS[name]
+        held = getattr(self, part)
+        numbers = zip(cycle(held), change([row[at] for row in held]), strict=False)
+        setattr(self, part, [(*row[:at], number, *row[at + 1 :]) for row, number in numbers])
+
+    def stored(self) -> tuple[bytes, bytes]:
+        """Cells and rows, in the long form."""
+        cells = SPANS + msgspec.msgpack.encode(CellSpans(self.boxes, self.spans, self.digests))
+        return cells, ROWS + b"".join(ROW.pack(*(min(number, 2**32 - 1) for number in row)) for row in self.rows)
 
 
 @dataclass
@@ -47,7 +70,7 @@ class Parts:
         sections: dict[str, bytes] = {}
         for name, (where, field) in tables.items():
             table, sections[name] = cut(self.pieces[name])
-            where[field] = [table.lengths, table.groups, table.hashes]
+            where[field] = [table.lengths, table.each, table.hashes]
         maps = {"index": self.index, "places": self.places, "blobs": self.blobs}
         sections |= {name: msgspec.msgpack.encode(fields) for name, fields in maps.items()}
         return Encoded(*assemble((name, sections[name]) for name in KNOWN))
@@ -91,22 +114,21 @@ def with_piece(section: str, data: bytes, number: int = 0) -> Change:
 
 
 def with_row(blob: int = 0, offset: int = 4096) -> Change:
-    """The first entry lies elsewhere, in the short form."""
-    return with_piece("rows", b"\0" + blob.to_bytes(4, "little") + offset.to_bytes(4, "little"))
+    """The first entry, of three cells, lies elsewhere."""
+    return with_piece("rows", ROWS + ROW.pack(3, blob, offset))
 
 
-def with_column(name: str, change_column: Callable[[list[int]], Sequence[int]]) -> Change:
-    """A column of the first entry's extents, in the long form."""
+def with_table(change_table: Callable[[Table], object]) -> Change:
+    """Other extents of the first entry, in the long form."""
 
     def change(parts: Parts, manifest: Manifest) -> None:
-        cells, rows = columns_of(manifest.extents(manifest.entries[0]))
-        if name in cells.__struct_fields__:
-            cells = msgspec.structs.replace(cells, **{name: other(getattr(cells, name))})
-        else:
-            rows = msgspec.structs.replace(rows, **{name: other(getattr(rows, name))})
-        parts.pieces["cells"][0], parts.pieces["rows"][0] = long_form(cells, rows)
-
-    def other(column: bytes) -> bytes:
-        return pack(change_column(unpack(column).tolist()))
+        table = Table.of(manifest.extents(manifest.entries[0]))
+        change_table(table)
+        parts.pieces["cells"][0], parts.pieces["rows"][0] = table.stored()
 
     return change
+
+
+def with_column(name: str, change: Callable[[list[int]], Sequence[int]]) -> Change:
+    """Another column of them."""
+    return with_table(lambda table: table.change(name, change))

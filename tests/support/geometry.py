@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from casckpt.format.columns import Ints
 from casckpt.format.extents import ExtentTable, StoredCell, build
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, normalise
@@ -90,11 +89,9 @@ def cells_of(groups: Sequence[Group]) -> list[Region]:
     return [Region(group.box, cut.lo, cut.hi) for group in groups for cut in group.cuts]
 
 
-def stored_cell(
-    region: Region, blob: int, offset: int, nbytes: int, digest: CellDigest, *, unhashed: bool = False
-) -> StoredCell:
+def stored_cell(region: Region, blob: int, offset: int, nbytes: int, digest: CellDigest) -> StoredCell:
     """A cell of a region."""
-    return StoredCell(blob, offset, nbytes, region.box, region.lo, region.hi, digest, unhashed)
+    return StoredCell(blob, offset, nbytes, region.box, region.lo, region.hi, digest)
 
 
 def table_of(shape: Shape, cell: int, cells: Sequence[Region], *, itemsize: int = 2, per_blob: int = 7) -> ExtentTable:
@@ -144,7 +141,7 @@ class Case:
     itemsize: int
     cell: int
     cells: list[StoredCell]
-    blob_sizes: Ints
+    blob_sizes: list[int]
 
     @property
     def table(self) -> ExtentTable:
@@ -161,6 +158,6 @@ def cases(draw: st.DrawFn) -> Case:
     for region in draw(partitions(shape)):
         for one in cells_of(plan_cells(region, shape, cell, None)):
             blob, nbytes = draw(st.integers(0, blobs - 1)), one.numel * itemsize
-            cells.append(stored_cell(one, blob, ends[blob], nbytes, digest(one), unhashed=draw(st.integers(0, 5)) == 0))
+            cells.append(stored_cell(one, blob, ends[blob], nbytes, digest(one)))
             ends[blob] += nbytes + draw(st.sampled_from([0, 0, 0, 64]))
-    return Case(shape, itemsize, cell, cells, np.array(ends, dtype=np.int64))
+    return Case(shape, itemsize, cell, cells, ends)

@@ -46,12 +46,17 @@ def kinds_of(item: pytest.Item) -> set[str]:
     defined = [one for found in item._fixtureinfo.name2fixturedefs.values() for one in found]
     starts = {one.func for one in defined if one.argname != "_where_stores_lie"}  # in memory, unless told otherwise
     reached = [_reached(start, item.cls) for start in (getattr(item.obj, "__func__", item.obj), *starts)]
-    return set(_told_by_names(frozenset(fixtures))).union(*reached)
+    return set[str]().union(*map(_told_by_name, fixtures), *reached)
 
 
 @cache
-def _told_by_names(fixtures: frozenset[str]) -> frozenset[str]:
-    return frozenset(kind for kind, told in _FIXTURES.items() if any(re.fullmatch(told, word) for word in fixtures))
+def _told_by_name(word: str) -> frozenset[str]:
+    return frozenset(kind for kind, told in _FIXTURES.items() if re.fullmatch(told, word))
+
+
+@cache
+def _told_by_call(word: str) -> frozenset[str]:
+    return frozenset(kind for kind, told in _CALLED.items() if re.fullmatch(told, word))
 
 
 @cache
@@ -63,8 +68,7 @@ def _reached(start: Any, cls: type | None) -> frozenset[str]:
         if function not in reached:
             reached.add(function)
             called, said = _words(function)
-            kinds |= _told_by_names(said)
-            kinds |= {kind for kind, told in _CALLED.items() if any(re.fullmatch(told, word) for word in called)}
+            kinds.update(*map(_told_by_name, said), *map(_told_by_call, called))
             todo += _next(function)
             todo += [one for name in called & _members(cls) for one in _functions(getattr(cls, name))]
     return frozenset(kinds)

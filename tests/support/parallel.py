@@ -283,9 +283,12 @@ def everything(model: nn.Module, optimizer: Optimizer) -> Everything:
             dict(sorted({**group, "params": [names[id(p)] for p in group["params"]]}.items()))
             for group in optimizer.param_groups
         ]
-        found = {name: _gathered_flat(model, name, values) for name, values in _by_name_everywhere(state).items()}
-        for key, parameter in model.named_parameters(remove_duplicate=False):
-            tensors[plain_name(model, key)] = _gathered_flat(model, plain_name(model, key), {"": parameter})[""]
+        held = _by_name_everywhere(state)
+        values = {(name, what): value for name, kept in held.items() for what, value in kept.items()}
+        parameters = {(plain_name(model, key), ""): p for key, p in model.named_parameters(remove_duplicate=False)}
+        whole = _whole(values | parameters, _flat_shapes(model))
+        tensors |= {name: whole[name, what] for name, what in parameters}
+        found = {name: {what: whole[name, what] for what in kept} for name, kept in held.items()}
     return Everything(dict(sorted(tensors.items())), dict(sorted(found.items())), groups)
 
 
@@ -306,38 +309,45 @@ def _by_name_everywhere(state: dict[str, dict[str, Any]]) -> dict[str, dict[str,
     return {name: state.get(name, dict.fromkeys(merged[name])) for name in sorted(merged)}
 
 
-def _gathered_flat(model: nn.Module, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    shape = _flat_shape(model, name)
-    return {what: _whole(value, shape) for what, value in values.items()}
-
-
-def _flat_shape(model: nn.Module, name: str) -> Sequence[int] | None:
-    """The shape of a parameter that FSDP has in parts; its parts lie in the order of the ranks."""
+def _flat_shapes(model: nn.Module) -> dict[str, Sequence[int]]:
+    """The shapes of parameters that FSDP has in parts; their parts lie in the order of the ranks."""
+    found: dict[str, Sequence[int]] = {}
     for path, module in model.named_modules():
         handle = getattr(module, "_handle", None)
         if isinstance(module, FullyShardedDataParallel) and handle is not None and handle.uses_sharded_strategy:
             flat = handle.flat_param
-            for own, shape in zip(flat._fqns, flat._shapes, strict=True):
-                if plain_name(model, f"{path}.{own}" if path else own) == name:
-                    return tuple(shape)
+            shapes = dict(zip(flat._fqns, flat._shapes, strict=True))
             for info in flat._shared_param_infos:
-                own = f"{info.module_name}.{info.param_name}"
-                if plain_name(model, f"{path}.{own}" if path else own) == name:
-                    first = f"{info.prim_module_name}.{info.prim_param_name}"
-                    return tuple(flat._shapes[flat._fqns.index(first)])
-    return None
+                first = f"{info.prim_module_name}.{info.prim_param_name}"
+                shapes[f"{info.module_name}.{info.param_name}"] = shapes[first]
+            found |= {plain_name(model, f"{path}.{own}" if path else own): tuple(shapes[own]) for own in shapes}
+    return found
 
 
-def _whole(value: Any, flat_shape: Sequence[int] | None) -> Any:
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
-    if flat_shape is None:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, value.detach().clone() if isinstance(value, torch.Tensor) else value)
-    numel = torch.Size(flat_shape).numel()
+def _whole(values: dict[tuple[str, str], Any], flat_shapes: dict[str, Sequence[int]]) -> dict[tuple[str, str], Any]:
+    """By name and what; the parts of FSDP's parameters travel together."""
+    mine = {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+        if key[0] in flat_shapes
+    }
+    everyones: list[Any] = [None] * dist.get_world_size()
+    if mine:
+        dist.all_gather_object(everyones, mine)
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, DTensor):
+            found[key] = value.full_tensor().detach().clone()
+        elif key in mine:
+            found[key] = _joined([one[key] for one in everyones], flat_shapes[key[0]])
+        else:
+            found[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _joined(parts: list[Any], shape: Sequence[int]) -> Any:
     held = [part for part in parts if part is not None]
     if not all(isinstance(part, torch.Tensor) and part.dim() == 1 for part in held):
         return held[0]
-    joined = torch.cat(held)
-    return joined[:numel].view(tuple(flat_shape))  # HYBRID_SHARD: the first replica
+    numel = torch.Size(shape).numel()
+    return torch.cat(held)[:numel].view(tuple(shape))  # HYBRID_SHARD: the first replica

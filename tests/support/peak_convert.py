@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from casckpt.frontends import resident, torch_files
+from casckpt.frontends import resident, windows
 from casckpt.frontends.dcp import (
     casckpt_to_dcp,
     casckpt_to_torch_save,
@@ -24,7 +24,6 @@ from casckpt.frontends.dcp import (
     items,
     torch_save_to_casckpt,
 )
-from casckpt.frontends.safetensors import exporting as safetensors_export
 from casckpt.frontends.safetensors.exporting import export_safetensors
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
@@ -59,9 +58,8 @@ def convert(store: Store, folder: Path, mib: int, run: str) -> list[float]:
 
 def main(folder: Path, mib: int) -> None:
     """Measure, and print one line."""
-    safetensors_export.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # as below
     items.WINDOW_BYTES = exporting.WINDOW_BYTES = 4 * MIB  # type: ignore[misc] # small, so that a test can be
-    torch_files.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
+    windows.WINDOW_BYTES = resident.RESIDENT_BYTES = 4 * MIB  # type: ignore[misc] # as above
     store = _opened(folder / "store")
     convert(store, folder / "warm", 12, "warm")
     print(" ".join(f"{found:.1f}" for found in convert(store, folder / "real", mib, "real")))  # noqa: T201 - its parent reads it

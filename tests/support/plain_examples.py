@@ -125,6 +125,8 @@ EXAMPLES: list[Any] = [
     np.array([(1, 2.5, b"x")], [("a", "<i4"), ("b", ">f8"), ("c", "S3")]),
     np.zeros(2, np.dtype({"names": ["b", "a"], "formats": ["<i4", "<f8"], "offsets": [8, 16], "itemsize": 40})),
     np.zeros(2, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    np.zeros(2, [("a", "<i4"), ("b", "<f8")])[["b", "a"]],
+    np.zeros(2, [("a", np.longdouble, (2,))]),
     np.zeros(3, [("outer", [("inner", "<i2", (2, 3))]), ("é", "?")]),
     np.zeros(2, "V5"),
     np.float64(-0.0),

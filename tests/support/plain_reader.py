@@ -12,7 +12,7 @@ import types
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from math import prod
 from typing import Any
 
@@ -51,12 +51,13 @@ def columns(*raw: bytes) -> list[Any]:
     return list(zip(*map(column, raw), strict=True))
 
 
-def pieces(table: list[bytes], section: bytes, what: str) -> list[bytes]:
+def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
     """Cut a section into its pieces, each proved with its group."""
-    at, first = ([*accumulate(column(each), initial=0)] for each in table[:2])
-    check(at[-1] == len(section) and first[-1] == len(at) - 1, f"the table of {what} does not fit it")
+    lengths, each, hashes = column(table[0]), table[1], table[2]
+    at, first = [*accumulate(lengths, initial=0)], [*range(0, len(lengths), each), len(lengths)]
+    check(at[-1] == len(section) and len(hashes) == 32 * (len(first) - 1), f"the table of {what} does not fit it")
     for number, (a, b) in enumerate(pairwise(first)):
-        proved(section[at[a] : at[b]], table[2][32 * number : 32 * number + 32], f"group {number} of {what}")
+        proved(section[at[a] : at[b]], hashes[32 * number : 32 * number + 32], f"group {number} of {what}")
     return [section[a:b] for a, b in pairwise(at)]
 
 
@@ -67,8 +68,7 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
     check(raw[:8] == b"CASCKPT\1" and listed <= 4064 and not any(raw[listed:4064]), "no manifest, or a later one")
     for padded, flags, offset, length, digest in struct.iter_unpack("<16sQQQ32s", raw[16:listed]):
         name = padded.rstrip(b"\0").decode("ascii")
-        is_known = name in SECTIONS or not flags & 1
-        check(is_known and offset == end and name not in sections, f"the section {name}")
+        check(offset == end and name not in sections and (name in SECTIONS or not flags & 1), f"the section {name}")
         sections[name], end = (offset, length, digest), offset + length
     check([name for name in sections if name in SECTIONS] == SECTIONS, "not the six sections")
     check(end == len(raw), "the size of the manifest", DamagedError)
@@ -77,15 +77,14 @@ def read_head(raw: bytes, expected: str) -> dict[str, tuple[int, int, bytes]]:
 
 def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], bytes]]:
     """Give for each cell the places of its elements in the tensor, and its digest."""
-    n, c, places = len(entry.shape), cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
-    boxes, spans, digests = [*[0] * n, *entry.shape], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
-    if entry.cells[:1] == b"\2":
-        more, *numbers, digests, _ = decode(entry.cells[1:])
-        boxes, spans = boxes + column(more), columns(*numbers)
-    check(entry.cells[:1] <= b"\2" and spans == sorted(spans), "spans out of order, or a form that is not known")
+    c, places = cell_bytes // entry.width, np.arange(prod(entry.shape)).reshape(entry.shape)
+    boxes, spans, digests = [], [(0, 0, places.size)] if entry.cells else [], entry.cells[1:]
+    if entry.cells[:1] == b"\1":
+        boxes, spans, digests = decode(entry.cells[1:])
+    check(entry.cells[:1] <= b"\1" and spans == sorted(spans), "spans out of order, or a form that is not known")
     found: list[np.ndarray[Any, Any]] = []
     for box, lo, hi in spans:
-        offset, shape = (boxes[i : i + n] for i in (2 * n * box, 2 * n * box + n))
+        offset, shape = [((0,) * len(entry.shape), entry.shape), *boxes][box]
         inside = places[tuple(slice(a, a + b) for a, b in zip(offset, shape, strict=True))].reshape(-1)
         check(lo < hi <= len(inside) == prod(shape), f"a span of {entry.key}")
         found += [inside[a:b] for a, b in pairwise([lo, *range(lo // c * c + c, hi, c), hi])]
@@ -100,13 +99,13 @@ def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
 class Checkpoint:
     def __init__(self, root: pathlib.Path, record: dict[str, Any]) -> None:
         self.root, self.record = root / "objects", record
-        raw = (self.root / record["uploader"] / f"{record['manifest']}.manifest").read_bytes()
+        raw = (self.root / record["txid"] / f"{record['manifest']}.manifest").read_bytes()
         self.sections = read_head(raw, record["head"])
         part = {name: proved(raw[a : a + n], digest, name) for name, (a, n, digest) in self.sections.items()}
         index, blobs, places = (decode(part[name]) for name in ("index", "blobs", "places"))
-        fits = len(raw) == record["manifest_bytes"] and self.sections["index"][2].hex() == record["manifest"]
-        same = all(index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
-        check(fits and same and index["format"] == 1, "the index is not that of the commit record")
+        fits = (len(raw), self.sections["index"][2].hex()) == (record["manifest_bytes"], record["manifest"])
+        same = (index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
+        check(fits and all(same), "the index is not that of the commit record")
         self.blobs = [
             (f"{blobs['uploaders'][number]}/{blobs['hashes'][32 * i : 32 * i + 32].hex()}.safetensors", size)
             for i, (number, size) in enumerate(columns(blobs["index"], blobs["sizes"]))
@@ -127,14 +126,13 @@ class Checkpoint:
         """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
-        cells, form, body = iter(cells_of(entry, self.index["cell_bytes"])), entry.rows[:1], entry.rows[1:]
-        one = [(None, *struct.unpack("<II", body))] if form == b"\0" else []
-        for count, blob, begin in columns(*decode(body)) if form == b"\1" else one:
+        cells = iter(cells_of(entry, self.index["cell_bytes"]))
+        for count, blob, begin in struct.iter_unpack("<III", entry.rows[1:]):
             stored, at = (self.root / self.blobs[blob][0]).read_bytes(), begin
             for where, digest in islice(cells, count):
                 raw = proved(stored[at : at + len(where) * entry.width], digest, f"a cell of {entry.key}")
                 out[where], hits[where], at = np.frombuffer(raw, dtype), hits[where] + 1, at + len(raw)
-        check((hits == 1).all(), f"the extents of {entry.key} do not cover it once, or its bytes are left out")
+        check(entry.rows[:1] <= b"\0" and (hits == 1).all(), f"extents of {entry.key} that are not known, or not all")
         return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
@@ -146,7 +144,7 @@ class Checkpoint:
         arrays = {key: self.array(entry) for key, entry in tensors.items()}
         objects = by_key(self.objects, rank).items()
         values = {key: one if one.is_pickled else plain(decode(one.data), parts[one[:2]]) for key, one in objects}
-        return nest(decode(self.index["tree"]), [arrays, values])
+        return nest(plain(decode(self.index["tree"]), {}), [arrays, values])
 
     def attachments(self) -> dict[str, bytes]:
         return self.short | {one.key: self.array(one).tobytes() for one in self.entries if one.kind == "attachment"}
@@ -163,8 +161,9 @@ class Checkpoint:
             at = [*accumulate(lengths, initial=0)]
             fits = 2 <= len(lengths) <= 65536 and lengths[0] == 4096 and at[-1] == start
             check(fits and min(lengths) > 0 and max(lengths) <= 2**30, f"the leaves of the blob {key}")
-            ends = zip(pairwise(at), hashes, strict=True)
-            found[key] = [(a, b, blake3(raw[a:b]).digest() == digest) for (a, b), digest in ends]
+            found[key] = [
+                (a, b, blake3(raw[a:b]).digest() == h) for (a, b), h in zip(pairwise(at), hashes, strict=True)
+            ]
         return found
 
 
@@ -186,37 +185,51 @@ class Store:
         check(rest == blake3(line).hexdigest().encode() + b"\n", f"the record {key}", DamagedError)
         return dict(json.loads(line))
 
-    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
-        """Fold the log of a transaction: its state ("": none) and its first record."""
+    def folded(self, txid: str) -> tuple[str, dict[str, Any], tuple[int, Any]]:
+        """Fold a log by itself: its state ("": none), its first record, and which one replaced it, by what."""
         log, key = list[dict[str, Any]](), f"commits/{txid}"
         while (self.root / key).exists():
             log.append(self.record(key))
             key = f"commits/{txid}.{len(log)}"
         check(all(record["txid"] == txid for record in log), f"the log of {txid} tells of another transaction")
         told = [record["type"] for record in log if record["type"] != "kept"] or [""]
-        return STATES.get(told[-1], told[-1]), log[0] if log else {}
+        links = [(n, record.get("by")) for n, record in enumerate(log) if record["type"] in {"replaced", "restored"}]
+        return STATES.get(told[-1], told[-1]), {"origin": txid} | log[0] if log else {}, links[-1] if links else (0, "")
+
+    def log(self, txid: str) -> tuple[str, dict[str, Any]]:
+        """Give the state of a transaction, and its first record; a rewrite stands by the log of what it replaces."""
+        state, first, _ = self.folded(txid)
+        one, replaces = txid, first.get("replaces")
+        while replaces and state == "visible":
+            check(replaces[0] < one, f"{one} rewrites what is later")
+            _, base, link = self.folded(replaces[0])
+            state, one, replaces = state if link == (replaces[1], one) else "void", replaces[0], base.get("replaces")
+        return state, first
 
     def visible(self) -> dict[tuple[str, int], str]:
         """Give the transaction that answers to each run and step."""
         logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
-        return {(first["run"], first["step"]): txid for txid, state, first in logs if state == "visible"}
+        seen = sorted((one["origin"], txid, one["run"], one["step"]) for txid, state, one in logs if state == "visible")
+        return {(run, step): txid for _, txid, run, step in seen}
 
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint by the announcements of the run, from the head downwards; "": none."""
-        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", "", -1
-        for six in self._names(folder, r"\d{6}"):
-            for three in self._names(f"{folder}/{six}", r"\d{3}"):
-                record = self.record(f"{folder}/{six}/{three}")
-                told = [txid for txid, _, _ in record["announced"] if self.log(txid)[0] == "visible"]
-                if 999_999_999 - int(six + three) > floor and max(told, default="") > best:
-                    best, floor = max(told), record.get("seen", -1)
-        return best
+        folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
+        for key in (
+            f"{six}/{n}" for six in self._names(folder, r"\d{6}") for n in self._names(f"{folder}/{six}", r"\d{3}")
+        ):
+            record = self.record(f"{folder}/{key}")
+            logs = [(txid, *self.log(txid)) for txid, _ in record["announced"]]
+            told = [(first["origin"], txid) for txid, state, first in logs if state == "visible"]
+            if 999_999_999 - int(key.replace("/", "")) > floor and max(told, default=best) > best:
+                best, floor = max(told), record.get("seen", -1)
+        return best[1]
 
     def tags(self) -> dict[str, str]:
         """Give the id that each tag names; a tag that ends is not asked for the time."""
         names = self._names("tags", r"[a-z0-9][a-z0-9._-]{0,99}")
-        newest = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
-        records = {name: self.record(f"tags/{name}/{number}") for name, number in newest.items()}
+        numbers = {name: max(map(int, self._names(f"tags/{name}", r"0|[1-9]\d{0,8}"))) for name in names}
+        records = {name: self.record(f"tags/{name}/{number}") for name, number in numbers.items()}
         return {name: record["manifest"] for name, record in records.items() if record.get("manifest")}
 
 
@@ -229,17 +242,12 @@ def plain(item: Any, parts: dict[int, bytes]) -> Any:
 
 
 def nest(node: Any, leaves: list[dict[str, Any]], path: tuple[str, ...] = ()) -> Any:
-    """Make the nested state of a tree; leaves are the tensors and the objects by flat key."""
-    if not isinstance(node, list):
+    """Put the leaves of a tree in their places; they are the tensors and the objects by flat key."""
+    if isinstance(node, int):
         return leaves[node][".".join(path)]
-    kind, extra, *flat = node
-    found = {key: nest(child, leaves, (*path, str(key))) for key, child in pairs(*flat).items()}
-    if kind in {"list", "tuple"}:
-        return KINDS[kind](*found.values())
-    shown = [plain(decode(extra), {})] if extra else []
-    if kind == "OrderedDict":
-        return ordered(*shown, *chain(*found.items()))
-    return shown[0] | found if shown else found
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    found = {key: nest(child, leaves, (*path, str(key))) for key, child in items}
+    return after(lambda made: made.update(found), node) if isinstance(node, dict) else type(node)(found.values())
 
 
 def pairs(*flat: Any) -> dict[Any, Any]:
@@ -252,30 +260,22 @@ def after(change: Callable[[Any], object], made: Any) -> Any:
 
 
 def ordered(*children: Any) -> Any:
-    head = len(children) % 2
-    extra = {"_metadata": children[0]} if head else {}
-    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[head:])))
+    extra = {} if children[0] is None else {"_metadata": children[0]}
+    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[1:])))
 
 
 def dtype_of(form: Any) -> Any:
-    if isinstance(form, str):
-        return np.dtype(form)
-    kind, first, *rest = form
-    check(kind != "long" or rest == [np.finfo(np.longdouble).nmant], "floating point numbers of another machine")
-    if kind != "fields":
-        return np.dtype(first) if kind == "long" else np.dtype((dtype_of(first), tuple(rest)))
-    names, forms, offsets = zip(*rest[1:], strict=True)
-    fields: Any = {"names": names, "formats": [*map(dtype_of, forms)], "offsets": offsets, "itemsize": first}
-    return np.dtype(fields, align=rest[0])
+    if "formats" in form:
+        return np.dtype(form | {"formats": [*map(dtype_of, form["formats"])]})
+    return np.dtype((dtype_of(form[0]), form[1]) if isinstance(form, tuple) else form.partition("/")[0])
 
 
 def generator(state: dict[str, Any], seed: dict[str, Any] | None) -> Any:
-    known = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
-    bits = known[state["bit_generator"]](np.random.SeedSequence(**seed) if seed else 0)
-    return after(lambda made: setattr(made, "state", state), bits)
+    kind = next(kind for kind in np.random.BitGenerator.__subclasses__() if kind.__name__ == state["bit_generator"])
+    return after(lambda made: setattr(made, "state", state), kind(np.random.SeedSequence(**seed) if seed else 0))
 
 
-PATHS = {kind: getattr(pathlib, kind) for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
+PATHS = {kind: vars(pathlib)[kind] for kind in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")}
 FACTORIES = {kind.__name__: kind for kind in (list, dict, int, set, float, str, tuple)}
 KINDS: dict[str, Callable[..., Any]] = {
     **{kind.__name__: lambda *items, kind=kind: kind(items) for kind in (list, tuple, set, frozenset)},
@@ -295,6 +295,6 @@ KINDS: dict[str, Callable[..., Any]] = {
     "numpy.Generator": lambda *two: np.random.Generator(generator(*two)),
     "numpy.RandomState": lambda state: after(lambda made: made.set_state(state), np.random.RandomState()),
 }
-KINDS |= {"dict": pairs, "OrderedDict": ordered, "slice": slice, "range": range, "complex": complex}
-KINDS |= {"bytearray": bytearray, "date": dt.date, "timedelta": dt.timedelta, "zoneinfo": zoneinfo.ZoneInfo}
+KINDS |= {kind.__name__: kind for kind in (slice, range, complex, bytearray, dt.date, dt.timedelta)}
+KINDS |= {"dict": pairs, "OrderedDict": ordered, "zoneinfo": zoneinfo.ZoneInfo}
 KINDS |= {"numpy.str": np.str_, "numpy.bytes": np.bytes_, "numpy.BitGenerator": generator}

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+
+import hypothesis
 import pytest
+import s3fs
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 
+import casckpt.checkpoint.loading.load
+import casckpt.checkpoint.saving.save
+import casckpt.frontends.training_state
+import casckpt.storage.remote.s3.client
+import casckpt.store.store
+import tests.support.buckets
 import tests.support.parallel
 import tests.support.ranks
 import tests.support.together
 import tests.support.worlds
 
-__all__ = ["pytest", "tests", "torch"]
+__all__ = ["casckpt", "hypothesis", "pytest", "s3fs", "tests", "torch"]
+
+gc.freeze()  # or the first collection in each rank would copy all of it

@@ -19,10 +19,10 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
 from casckpt.storage.remote.store import RemoteStore
+from casckpt.upkeep.rewriting import rewrite
 from tests.support import elsewhere
 from tests.support.faulty import Call
 
@@ -101,7 +101,7 @@ def committed(
     txid = fields.pop("txid", None) or repo.new_txid(run, step)
     found = manifest_id(txid) if manifest is None else manifest
     now = repo.clock()
-    fields = {"time": now, "uploader": txid, "created_at": now, "bytes_total": 0} | fields
+    fields = {"time": now, "created_at": now, "bytes_total": 0} | fields
     fields.setdefault("head", hex_digest(b"no head"))
     fields.setdefault("manifest_bytes", 0)
     return Committed(txid=txid, run=run, step=step, manifest=found, **fields)
@@ -118,7 +118,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
     """A rewrite of a commit whose manifest nobody wrote."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
-        return changed(base.committed, txid=txid, uploader=txid, time=repo.clock(), **fields)
+        return changed(base.committed, txid=txid, time=repo.clock(), **fields)
 
     made = rewrite(repo, base, save)
     assert made is not None
@@ -126,11 +126,12 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 
 
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
-    """What a rewriter leaves that died before the record that lets its rewrite stand."""
-    fields = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
-    return commit_bare(
-        repo, base.run, base.step, manifest=base.id, txid=repo.new_txid(base.run, base.step, [base.txid]), **fields
-    )
+    """What a rewriter leaves that died before the record that lets its rewrite stand. It has the places of the base."""
+    txid = repo.new_txid(base.run, base.step, [base.txid])
+    links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
+    record = changed(base.committed, txid=txid, time=repo.clock(), **links)
+    commits.commit(repo, record)
+    return commits.just_committed(record)
 
 
 def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: Any) -> Draft:
@@ -141,6 +142,7 @@ def draft(refs: Iterable[BlobRef], run: str = "run", step: int = 0, **fields: An
         "metadata": msgspec.Raw(msgspec.msgpack.encode({})),
         "cell_bytes": 1 << 20,
         "streams": {},
+        "tree": b"",
     }
     return Draft(casckpt="0", torch="0", run=run, step=step, world_size=1, blobs=list(refs), **(values | fields))
 

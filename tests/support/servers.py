@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -29,6 +31,8 @@ _VOLUMES = 100_000  # SeaweedFS takes one for each bucket; left alone, as many a
 _ATTEMPTS = 3  # a port that was free may be taken a moment later
 _PORTS = range(10_000, 32_768)  # below those that systems give to connections that go out, as tests make by thousands
 _DRAW = random.SystemRandom()  # tests seed the usual one, and so all workers of a run would draw the same ports
+# Every client reads what all of AWS's services are, which takes longer than most tests do with it. Here they share it.
+botocore.session.create_loader = cache(botocore.session.create_loader)
 # Becomes the command, which is killed by the kernel when the thread that started it dies.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, Traits
 
@@ -25,9 +27,11 @@ class Curtain(BaseException):
 
 @dataclass
 class _Actor:
+    """``turn``: gets an item when it may go on, or is to end."""
+
     thread: threading.Thread | None = None
-    at: str = ""  # the call that it stands before, "" while it runs
-    may_go: bool = False
+    turn: SimpleQueue[None] = field(default_factory=SimpleQueue)
+    at: str = ""  # the call that it stands before
     killed: bool = False
     done: bool = False
     error: BaseException | None = None
@@ -40,7 +44,7 @@ class Stage:
     inner: ObjectStore
     log: list[tuple[str, str]] = field(default_factory=list)
     _actors: dict[str, _Actor] = field(default_factory=dict)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _still: SimpleQueue[str] = field(default_factory=SimpleQueue)  # who came to stand before a call, or to an end
 
     def store(self, name: str) -> SteppedStore:
         """The storage of an actor."""
@@ -58,9 +62,8 @@ class Stage:
                 pass
             except BaseException as error:  # noqa: BLE001 - shown by `run`
                 actor.error = error
-            with self._changed:
-                actor.done = True
-                self._changed.notify_all()
+            actor.done = True
+            self._still.put(name)
 
         actor.thread = threading.Thread(target=run, name=name, daemon=True)
         actor.thread.start()
@@ -70,14 +73,17 @@ class Stage:
         actor = self._actors.get(name)
         if actor is None or actor.done:
             return  # before and after the play nobody waits
-        with self._changed:
+        if not actor.killed:
             actor.at = call
-            self._changed.notify_all()
-            self._wait(lambda: actor.may_go or actor.killed)
-            if actor.killed:
-                raise Curtain
-            actor.may_go, actor.at = False, ""
-            self.log.append((name, call))
+            self._still.put(name)
+            self._next(actor.turn)
+        if actor.killed:
+            raise Curtain
+        self.log.append((name, call))
+
+    def at(self, name: str) -> str:
+        """The call that an actor stands before."""
+        return self._actors[name].at
 
     def run(self, choose: Choose, after: Callable[[], None], killed: frozenset[str] = frozenset()) -> None:
         """Let actors go one by one until all are done; ``after`` is called whenever all stand still.
@@ -85,12 +91,14 @@ class Stage:
         Of ``killed``, which never go again once nobody else is left, the threads are ended.
         """
         try:
-            while waiting := self._standing():
+            for _ in self._actors:
+                self._next(self._still)
+            while waiting := [name for name, actor in self._actors.items() if not actor.done]:
                 after()
-                left = [name for name in waiting if name not in killed]
-                if not left:
+                if killed.issuperset(waiting):
                     break
-                self._go(choose(waiting))
+                self._actors[choose(waiting)].turn.put(None)
+                self._next(self._still)
             after()
         finally:
             self._end()
@@ -98,29 +106,19 @@ class Stage:
             if actor.error is not None:
                 raise actor.error
 
-    def _standing(self) -> list[str]:
-        with self._changed:
-            self._wait(lambda: all(actor.done or actor.at for actor in self._actors.values()))
-            return [name for name, actor in self._actors.items() if not actor.done]
-
-    def _go(self, name: str) -> None:
-        actor = self._actors[name]
-        with self._changed:
-            actor.may_go, actor.at = True, ""
-            self._changed.notify_all()
-
     def _end(self) -> None:
-        with self._changed:
-            for actor in self._actors.values():
-                actor.killed = not actor.done
-            self._changed.notify_all()
+        for actor in self._actors.values():
+            actor.killed = not actor.done
+            actor.turn.put(None)
         for actor in self._actors.values():
             if actor.thread is not None:
                 actor.thread.join(PATIENCE)
 
-    def _wait(self, until: Callable[[], bool]) -> None:
-        if not self._changed.wait_for(until, PATIENCE):
-            raise RuntimeError(f"the stage stands still: {self._actors}")
+    def _next(self, queue: SimpleQueue[Any]) -> None:
+        try:
+            queue.get(timeout=PATIENCE)
+        except Empty:
+            raise RuntimeError(f"the stage stands still: {self._actors}") from None
 
 
 class SteppedStore:

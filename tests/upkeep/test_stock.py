@@ -34,7 +34,7 @@ def listed(repo: Repository) -> dict[str, int]:
 def named(repo: Repository) -> set[str]:
     """Keys of all that live commits name."""
     live = list_commits(repo).live()
-    keys = {manifest_key(one.committed.uploader, one.id) for one in live}
+    keys = {manifest_key(one.txid, one.id) for one in live}
     return keys | {blob_key(owner, name) for one in live for owner, name, _ in manifests.blobs_of(repo, one)}
 
 
@@ -89,7 +89,7 @@ def test_a_folder_is_listed_once(tmp_path: Path) -> None:
     assert len(listings(repo, tmp_path)) == 2
     assert listings(repo, tmp_path) == []
     third = save(repo, step=2)
-    assert listings(repo, tmp_path) == [f"objects/{third.committed.uploader}/"]
+    assert listings(repo, tmp_path) == [f"objects/{third.txid}/"]
     assert listings(repo, tmp_path) == []
 
 
@@ -110,7 +110,7 @@ def taken_manifest_bytes(repo: Repository) -> Sequence[int]:
 def test_what_is_not_named_is_listed_each_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a"])
-    owner = first.committed.uploader
+    owner = first.txid
     leftover = blob_key(owner, blob_hash("no longer named"))
     repo.storage.put(leftover, b"no longer named")
     repo.storage.put("objects/note", b"somebody's")
@@ -127,7 +127,7 @@ def test_what_is_not_named_is_listed_each_time(tmp_path: Path) -> None:
 
 def test_what_somebody_else_put_beside_blobs_is_told_each_time(tmp_path: Path) -> None:
     repo = repository(tmp_path)
-    strange = f"objects/{save(repo, texts=['a']).committed.uploader}/readme"
+    strange = f"objects/{save(repo, texts=['a']).txid}/readme"
     repo.storage.put(strange, b"somebody's")
     for _ in range(2):
         assert list(taken(repo).foreign) == [strange]
@@ -137,7 +137,7 @@ def test_what_lacks_something_is_listed_each_time(tmp_path: Path) -> None:
     """It may be put back."""
     repo = repository(tmp_path)
     first = save(repo, texts=["a", "b"])
-    key = blob_key(first.committed.uploader, blob_hash("a"))
+    key = blob_key(first.txid, blob_hash("a"))
     repo.storage.delete(key)
     assert taken(repo).total().blobs == 1
     repo.storage.put(key, b"a")
@@ -149,8 +149,8 @@ def test_what_would_be_purged_guards_nothing(tmp_path: Path) -> None:
     first, second = save(repo, texts=["a"]), save(repo, step=1, texts=["b"])
     assert taken(repo).sizes == {}
     found = taken(repo, as_purged=[first])
-    assert {key.split("/")[1] for key in found.sizes} == {first.committed.uploader}
-    assert set(found.guarded) == {second.committed.uploader}
+    assert {key.split("/")[1] for key in found.sizes} == {first.txid}
+    assert set(found.guarded) == {second.txid}
     assert taken(repo).sizes == {}
     assert listings(repo, tmp_path) == []  # it lives, and so does what is known of it
 
@@ -168,7 +168,7 @@ def test_without_a_catalogue_all_is_listed(tmp_path: Path) -> None:
 def test_a_manifest_of_a_guarded_folder_is_known(tmp_path: Path) -> None:
     repo = repository(tmp_path)
     first = save(repo, texts=["a"])
-    key = manifest_key(first.committed.uploader, first.id)
+    key = manifest_key(first.txid, first.id)
     assert taken(repo).has_manifest(key)
-    assert not taken(repo).has_manifest(key.replace(first.committed.uploader, repo.new_txid("run", 9)))
+    assert not taken(repo).has_manifest(key.replace(first.txid, repo.new_txid("run", 9)))
     assert not stock.Stock().has_manifest(key)

@@ -8,8 +8,9 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import PART, TENSOR, StoredObject, StreamEntry
 from casckpt.format.tree import TENSOR as TENSOR_LEAF
-from casckpt.format.tree import Node, decode_tree, join, leaves
+from casckpt.format.tree import Node, join, leaves
 from casckpt.lazy import cached_property
+from casckpt.tensors.state import decode_tree
 
 
 class Contents:
@@ -60,7 +61,7 @@ class Contents:
         """The tree, for whoever reads all of it. Raises Refused if it names a leaf that the manifest does not hold."""
         for path, leaf in leaves(self.tree):
             key = join(path)
-            if self.tensor(key) is None if leaf.kind == TENSOR_LEAF else key not in self.objects:
+            if self.tensor(key) is None if leaf == TENSOR_LEAF else key not in self.objects:
                 raise lacking(self.manifest, key)
         return self.tree
 

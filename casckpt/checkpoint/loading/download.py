@@ -2,24 +2,27 @@
 
 A unit (usually one cell) is read in place where a destination holds just its elements together in host memory, else
 into a buffer and copied from there. Units that several destinations want are read once. Reads of one blob are merged.
+
+Where bytes are gone or wrong, what is left is read at the places that another commit of the same checkpoint has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass
+import logging
+from collections.abc import Generator, Iterable, Iterator, Sequence, Set
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from threading import BoundedSemaphore, Event
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
-from casckpt.format.regions import Region, normalise
+from casckpt.format.regions import Box, Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
@@ -27,12 +30,12 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches, plan_units
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import explain, holds_cell
-from casckpt.repository.manifests import blobs_of
+from casckpt.repository.manifests import blobs_of, get, others
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
-from casckpt.tensors.memory import copy_bytes
+from casckpt.tensors.memory import Destination, copy_bytes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
@@ -40,21 +43,10 @@ _AHEAD = 4  # threads more than compute, where reads wait for a disk: to have th
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
 
-class Sink(Protocol):
-    """Where elements go; see `casckpt.tensors.memory.Destination`."""
+_Part: TypeAlias = tuple[int, Box, int, int]
+"""The elements [lo, hi) of a box that a sink (by its `id`) has got."""
 
-    @property
-    def region(self) -> Region:
-        """The elements that it wants."""
-
-    def view(self, lo: int, hi: int) -> memoryview | None:
-        """Its elements [lo, hi), in place."""
-
-    def note_write(self) -> None:
-        """It is about to be written into: whoever counts changes is to know."""
-
-    def copy_in(self, region: Region, buffer: memoryview) -> None:
-        """Take what it wants of ``buffer``, which holds ``region``."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +54,14 @@ class StreamRequest:
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
 
     entry: int
-    sink: Sink
+    sink: Destination
     table: ExtentTable | None = None
 
 
 class _Taker(NamedTuple):
     """A sink, the unit that it takes from, and the bytes of that unit in place, if the sink holds it whole."""
 
-    sink: Sink
+    sink: Destination
     unit: Unit
     place: memoryview | None
 
@@ -106,15 +98,48 @@ class Download:
 
     def run(self, wants: Sequence[StreamRequest]) -> None:
         """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
+        self._run(wants, frozenset(), frozenset())
+
+    def _run(self, wants: Sequence[StreamRequest], done: Set[_Part], tried: Set[str]) -> None:
+        """``done``: what sinks have already, from manifests with the heads ``tried``."""
+        finished: list[Batch[_Item]] = []
+        tried |= {self.manifest.head.digest}
+        try:
+            self._fill(wants, done, finished, is_first=len(tried) == 1)
+            return
+        except (_Lost, Conflict, Damaged) as error:
+            other = self._other(tried)
+            if other is None and isinstance(error, _Lost):
+                raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
+            if other is None:
+                raise
+            log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
+        takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
+        left = [replace(want, table=None) for want in wants]
+        replace(self, manifest=other)._run(left, done | {_part(one.sink, one.unit) for one in takers}, tried)
+
+    def _other(self, tried: Set[str]) -> Manifest | None:
+        """The manifest of another commit of the checkpoint, with other places."""
+        for commit in others(self.repo, self.manifest.id, tried):
+            with suppress(Conflict, Damaged, Refused):
+                return get(self.repo, commit)
+        return None
+
+    def _fill(
+        self, wants: Sequence[StreamRequest], done: Set[_Part], finished: list[Batch[_Item]], *, is_first: bool
+    ) -> None:
         traits = self.repo.storage.traits
-        batches, most = self._batches(wants)
+        if not is_first:
+            self.manifest.ready({want.entry for want in wants}, ())
+        batches, most = self._batches(wants, done)
         for want in wants:
             want.sink.note_write()
         total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
-        self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
+        if is_first:
+            self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
-        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * int(self.manifest.blob_sizes.sum())
+        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         slots = BlobReaders(self.repo, self.manifest, batches, shared=shared)
         if batches and threads > 1 and not traits.remote:
             if slots.is_in_memory(batches[0].blob):
@@ -125,7 +150,7 @@ class Download:
         stop = Event()
         try:
             with collecting_later() if threads == 1 else nullcontext():
-                run_all(lambda batch: self._read(slots, scratches, batch, stop), batches, threads)
+                run_all(lambda batch: self._read(slots, scratches, batch, stop, finished), batches, threads)
         finally:
             slots.close()
             scratches.close()
@@ -140,23 +165,27 @@ class Download:
         return [self.manifest.blob(number) for number in sorted({batch.blob for batch in self._batches(wants)[0]})]
 
     @collecting_later()
-    def _batches(self, wants: Sequence[StreamRequest]) -> tuple[list[Batch[_Item]], int]:
+    def _batches(
+        self, wants: Sequence[StreamRequest], done: Set[_Part] = frozenset()
+    ) -> tuple[list[Batch[_Item]], int]:
         """All reads, and the most bytes that one of them is meant to have."""
         traits = self.repo.storage.traits
-        items = list(self._items(wants))
+        items = list(self._items(wants, done))
         in_place = traits.remote or all(item.takers[0].place is not None for item in items)
         most = _BATCH_BYTES if in_place else _SCRATCH_BYTES
         rows = ((i.unit.blob, i.unit.offset, i.unit.nbytes, i) for i in items)
         return plan_batches(rows, gap=_gap(traits, items), most=most), most
 
-    def _items(self, wants: Sequence[StreamRequest]) -> Iterable[_Item]:
-        """One item for each distinct range of bytes."""
+    def _items(self, wants: Sequence[StreamRequest], done: Set[_Part]) -> Iterable[_Item]:
+        """One item for each distinct range of bytes that is not ``done``."""
         items: dict[tuple[int, int, int], _Item] = {}
         for want in wants:
             entry, sink = self.manifest.entries[want.entry], want.sink
             table = self.manifest.extents(entry) if want.table is None else want.table
             region = normalise(sink.region, entry.shape)
             for unit in plan_units(table, region, verify=self.verify):
+                if done and _part(sink, unit) in done:
+                    continue
                 item = items.get(unit[:3])
                 if item is None:
                     item = items[unit[:3]] = _Item(unit, entry.key, [])
@@ -166,7 +195,9 @@ class Download:
                 item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
 
-    def _read(self, slots: BlobReaders, scratches: BufferPool, batch: Batch[_Item], stop: Event) -> None:
+    def _read(
+        self, slots: BlobReaders, scratches: BufferPool, batch: Batch[_Item], stop: Event, finished: list[Batch[_Item]]
+    ) -> None:
         if stop.is_set():  # something failed: what was loaded is of no use any more
             slots.skip(batch.blob)
             return
@@ -176,6 +207,7 @@ class Download:
         except BaseException:
             stop.set()
             raise
+        finished.append(batch)
 
     def _read_now(self, slots: BlobReaders, batch: Batch[_Item], scratch: memoryview) -> None:
         targets = _targets(batch, scratch)
@@ -190,8 +222,8 @@ class Download:
         try:
             reader = slot.reader()
             delivered = 0
-            with closing(self._fill(reader, batch.offset, [target.view for target in targets])) as filled:
-                for count in filled:
+            with closing(self._filling(reader, batch.offset, [target.view for target in targets])) as filling:
+                for count in filling:
                     self._deliver_all(targets[delivered:count])
                     delivered = count
         except (_WrongCell, NotFound, ShortObject, StorageError) as error:
@@ -203,10 +235,10 @@ class Download:
             why = explain(slot.ref, error)
             if isinstance(error, _WrongCell) and reader is not None and _is_right(reader, item.unit):
                 why += f", but at a second look they are: does something else write where {item.key!r} is loaded to?"
-            raise damaged_error(self.repo, self.manifest, slot.ref, item.key, why) from error
+            raise _Lost(slot.ref, item.key, why) from error
         return True
 
-    def _fill(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+    def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
         """Fill all views, and yield how many are full by now."""
         if isinstance(reader, LocalReader):
             yield from reader.fill(offset, views, self._turns)
@@ -239,11 +271,23 @@ def _gap(traits: Traits, items: Sequence[_Item]) -> int:
     return affordable_gap(rows, most=traits.read_gap, spare=max(_SPARE_BYTES, wanted // _SPARE_SHARE))
 
 
-def _place(sink: Sink, region: Region, unit: Unit) -> memoryview | None:
+def _place(sink: Destination, region: Region, unit: Unit) -> memoryview | None:
     """The bytes of a unit in a sink of ``region`` (normalised), if it holds the unit whole and together."""
     if unit.box != region.box or unit.lo < region.lo or unit.hi > region.hi:
         return None
     return sink.view(unit.lo - region.lo, unit.hi - region.lo)
+
+
+def _part(sink: Destination, unit: Unit) -> _Part:
+    return id(sink), unit.box, unit.lo, unit.hi
+
+
+class _Lost(Exception):
+    """Bytes of a blob are not there, or not as they were written; the tensor ``key`` needs them."""
+
+    def __init__(self, ref: BlobRef, key: str, why: str) -> None:
+        super().__init__(why)
+        self.ref, self.key = ref, key
 
 
 class _WrongCell(Exception):

@@ -27,7 +27,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import ATTACHMENT
-from casckpt.format.tree import Leaf, Node, Path, join, leaves
+from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
@@ -82,18 +82,23 @@ def load_together(
     commit, told = found.commit, found.manifest
     if told is not None and ranks.rank != 0:
         manifests.adopt(repo, commit, told)
-    template = Template(told or manifests.get(repo, commit), mine)
+    templates: list[Template] = []  # the last one: a plan may find the manifest gone, and begin anew
+
+    def plan_by(_: Commit, manifest: Manifest) -> None:
+        templates.append(Template(manifest, mine))
+        templates[-1].plan(state)
 
     def plan() -> Mapping[str, str]:
         found.home.check(repo)
-        template.plan(state)
-        return template.empties
+        manifests.use(repo, commit, plan_by)
+        return templates[-1].empties
 
     def compare(empties: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, ...]]:
-        template.check_empty(empties)
-        return everyone(template.subtrees, ranks.size)
+        templates[-1].check_empty(empties)
+        return everyone(templates[-1].subtrees, ranks.size)
 
     asked = ranks.exchange(plan, compare)
+    template = templates[-1]
 
     def run() -> list[bool]:
         template.run(repo, state)
@@ -121,8 +126,8 @@ def _find(
 
     def find(told: Sequence[_Hello]) -> list[_Found]:
         check_same([one.ref for one in told])
-        commit, home = resolve(), StoreIdentity.of(repo)
-        manifest, name = manifests.get(repo, commit), (commit.txid, commit.committed.head)
+        commit, manifest = manifests.use(repo, resolve(), lambda commit, manifest: (commit, manifest))
+        home, name = StoreIdentity.of(repo), (commit.txid, commit.committed.head)
         on_host = Counter(one.host for one in told)
         answers = {}  # one object for all that are told the same
         for one in told:
@@ -144,10 +149,18 @@ def wanted_blobs(repo: Repository, manifest: Manifest, state: Any, options: Load
 
 
 def read(
-    repo: Repository, manifest: Manifest, *, keys: Sequence[str] | None, device: torch.device, options: LoadOptions
+    repo: Repository, commit: Commit, *, keys: Sequence[str] | None, device: torch.device, options: LoadOptions
 ) -> Any:
     """New tensors on ``device`` and the other leaves, nested as they were saved; ``keys``: fnmatch patterns."""
     patterns = usable_patterns(keys)
+    plan = manifests.use(repo, commit, lambda _, manifest: _plan_to_read(manifest, patterns, device, options))
+    tree, values = plan.contents.tree, plan.run(repo)
+    return inflate(tree, lambda key, leaf: values[key], lambda key: matches(key, patterns))
+
+
+def _plan_to_read(
+    manifest: Manifest, patterns: Sequence[str] | None, device: torch.device, options: LoadOptions
+) -> LoadPlan:
     contents = Contents(manifest, options.rank)
     plan = LoadPlan(contents, options)
     wanted = [key for path, _ in leaves(contents.tree) if matches(key := join(path), patterns)]
@@ -156,8 +169,7 @@ def read(
         plan.new(key, device)
     if patterns is not None:
         _check_used(manifest, patterns, list(_names(contents.tree, ())))
-    values = plan.run(repo)
-    return inflate(contents.tree, lambda key, leaf: values[key], lambda key: matches(key, patterns))
+    return plan
 
 
 def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options: LoadOptions) -> dict[str, Any]:
@@ -175,10 +187,10 @@ def values_at(repo: Repository, contents: Contents, keys: Sequence[str], options
 
 def _names(node: Node, path: Path) -> Iterator[str]:
     """The flat keys of all leaves, and of the containers that were saved empty."""
-    if isinstance(node, Leaf) or not node.children:
+    if isinstance(node, int) or not node:
         yield join(path)
     else:
-        for element, child in node.children:
+        for element, child in children(node):
             yield from _names(child, (*path, element))
 
 
@@ -194,13 +206,13 @@ def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str
 def read_attachment(repo: Repository, manifest: Manifest, name: str, options: LoadOptions) -> bytes:
     """The contents of one attachment. Raises NotFound."""
     for short in manifest.body.attachments:
-        if short.name == name:
+        if short.key == name:
             return manifest.data(short)
     contents = Contents(manifest, options.rank)
     number = contents.numbers.get((ATTACHMENT, name, 0))
     if number is None:
         long = [entry.key for entry in manifest.entries if entry.kind == ATTACHMENT]
-        there = sorted([*long, *(short.name for short in manifest.body.attachments)])
+        there = sorted([*long, *(short.key for short in manifest.body.attachments)])
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
         where = f"{manifest.body.run}@{manifest.body.step}"
         raise NotFound(f"{where} has no attachment {name!r}; it has {listed or 'none'}")

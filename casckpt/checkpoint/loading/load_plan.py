@@ -17,7 +17,7 @@ from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import StoredObject, StreamEntry
-from casckpt.format.tree import LIST, TUPLE, Container, Node, find, join, leaves
+from casckpt.format.tree import Node, find, join, kind_of, leaves
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress, Shown
 from casckpt.plan.reads import covers
@@ -148,11 +148,11 @@ class LoadPlan:
     def _add_container(self, key: str, name: str, leaf: LeafValue) -> bool:
         """A leaf where the checkpoint has a mapping or list: in place of None, or of a list, all of it is made."""
         node = find(self.contents.tree, name)
-        if not isinstance(node, Container):
+        if node is None or isinstance(node, int):
             return False
-        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and node.kind in (LIST, TUPLE))):
+        if not (leaf.value is None or (isinstance(leaf.value, list | tuple) and isinstance(node, list | tuple))):
             kind = "a tensor" if leaf.is_tensor else type(leaf.value).__name__
-            raise Mismatch(f"{key!r} is {kind} here, but a {node.kind} in the checkpoint (key {name!r})", key=key)
+            raise Mismatch(f"{key!r} is {kind} here, but a {kind_of(node)} in the checkpoint (key {name!r})", key=key)
         below = LoadPlan(self.contents, self.options)
         for path, _ in leaves(node):
             below.new(join((name, *path)), torch.device("cpu"))

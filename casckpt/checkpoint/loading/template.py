@@ -14,7 +14,7 @@ from casckpt.checkpoint.loading.unread import EVERYTHING, unread_subtrees
 from casckpt.errors import Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.format.tree import Container, Element, Node, Path, find, join, leaves
+from casckpt.format.tree import Node, Path, children, find, join, leaves
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import FlatState, LeafValue, check_replaceable, flatten, is_part, replace_leaves
 
@@ -78,7 +78,7 @@ class Template:
         """An empty mapping of the template: filled if it is where a fresh optimizer will have its state."""
         node = find(self._plan.contents.tree, name)
         below = None if node is None else next(leaves(node), None)
-        if not isinstance(node, Container) or below is None:
+        if node is None or isinstance(node, int) or below is None:
             return
         if not of_optimizer:
             self.empties[key] = join((name, *below[0]))
@@ -145,11 +145,10 @@ class Template:
 
 def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
     """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
-    children: tuple[tuple[Element, Node], ...] = node.children if isinstance(node, Container) else ()
-    has_groups = any(element == "param_groups" for element, _ in children)
-    for element, child in children:
+    has_groups = any(element == "param_groups" for element, _ in children(node))
+    for element, child in children(node):
         below = (*path, element)
-        if isinstance(child, Container) and not child.children:
+        if not isinstance(child, int) and not child:
             yield join(below), element == "state" and has_groups
         yield from _empty_mappings(child, below)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from casckpt.format.tree import Leaf, Node, Path, join
+from casckpt.format.tree import Node, Path, children, join
 
 log = logging.getLogger("casckpt")
 
@@ -27,11 +27,11 @@ def unread_subtrees(tree: Node, unread: Collection[str]) -> tuple[str, ...]:
 
 def _look(node: Node, path: Path, unread: frozenset[str]) -> tuple[int, int, list[str]]:
     """(leaves, unread leaves, the largest containers at or below ``path`` of which nothing was read)."""
-    if isinstance(node, Leaf):
+    if isinstance(node, int):
         return 1, int(join(path) in unread), []
     leaves, left = 0, 0
     found: list[str] = []
-    for element, child in node.children:
+    for element, child in children(node):
         child_leaves, child_left, below = _look(child, (*path, element), unread)
         leaves, left = leaves + child_leaves, left + child_left
         found += below

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from casckpt.checkpoint.saving.shares import Share, Streams
 from casckpt.errors import CasckptError
-from casckpt.format.manifest import Manifest, decode
-from casckpt.format.names import BlobHash, ManifestId, TxId
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.plan.reuse import CellSource, KnownCells, ManifestCells
+from casckpt.plan.reuse import KnownCells, ManifestCells
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
@@ -39,72 +39,47 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What rank 0 tells the others: manifests as bytes (None where each remembers its own share), and what to avoid."""
+    """What rank 0 tells the others: whose cells may be reused, and which blobs not.
 
-    parent: ManifestId | None
-    manifests: tuple[tuple[ManifestId, bytes], ...] | None
-    damaged: DamagedBlobs
-
-
-def nothing_known() -> KnownCells:
-    """For a save that must upload everything: the retry of one that was revoked."""
-    return KnownCells(None, [], lambda ref: False)
-
-
-class ReusableManifests:
-    """The manifests that a save may reuse: of ``parent``, and of other runs for what that one lacks.
-
-    Both were live after the transaction began: ``parent`` was read then, and others are read now. ``commits``: those of
-    the parent, if there is one, and of the bases.
+    ``commits``: of the run itself, if it has a parent, and of others; None where each rank remembers its own share.
+    ``manifests``: of these, what the others need not read again.
     """
 
-    def __init__(self, repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> None:
-        self._repo = repo
-        self.parent = None if parent is None else self._read(parent, warn=True)
-        self.bases: list[Manifest] = []
-        self.commits: list[Commit] = [] if parent is None or self.parent is None else [parent]
-        if dedup == "store" and _lacks(self.parent, streams):
-            recent = newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
-            found = [(commit, base) for commit in recent if (base := self._read(commit, warn=False)) is not None]
-            self.bases = [base for _, base in found]
-            self.commits += [commit for commit, _ in found]
-        self.damaged = frozenset(blobs.damaged_marks(repo) if self.commits else ())
+    commits: Sequence[Commit] | None = ()
+    damaged: DamagedBlobs = frozenset()
+    manifests: Sequence[tuple[Commit, Manifest]] = ()
 
-    def are_remembered(self, told: set[TxId | None]) -> bool:
-        """Is there the parent alone, whose transaction every rank has ``told`` that it remembers its share of?"""
-        return self.parent is not None and not self.bases and told == {self.commits[0].txid}
-
-    def _read(self, commit: Commit, *, warn: bool) -> Manifest | None:
-        return _readable(self._repo, commit, warn=warn)
-
-    def known(self) -> KnownCells:
-        """For this process."""
-        parent = None if self.parent is None else ManifestCells(self.parent)
-        return KnownCells(parent, [ManifestCells(base) for base in self.bases], _avoid(self.damaged))
-
-    def knowledge(self) -> Knowledge:
-        """For other ranks."""
-        all_of = [*([] if self.parent is None else [self.parent]), *self.bases]
-        told = [(one.id, data) for one in all_of if (data := _encoded(one)) is not None]
-        parent = self.parent.id if self.parent is not None and told and told[0][0] == self.parent.id else None
-        return Knowledge(parent, tuple(told), self.damaged)
+    def to_tell(self, repo: Repository, told: Collection[TxId | None] = ()) -> Knowledge:
+        """The same, for ranks all of which have ``told`` which transaction they remember their share of."""
+        commits = self.commits or ()
+        if len(commits) == 1 and {commits[0].txid} == {*told}:
+            return replace(self, commits=None)
+        held = ((commit, _readable(repo, commit, warn=False)) for commit in commits)
+        return replace(self, manifests=[(commit, read) for commit, read in held if read is not None])
 
 
-def known_from(knowledge: Knowledge, remembered: Remembered | None) -> KnownCells:
-    """What rank 0 told, on another rank."""
-    if knowledge.manifests is None and remembered is not None:
+def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: str, dedup: str) -> Knowledge:
+    """What a save of ``streams`` may reuse: of ``parent``, and of other runs for what that one lacks.
+
+    All were live after the transaction began: ``parent`` was read then, and others are read now.
+    """
+    held = None if parent is None else _readable(repo, parent, warn=True)
+    commits = [] if parent is None or held is None else [parent]
+    if dedup == "store" and _lacks(held, streams):
+        commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
+    return Knowledge(commits, frozenset(blobs.damaged_marks(repo) if commits else ()))
+
+
+def known_from(repo: Repository, run: str, knowledge: Knowledge, remembered: Remembered | None = None) -> KnownCells:
+    """The cells that a rank of a save of ``run`` may reuse: it reads the manifests that it was not told."""
+    if knowledge.commits is None and remembered is not None:
         return KnownCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
-    told: list[CellSource] = [ManifestCells(decode(data, id)) for id, data in knowledge.manifests or ()]
-    parent = told.pop(0) if knowledge.parent is not None and told else None
-    return KnownCells(parent, told, _avoid(knowledge.damaged))
-
-
-def known_by_reading(repo: Repository, run: str, commits: Sequence[Commit], damaged: DamagedBlobs) -> KnownCells:
-    """What `ReusableManifests.commits` of rank 0 hold, on a rank that reads their manifests itself."""
-    held = ((commit, _readable(repo, commit, warn=False)) for commit in commits)
-    found = [(commit, read) for commit, read in held if read is not None]
-    parent = next((ManifestCells(read) for commit, read in found if commit.run == run), None)
-    return KnownCells(parent, [ManifestCells(read) for commit, read in found if commit.run != run], _avoid(damaged))
+    for commit, manifest in knowledge.manifests:
+        manifests.adopt(repo, commit, manifest)
+    held = ((commit, _readable(repo, commit, warn=False)) for commit in knowledge.commits or ())
+    cells = [(commit.run == run, ManifestCells(read)) for commit, read in held if read is not None]
+    parent = next((one for is_parent, one in cells if is_parent), None)
+    return KnownCells(parent, [one for _, one in cells if one is not parent], _avoid(knowledge.damaged))
 
 
 def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
@@ -121,15 +96,6 @@ def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | Non
     except CasckptError as error:
         if warn:
             log.warning("this save reuses nothing of %s@%d: %s", commit.run, commit.step, error)
-        return None
-
-
-def _encoded(manifest: Manifest) -> bytes | None:
-    """All bytes of a manifest, or None if a part of it is damaged: a save goes on without it."""
-    try:
-        return manifest.encoded()
-    except CasckptError as error:
-        log.warning("this save reuses nothing of %s@%d: %s", manifest.body.run, manifest.body.step, error)
         return None
 
 

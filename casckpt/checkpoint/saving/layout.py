@@ -14,13 +14,14 @@ import numpy as np
 from casckpt.checkpoint.saving.prepare import Prepared
 from casckpt.checkpoint.saving.shares import Streams
 from casckpt.errors import InvalidInput
-from casckpt.format import dtypes, tree
+from casckpt.format import dtypes
 from casckpt.format.digest import hex_digest
 from casckpt.format.regions import Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
+from casckpt.format.tree import merge
 from casckpt.lazy import cached_property
 from casckpt.plan.writers import HeldRegions, WriteRanges, plan_writers
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
+from casckpt.tensors.state import decode_tree, encode_tree
 
 OBJECT = "object"
 
@@ -110,8 +111,7 @@ def plan_writes(layouts: Sequence[RankLayout]) -> WritePlan:
     trees = dict.fromkeys(layout.tree for layout in layouts)
     merged = next(iter(trees))
     if len(trees) > 1:
-        nodes = [tree.decode_tree(data) for data in trees]
-        merged = tree.encode_tree(tree.merge(nodes, TORCH_EXTENSIONS))
+        merged = encode_tree(merge([decode_tree(data) for data in trees]))
     duties = plan_writers([layout.held for layout in layouts])
     tensors = {name: form for name, form in streams.items() if name[0] == TENSOR}
     return WritePlan(tuple(layout.fingerprint for layout in layouts), duties, merged, tensors, layouts)

@@ -13,7 +13,7 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.saving.known import Knowledge, Remembered, ReusableManifests, nothing_known
+from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.pickled import say_pickled
@@ -25,7 +25,6 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.reuse import KnownCells
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -79,7 +78,6 @@ class BeginAnswer:
     txid: TxId
     home: StoreIdentity
     knowledge: Knowledge | None
-    known: KnownCells | None = None  # only for a rank that is alone
 
 
 @dataclass(frozen=True)
@@ -147,21 +145,20 @@ class Leader:
         txid, home = self.start(), StoreIdentity.of(self.repo)
         if self.size == 1:
             self._streams = hellos[0].streams or {}
-            return [
-                BeginAnswer(txid, home, None, self.sources(self._streams).known() if self.reuse else nothing_known())
-            ]
+            return [BeginAnswer(txid, home, self.knowledge(self._streams))]
         plan = self.memory.plan
         planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
         if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
-        return [BeginAnswer(txid, home, self._knowledge({hello.remembered for hello in hellos}))] * self.size
+        known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
+        return [BeginAnswer(txid, home, known)] * self.size
 
     def plan(self, layouts: Sequence[RankLayout]) -> list[Planned]:
         """Who writes what, where the layouts are new."""
         plan = plan_writes(layouts)
         self._streams = plan.streams
-        knowledge = self._knowledge(set())
+        knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
         return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
 
@@ -211,17 +208,11 @@ class Leader:
             )
         return found
 
-    def sources(self, streams: Streams) -> ReusableManifests:
-        """The manifests that these streams may be found in."""
-        return ReusableManifests(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
-
-    def _knowledge(self, remembered: set[TxId | None]) -> Knowledge:
+    def knowledge(self, streams: Streams) -> Knowledge:
+        """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""
         if not self.reuse:
-            return Knowledge(None, (), frozenset())
-        sources = self.sources(self._streams)
-        if sources.parent is not None and sources.are_remembered(remembered):
-            return Knowledge(sources.parent.id, None, sources.damaged)
-        return sources.knowledge()
+            return Knowledge()
+        return reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
 
     def _put_manifest(
         self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
@@ -241,6 +232,7 @@ class Leader:
             metadata=raw,
             blobs=refs,
             streams=described.extents,
+            unhashed=described.unhashed,
             objects=[one for rank in stored for one in rank.objects],
             attachments=[one for rank in stored for one in rank.attachments],
             tree=tree,
@@ -261,7 +253,6 @@ class Leader:
             step=draft.step,
             time=draft.created_at,
             manifest=made.id,
-            uploader=txid,
             head=made.head,
             manifest_bytes=len(made.data),
             created_at=draft.created_at,

@@ -17,12 +17,11 @@ from casckpt.format.draft import Attachment, ObjectEntry
 from casckpt.format.keys import check_attachment_name
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
-from casckpt.format.tree import encode_tree
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor
 from casckpt.tensors.staging import Staging
-from casckpt.tensors.state import flatten
+from casckpt.tensors.state import encode_tree, flatten
 
 _INLINE_BYTES = 4096
 

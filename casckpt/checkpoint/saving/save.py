@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from casckpt.checkpoint.ranks import Ranks, telling
-from casckpt.checkpoint.saving.known import Remembered, known_from
+from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions
@@ -90,9 +90,6 @@ class _Attempt:
 
     def _exchange_all(self) -> FinishAnswer:
         start = self.ranks.exchange(self._hello, self.leader.begin)
-        if start.known is not None:
-            known = start.known
-            return self.ranks.exchange(lambda: self._store(start, known), self.leader.finish)
         knowledge = start.knowledge
         if knowledge is None:
             planned = self.ranks.exchange(self._own_layout, self.leader.plan)
@@ -100,8 +97,8 @@ class _Attempt:
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
             self.memory.remembered.clear()  # shares of other duties
             knowledge = planned.knowledge
-        remembered, told = self.memory.remembered.get(self.options.run), knowledge
-        return self.ranks.exchange(lambda: self._store(start, known_from(told, remembered)), self.leader.finish)
+        told = knowledge
+        return self.ranks.exchange(lambda: self._store(start, told), self.leader.finish)
 
     def _hello(self) -> BeginRequest:
         prepared, alone = self._prepare(), self.ranks.size == 1
@@ -129,10 +126,12 @@ class _Attempt:
         """Of the store; where there is none yet, as the save is about to make it."""
         return self.repo.marker.cell_bytes if self.repo.exists() else DEFAULT_CELL_BYTES
 
-    def _store(self, start: BeginAnswer, known: KnownCells) -> FinishRequest:
+    def _store(self, start: BeginAnswer, knowledge: Knowledge) -> FinishRequest:
         """This rank's part: durable when it returns."""
         if self.ranks.rank != 0:
             start.home.check_shared(self.repo, start.txid)
+        remembered = self.memory.remembered.get(self.options.run)
+        known = known_from(self.repo, self.options.run, knowledge, remembered)
         prepared = self._prepare()
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
-
-import numpy as np
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.sources import Cell, Source
@@ -14,7 +12,7 @@ from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.blob import most_data
-from casckpt.format.extents import ExtentTable, StoredCell, build, join, with_blobs
+from casckpt.format.extents import ExtentTable, StoredCell, build, join
 from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.regions import Region, Shape, intersect
@@ -31,11 +29,13 @@ Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 class Share:
     """What one rank stored or reused, or all: the extents of the streams, in order, and the blobs that these count.
 
+    ``unhashed``: the streams that were not looked at, or not all of them, since they were declared frozen.
     Also what a rank remembers of its last save; see `casckpt.plan.reuse.CellSource`.
     """
 
     extents: Mapping[Name, tuple[str, ExtentTable]]
     refs: Sequence[BlobRef]
+    unhashed: frozenset[Name] = frozenset()
 
     def table(self, name: Name, dtype: str, shape: Shape) -> ExtentTable | None:
         """The extents of one stream, if it has it with this dtype and shape."""
@@ -60,71 +60,59 @@ def share_of(
     """One rank's share, in the order of its sources."""
     numbers: dict[BlobRef, int] = {}
     cells: list[list[StoredCell]] = [[] for _ in sources]
+    unhashed: set[Name] = set()
     for group, placed in zip(work, places, strict=True):
         for cell, place in zip(group, placed, strict=True):
             ref = written[place.blob] if place.new else known.blobs[place.blob]
             if ref is None:
                 raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
             number = numbers.setdefault(ref, len(numbers))
+            if place.unhashed:
+                unhashed.add(sources[cell.source].name)
             elements = cell.group.box, cell.cut.lo, cell.cut.hi
-            cells[cell.source].append(
-                StoredCell(number, place.offset, cell.nbytes, *elements, place.digest, place.unhashed)
-            )
+            cells[cell.source].append(StoredCell(number, place.offset, cell.nbytes, *elements, place.digest))
     extents = {}
     for source, mine in zip(sources, cells, strict=True):
         size = dtypes.itemsize(source.dtype)
         extents[source.name] = (source.dtype, build(source.shape, size, cell_bytes // size, mine))
-    return Share(extents, list(numbers))
+    return Share(extents, list(numbers), frozenset(unhashed))
 
 
 def joined(shares: Sequence[Share]) -> Share:
-    """Several shares of one rank as one; a stream may be in several of them, with different elements."""
+    """Several shares as one; a stream may be in several of them, with different elements."""
     if len(shares) == 1:
         return shares[0]
     numbers: dict[BlobRef, int] = {}
-    held: dict[Name, list[tuple[str, ExtentTable]]] = {}
+    held: dict[Name, list[tuple[ExtentTable, Sequence[int]]]] = {}
+    dtype_of: dict[Name, str] = {}
     for share in shares:
-        blobs = np.array([numbers.setdefault(ref, len(numbers)) for ref in share.refs], dtype=np.int64)
+        blobs = [numbers.setdefault(ref, len(numbers)) for ref in share.refs]
         for name, (dtype, table) in share.extents.items():
-            held.setdefault(name, []).append((dtype, with_blobs(table, blobs) if len(table) else table))
-    return Share({name: _joined(found) for name, found in held.items()}, list(numbers))
-
-
-def _joined(found: Sequence[tuple[str, ExtentTable]]) -> tuple[str, ExtentTable]:
-    filled = [table for _, table in found if len(table)]
-    return found[0][0], join(filled) if len(filled) > 1 else (filled[0] if filled else found[0][1])
+            dtype_of.setdefault(name, dtype)
+            held.setdefault(name, []).append((table, blobs))
+    extents = {name: (dtype_of[name], join(parts)) for name, parts in held.items()}
+    return Share(extents, list(numbers), frozenset[Name]().union(*(share.unhashed for share in shares)))
 
 
 @collecting_later()
 def merge(shares: Sequence[Share], streams: Streams, cell_bytes: int) -> Share:
     """All ranks' shares as one. Raises InvalidInput, naming key, ranks and region, unless each tensor is whole."""
-    numbers: dict[BlobRef, int] = {}
-    maps = [np.array([numbers.setdefault(r, len(numbers)) for r in share.refs], dtype=np.int64) for share in shares]
-    held: dict[Name, list[tuple[int, ExtentTable]]] = {name: [] for name in streams}
-    dtype_of = {name: dtype for name, (dtype, _) in streams.items()}
-    for rank, share in enumerate(shares):
-        for name, (dtype, table) in share.extents.items():
-            dtype_of.setdefault(name, dtype)
-            held.setdefault(name, []).append((rank, table))
-    extents = {}
-    for name, tables in held.items():
-        filled = [with_blobs(table, maps[rank]) for rank, table in tables if len(table)]
-        if filled:
-            table = join(filled)
-        elif tables:
-            table = tables[0][1]
-        else:
-            size = dtypes.itemsize(dtype_of[name])
-            table = build(streams[name][1], size, cell_bytes // size, [])
-        _check_whole(name, tables, table)
-        extents[name] = (dtype_of[name], table)
-    return Share(extents, list(numbers))
+    every = joined(shares)
+    extents = {name: every.extents.get(name) or _nothing(*form, cell_bytes) for name, form in streams.items()}
+    extents |= every.extents
+    for name, (_, table) in extents.items():
+        if not table.is_whole:
+            _check_whole(name, table, shares)
+    return replace(every, extents=extents)
 
 
-def _check_whole(name: Name, tables: Sequence[tuple[int, ExtentTable]], table: ExtentTable) -> None:
-    if table.is_whole:
-        return
-    holes, overlaps = holes_and_overlaps(table.shape, [table.region(row) for row in range(len(table))])
+def _nothing(dtype: str, shape: Shape, cell_bytes: int) -> tuple[str, ExtentTable]:
+    size = dtypes.itemsize(dtype)
+    return dtype, build(shape, size, cell_bytes // size, [])
+
+
+def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> None:
+    holes, overlaps = holes_and_overlaps(table.shape, list(map(table.region, table.extents)))
     if holes:
         raise InvalidInput(
             f"{name[1]!r} of shape {list(table.shape)} is not whole: no rank holds {', '.join(map(str, holes))}. "
@@ -132,10 +120,13 @@ def _check_whole(name: Name, tables: Sequence[tuple[int, ExtentTable]], table: E
             key=name[1],
         )
     if overlaps:
-        one, other = (table.region(row) for row in overlaps[0])
-        ranks = sorted(
-            {rank for rank, mine in tables for row in range(len(mine)) if _meets(mine.region(row), one, other)}
-        )
+        one, other = (table.region(table.extents[row]) for row in overlaps[0])
+        held = [share.extents[name][1] if name in share.extents else None for share in shares]
+        ranks = [
+            rank
+            for rank, mine in enumerate(held)
+            if mine is not None and any(_meets(mine.region(extent), one, other) for extent in mine.extents)
+        ]
         raise InvalidInput(
             f"{name[1]!r} of shape {list(table.shape)}: {one} and {other} overlap (ranks {ranks}). Nothing was saved; "
             "give every element to one rank only",
@@ -152,10 +143,10 @@ def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list
 
     Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used.
     """
-    used = used_bytes(list(described.tables()), len(described.refs))
+    used = used_bytes(described.tables(), len(described.refs))
     mine, ours = run_hash(run), dict[TxId, bool]()
     marked = []
-    for ref, nbytes in zip(described.refs, used.tolist(), strict=True):
+    for ref, nbytes in zip(described.refs, used, strict=True):
         half_empty = 2 * nbytes < most_data(ref.size)
         if half_empty and ref.uploader not in ours:
             ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)

@@ -306,11 +306,4 @@ class _Packing:
 
 def _tasks(cells: Sequence[Cell]) -> Iterable[Sequence[Cell]]:
     """Cells in lots worth a task of their own."""
-    first = nbytes = 0
-    for i, cell in enumerate(cells):
-        nbytes += cell.nbytes
-        if nbytes >= _TASK_BYTES or i - first >= _TASK_CELLS:
-            yield cells[first : i + 1]
-            first, nbytes = i + 1, 0
-    if first < len(cells):
-        yield cells[first:]
+    return lots(cells, lambda cell: max(cell.nbytes, _TASK_BYTES // _TASK_CELLS), _TASK_BYTES)

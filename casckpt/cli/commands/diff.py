@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from casckpt.cli.completion import REF
+from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, shortened, size
 
@@ -44,23 +44,10 @@ def _parent(store: Store, ref: str) -> str:
 
 def differences(store: Store, old: str, new: str) -> dict[str, Any]:
     """Give what differs, as plain data."""
-    from casckpt.cli.describe import brief
-
     one, other = store.get(old), store.get(new)
     found = store.diff(one, other)
-    return {
-        "old": brief(one),
-        "new": brief(other),
-        "added": list(found.added),
-        "removed": list(found.removed),
-        "changed": list(found.changed),
-        "unchanged": list(found.unchanged),
-        "changes": [asdict(change) for change in found.changes],
-        "bytes_added": found.bytes_added,
-        "bytes_removed": found.bytes_removed,
-        "bytes_changed": found.bytes_changed,
-        "bytes_unchanged": found.bytes_unchanged,
-    }
+    result = {"old": brief(one), "new": brief(other), "changed": list(found.changed)}
+    return result | {"bytes_changed": found.bytes_changed, **plain(found)}
 
 
 def text(result: dict[str, Any]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from casckpt.cli.describe import plain
+from casckpt.cli.failures import FAILED
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, printable, say
 
-FAILED: Final = 1
 _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 
 

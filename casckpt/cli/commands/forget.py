@@ -1,4 +1,4 @@
-"""``casckpt forget``."""
+"""``casckpt forget``, and ``casckpt restore``, which undoes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from casckpt.cli.completion import REF
+from casckpt.cli.completion import FORGOTTEN, REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import name, say
@@ -29,3 +29,21 @@ def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool
 def _text(result: dict[str, Any]) -> None:
     for one in result["forgotten"]:
         say(f"{'would forget' if result['dry_run'] else 'forgot'} {name(one)}")
+
+
+@store_command("restore")
+@click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="ID...")
+def restore(session: Session, refs: tuple[str, ...]) -> None:
+    """Make forgotten checkpoints visible again.
+
+    By their ids (`casckpt list --all`). Those that were purged are not found; a conflict if another one is visible
+    under its run and step.
+    """
+    found = [session.store.get(ref) for ref in refs]
+    restored = [session.store.restore(one) for one in found]
+    session.give({"restored": list(map(brief, restored))}, _restored_text)
+
+
+def _restored_text(result: dict[str, Any]) -> None:
+    for one in result["restored"]:
+        say(f"restored {name(one)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from casckpt.upkeep.gc.gc import GcResult
     from casckpt.upkeep.gc.retiring import Waiting
 
+_OLD: Final = "the old places of "  # of what was rewritten
 AT_LEAST_ONE = click.IntRange(min=1)
 
 
@@ -86,7 +87,7 @@ def text(result: dict[str, Any]) -> None:
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
     say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
-    say_some([f"{purge} {name(one)}" for one in result["purged"]])
+    say_some([f"{purge} {_OLD if 'replaced' in one else ''}{name(one)}" for one in result["purged"]])
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")
     _say_space(delete, result)
@@ -115,7 +116,7 @@ def _waits(one: dict[str, Any]) -> str:
     if one["reason"] == "young":
         return f"{name(one)}, can be restored until {moment(one['until'])} UTC"
     if one["reason"] == "replaced":
-        return f"the places that {name(one)} had before it was rewritten, until {moment(one['until'])} UTC"
+        return f"{_OLD}{name(one)}, until {moment(one['until'])} UTC"
     if one["reason"] == "unmirrored":
         return f"{name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":

@@ -22,15 +22,8 @@ def command(session: Session, cell_size: int, blob_size: int) -> None:
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
         raise Conflict(f"there is a store at {session.store.url} already; nothing was changed, use it as it is")
-    marker = session.repository.marker
-    result = {
-        "url": session.store.url,
-        "store_id": marker.store_id,
-        "format": marker.format,
-        "cell_bytes": marker.cell_bytes,
-        "blob_bytes": marker.blob_bytes,
-    }
-    session.give(result, _text)
+    names, marker = ("store_id", "format", "cell_bytes", "blob_bytes"), session.repository.marker
+    session.give({"url": session.store.url} | {name: getattr(marker, name) for name in names}, _text)
 
 
 def _text(result: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @store_command("list")
 @click.option("--run", type=RUN, help="Only those of this run.")
-@click.option("--all", "everything", is_flag=True, help="Forgotten ones too, until they are purged.")
+@click.option("--all", "everything", is_flag=True, help="Forgotten ones and old places too, until they are purged.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort the first N.")
 @click.option("--sort", "by", metavar="NAME", help="By step, size, new, a metric or metadata; -NAME backwards.")
 @click.option("--show", multiple=True, metavar="NAME", help="A column for this metric or metadata. May be repeated.")
@@ -43,7 +43,8 @@ def command(
     """List the checkpoints, oldest first.
 
     NEW is what the save of it wrote; the rest of SIZE was in the store already. A "superseded" one has a later twin of
-    the same run and step, which answers to that name. `casckpt ls` is the same.
+    the same run and step, which answers to that name; a "replaced" one was rewritten, and these are its old places.
+    `casckpt ls` is the same.
     """
     from casckpt.repository.commits import list_commits
 
@@ -121,7 +122,7 @@ def listing(
     for name in (*commits.damaged, *tags.damaged):
         log.warning("the record of %s cannot be read; `casckpt verify` says more", name)
     rows = []
-    for commit in commits.live() if everything else commits.visible():
+    for commit in commits.standing() if everything else commits.visible():
         if run is None or commit.run == run:
             row = summary(Checkpoint(repo, commit)) | {
                 "bytes_total": commit.committed.bytes_total,
@@ -136,7 +137,7 @@ def listing(
 
 def _say_forgotten(repo: Repository, commits: CommitList) -> None:
     """Say what is not in the list, and takes space."""
-    forgotten = sum(not commit.visible for commit in commits.live())
+    forgotten = sum(commit.is_forgotten for commit in commits.live())
     if not forgotten:
         return
     frees = "`casckpt stats` says what a gc frees"  # to read what many forgotten ones hold may take long there
@@ -158,7 +159,7 @@ def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
 
 
 def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
-    notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "superseded") if row[what])]
+    notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "replaced", "superseded") if row[what])]
     notes += ["unhealthy"] * (row["healthy"] is False)
     written = size(row["stats"]["bytes_written"])
     created = moment(row["created_at"])

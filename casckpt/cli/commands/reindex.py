@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, printable, say
 
@@ -15,8 +13,6 @@ def command(session: Session) -> None:
     This host has one for each store. It only saves time, and is checked when it is read; nothing in the store is
     changed.
     """
-    session.give({"checkpoints": session.store.reindex(), "path": str(session.repository.catalogue.path)}, _text)
-
-
-def _text(result: dict[str, Any]) -> None:
-    say(f"{printable(result['path'])} knows {count(result['checkpoints'], 'checkpoint')}")
+    known, path = session.store.reindex(), str(session.repository.catalogue.path)
+    told = f"{printable(path)} knows {count(known, 'checkpoint')}"
+    session.give({"checkpoints": known, "path": path}, lambda result: say(told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -11,8 +11,7 @@ from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say
-
-DAMAGED: Final = 4
+from casckpt.errors import Damaged
 
 
 @store_command("repair")
@@ -31,7 +30,7 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
     with progress_bar("repairing") as done:
         result = session.store.repair(*others, progress=done)
     session.give(plain(result), text)
-    return DAMAGED if result.is_damaged else 0
+    return Damaged.exit_status if result.is_damaged else 0
 
 
 def text(result: dict[str, Any]) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import facts
 from casckpt.cli.types import TEXT_SETTING
 from casckpt.plan.durations import format_duration
-
-if TYPE_CHECKING:
-    from casckpt.store.settings import StoreSettings
 
 _DEFAULTS = {"min_age": "24h", "min_age_ephemeral": "15m", "revoke_after": "1h", "mirror": "none"}
 
@@ -34,12 +30,7 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
         raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: give one of them")
     fields |= dict.fromkeys(unset)
     settings = session.store.change_settings(**fields) if fields else session.store.settings
-    session.give(_plain(settings), _text)
-
-
-def _plain(settings: StoreSettings) -> dict[str, Any]:
-    found = asdict(settings)
-    return {name: one.total_seconds() if isinstance(one, timedelta) else one for name, one in found.items()}
+    session.give(plain(settings), _text)
 
 
 def _text(result: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from casckpt.cli.completion import REF
+from casckpt.cli.describe import plain, summary
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, count, facts, moment, say, shortened, size, summed, table
 from casckpt.errors import MissingKey
@@ -42,7 +43,6 @@ def command(session: Session, ref: str, all_tensors: bool, keys: tuple[str, ...]
 
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
-    from casckpt.cli.describe import summary
     from casckpt.repository import manifests
 
     checkpoint = store.get(ref)
@@ -58,11 +58,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
         "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
         "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
-        "tensors": [
-            {"key": key, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.bytes}
-            for key, one in checkpoint.tensors.items()
-            if key in chosen
-        ],
+        "tensors": [{"key": key} | plain(one) for key, one in checkpoint.tensors.items() if key in chosen],
     }
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import plain
+from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
+from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
     from casckpt.upkeep.repair.verify import Mode
-
-DAMAGED: Final = 4
-FAILED: Final = 1
 
 
 @store_command("verify")
@@ -37,7 +36,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
         result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
     session.give(plain(result), text)
     if result.is_damaged:
-        return DAMAGED
+        return Damaged.exit_status
     return FAILED if result.failed else 0
 
 

@@ -10,7 +10,7 @@ from msgspec.msgpack import Decoder
 
 from casckpt.errors import Refused
 from casckpt.format.blob import DATA_OFFSET, MAX_LEAVES, RECORD_BYTES
-from casckpt.format.columns import pack, unpack, unpack_list
+from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import Buffer
 from casckpt.format.keys import check_txid
 from casckpt.format.names import BlobHash, TxId
@@ -59,13 +59,13 @@ class BlobList:
         self.sizes = unpack(columns.sizes)
         self.uploaders = [check_txid(uploader) for uploader in columns.uploaders]
         self._uploader_of = unpack(columns.index)
-        self._worn = frozenset(unpack_list(columns.worn))
+        self._worn = frozenset(unpack(columns.worn))
         count = len(self.sizes)
         if len(self.hashes) != 32 * count or len(self._uploader_of) != count:
             raise Refused("its columns of blobs differ in length")
-        if count and int(self.sizes.max()) > MAX_BLOB_BYTES:
+        if max(self.sizes, default=0) > MAX_BLOB_BYTES:
             raise Refused(f"a blob is larger than {MAX_BLOB_BYTES} bytes")
-        if count and int(self._uploader_of.max()) >= len(self.uploaders):
+        if max(self._uploader_of, default=-1) >= len(self.uploaders):
             raise Refused("a blob has no uploader")
 
     def __len__(self) -> int:
@@ -73,15 +73,15 @@ class BlobList:
 
     def __getitem__(self, index: int) -> BlobRef:
         digest = self.hashes[32 * index : 32 * index + 32]
-        uploader = self.uploaders[int(self._uploader_of[index])]
-        return BlobRef(BlobHash(digest.hex()), int(self.sizes[index]), uploader, index in self._worn)
+        uploader = self.uploaders[self._uploader_of[index]]
+        return BlobRef(BlobHash(digest.hex()), self.sizes[index], uploader, index in self._worn)
 
     def names(self) -> list[tuple[TxId, BlobHash, int]]:
         """Return (uploader, hash, size of the file in bytes) of every blob, in order."""
         digests = self.hashes.hex()
         hashes = (BlobHash(digests[at : at + 64]) for at in range(0, len(digests), 64))
-        uploaders = (self.uploaders[number] for number in self._uploader_of.tolist())
-        return list(zip(uploaders, hashes, self.sizes.tolist(), strict=True))
+        uploaders = (self.uploaders[number] for number in self._uploader_of)
+        return list(zip(uploaders, hashes, self.sizes, strict=True))
 
 
 def encode_blobs(refs: Iterable[BlobRef]) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
@@ -11,7 +11,8 @@ import msgspec
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import dtypes
-from casckpt.format.columns import pack, unpack_list
+from casckpt.format.columns import pack, unpack
+from casckpt.format.extents import ExtentTable
 from casckpt.format.keys import check_attachment_name, check_hash, check_run, check_step
 from casckpt.format.names import ManifestId
 from casckpt.format.regions import MAX_DIMENSIONS, Shape, check_shape
@@ -61,7 +62,10 @@ class StreamEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredObject(msgspec.Struct, frozen=True, gc=False):
-    """One leaf that is not a tensor, without its data. ``number``: of its piece in the section of objects."""
+    """One leaf that is not a tensor, or a short attachment, without its data.
+
+    ``number``: of its piece in the section of objects.
+    """
 
     key: str
     rank: int | None
@@ -70,18 +74,12 @@ class StoredObject(msgspec.Struct, frozen=True, gc=False):
     number: int
 
 
-class StoredAttachment(msgspec.Struct, frozen=True, gc=False):
-    """A short attachment, without its data, which is piece ``number`` of the section of objects."""
-
-    name: str
-    number: int
-
-
 class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
     """A row for each entry.
 
     ``kind``, ``dtype``: numbers of ``kinds`` and ``dtypes``, which come with the bytes of an element. ``rank``: 0 for
     none, else one more. ``dimensions``: their number; ``shape``: those of all entries, one after the other.
+    ``unhashed``: numbers of the entries whose bytes were taken to be unchanged on the user's word, or some of them.
     """
 
     kinds: list[str]
@@ -93,6 +91,7 @@ class EntryColumns(msgspec.Struct, frozen=True, kw_only=True):
     dtype: bytes
     dimensions: bytes
     shape: bytes
+    unhashed: bytes
 
 
 class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,17 +103,12 @@ class ObjectColumns(msgspec.Struct, frozen=True, kw_only=True):
     pickled: bytes
 
 
-_STORED_AS = {"entry_columns": "entries", "object_columns": "objects", "attachment_names": "attachments"}
-
-
-class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True, rename=_STORED_AS):
-    """The content whose hash is the id of a checkpoint. ``created_at``: microseconds since the epoch, UTC.
+class Description(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a checkpoint says of itself as a whole. ``created_at``: microseconds since the epoch, UTC.
 
     ``notes``: what a front end adds for itself, as plain data under its name. Readers ignore notes they do not know.
-    ``cells``: the cell tables of the entries; ``data``: of the objects, then of the attachments.
     """
 
-    format: int
     casckpt: str
     torch: str
     run: str
@@ -124,13 +118,24 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     world_size: int
     cell_bytes: int
     metadata: msgspec.Raw
+    tree: bytes
+    notes: dict[str, bytes] = {}
+
+
+_STORED_AS = {"entry_columns": "entries", "object_columns": "objects", "attachment_names": "attachments"}
+
+
+class ManifestBody(Description, frozen=True, kw_only=True, dict=True, rename=_STORED_AS):
+    """The content whose hash is the id of a checkpoint.
+
+    ``cells``: the cell tables of the entries; ``data``: of the objects, then of the attachments.
+    """
+
     entry_columns: EntryColumns
     object_columns: ObjectColumns
     attachment_names: list[str]
     cells: Pieces
     data: Pieces
-    tree: bytes
-    notes: dict[str, bytes] = {}
 
     def check(self) -> None:
         """Raise Refused or InvalidInput for what is outside the limits, or would become part of a key or path."""
@@ -152,30 +157,30 @@ class ManifestBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def objects(self) -> Sequence[StoredObject]:
         """All objects. Raises Refused."""
         columns = self.object_columns
-        ranks, parts, pickled = _ranks(columns.rank), unpack_list(columns.parts), unpack_list(columns.pickled)
+        ranks, parts, pickled = _ranks(columns.rank), unpack(columns.parts), unpack(columns.pickled)
         if {len(ranks), len(parts), len(pickled)} != {len(columns.keys)}:
             raise Refused("its columns of objects differ in length")
+        _check_keys(columns.keys)
         rows = zip(columns.keys, ranks, parts, map(bool, pickled), strict=True)
         return [StoredObject(*row, number) for number, row in enumerate(rows)]
 
     @cached_property
-    def attachments(self) -> Sequence[StoredAttachment]:
+    def attachments(self) -> Sequence[StoredObject]:
         """All short attachments; long ones are entries."""
         first = len(self.object_columns.keys)
-        return [StoredAttachment(name, first + number) for number, name in enumerate(self.attachment_names)]
+        return [StoredObject(name, None, 0, False, first + n) for n, name in enumerate(self.attachment_names)]
 
 
 def _entries(columns: EntryColumns) -> list[StreamEntry]:
     count, keys = len(columns.keys), columns.keys
     kinds, types = _of(columns.kinds, columns.kind), _of(columns.dtypes, columns.dtype)
-    indices, ranks, shapes = unpack_list(columns.index), _ranks(columns.rank), _shapes(columns)
+    indices, ranks, shapes = unpack(columns.index), _ranks(columns.rank), _shapes(columns)
     if {len(row) for row in (kinds, indices, ranks, types, shapes)} != {count}:
         raise Refused("its columns of entries differ in length")
     for name, itemsize in columns.dtypes:
         if not 1 <= itemsize <= MAX_ITEMSIZE or itemsize != dtypes.DTYPES.get(name, (itemsize,))[0]:
             raise Refused(f"an element of {name[:80]!r} of {itemsize} bytes")
-    if count and max(map(len, keys)) > MAX_KEY_CHARACTERS:
-        raise Refused("the key of an entry is too long")
+    _check_keys(keys)
     rows = zip(kinds, keys, indices, ranks, types, shapes, range(count), strict=True)
     made = [
         StreamEntry(kind, key, index, rank, dtype, itemsize, shape, number)
@@ -184,6 +189,11 @@ def _entries(columns: EntryColumns) -> list[StreamEntry]:
     if columns.kinds != [TENSOR]:
         _check_bytes(made)
     return made
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    if max(map(len, keys), default=0) > MAX_KEY_CHARACTERS:
+        raise Refused("a key in it is too long")
 
 
 def _check_bytes(entries: Sequence[StreamEntry]) -> None:
@@ -195,18 +205,18 @@ def _check_bytes(entries: Sequence[StreamEntry]) -> None:
 
 
 def _of(table: Sequence[Any], column: bytes) -> list[Any]:
-    numbers = unpack_list(column)
+    numbers = unpack(column)
     if max(numbers, default=-1) >= len(table):
         raise Refused("an entry has a kind or dtype that its manifest does not list")
     return [table[number] for number in numbers]
 
 
 def _ranks(column: bytes) -> list[int | None]:
-    return [number - 1 if number else None for number in unpack_list(column)]
+    return [number - 1 if number else None for number in unpack(column)]
 
 
 def _shapes(columns: EntryColumns) -> list[Shape]:
-    dimensions, numbers = unpack_list(columns.dimensions), unpack_list(columns.shape)
+    dimensions, numbers = unpack(columns.dimensions), unpack(columns.shape)
     if max(dimensions, default=0) > MAX_DIMENSIONS or sum(dimensions) != len(numbers):
         raise Refused("its columns of shapes differ in length, or a shape has too many dimensions")
     sizes = zip(dimensions, accumulate(dimensions), strict=True)
@@ -218,11 +228,13 @@ def pack_ranks(ranks: Iterable[int | None]) -> bytes:
     return pack([0 if rank is None else rank + 1 for rank in ranks])
 
 
-def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[Shape]) -> EntryColumns:
+def entry_columns(streams: Mapping[Name, tuple[str, ExtentTable]], unhashed: Collection[Name]) -> EntryColumns:
     """Return the columns of streams, with the dtype and shape of each.
 
     Raises InvalidInput for a key that no reader would take, Refused for a dtype that is not known.
     """
+    names, types = list(streams), [dtype for dtype, _ in streams.values()]
+    shapes = [table.shape for _, table in streams.values()]
     keys = [key for _, key, _, _ in names]
     if keys and len(long := max(keys, key=len)) > MAX_KEY_CHARACTERS:
         raise InvalidInput(f"key {long[:80]!r}... has more than {MAX_KEY_CHARACTERS} characters", key=long)
@@ -238,4 +250,5 @@ def entry_columns(names: Sequence[Name], types: Sequence[str], shapes: Sequence[
         dtype=pack([type_of[dtype] for dtype in types]),
         dimensions=pack([len(shape) for shape in shapes]),
         shape=pack([extent for shape in shapes for extent in shape]),
+        unhashed=pack([number for number, name in enumerate(names) if name in unhashed] if unhashed else []),
     )

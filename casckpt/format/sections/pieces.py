@@ -6,15 +6,13 @@ some KiB a group in a large one, so that the hashes, which every reader needs, s
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import msgspec
-import numpy as np
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.columns import pack, unpack_list
+from casckpt.format.columns import pack, unpack
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.sections.head import Read, Section
 
@@ -24,30 +22,20 @@ _SMALL = 64 << 10  # bytes of a section that is read at once
 
 
 class Pieces(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of each piece (column), number of pieces in each group (column), BLAKE3 of each group."""
+    """Bytes of each piece (column), BLAKE3 of each group of ``each`` pieces; the last one may have fewer."""
 
     lengths: bytes
-    groups: bytes
+    each: int
     hashes: bytes
 
 
 def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
     """Return the table of ``pieces``, and the section that holds them one after the other."""
     data, lengths = b"".join(pieces), list(map(len, pieces))
-    starts, firsts = _grouped(lengths, max(1, min(_GROUP_BYTES, len(data) // _FEW)))
-    view, bounds = memoryview(data), [*(starts[first] for first in firsts), len(data)]
-    hashes = [cell_digest(view[lo:hi]) for lo, hi in pairwise(bounds)]
-    groups = [end - first for first, end in pairwise([*firsts, len(pieces)])]
-    return Pieces(pack(lengths), pack(groups), b"".join(hashes)), data
-
-
-def _grouped(lengths: list[int], step: int) -> tuple[Sequence[int], list[int]]:
-    """Return where each piece starts, and the first pieces of groups: those that start in one step are together."""
-    if len(lengths) <= _FEW:
-        starts = list(accumulate(lengths, initial=0))[:-1]
-        return starts, [n for n, start in enumerate(starts) if not n or start // step != starts[n - 1] // step]
-    begins = np.cumsum([0, *lengths[:-1]])
-    return memoryview(begins.data), np.flatnonzero(np.diff(begins // step, prepend=-1)).tolist()
+    each = max(1, min(-(-len(pieces) // _FEW), len(pieces) * _GROUP_BYTES // max(1, len(data))))
+    view, ends = memoryview(data), list(accumulate(lengths, initial=0))
+    hashes = [cell_digest(view[lo:hi]) for lo, hi in pairwise([*ends[:-1:each], ends[-1]])]
+    return Pieces(pack(lengths), each, b"".join(hashes)), data
 
 
 class PieceReader:
@@ -58,14 +46,13 @@ class PieceReader:
 
     def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
-        lengths, groups = unpack_list(table.lengths), unpack_list(table.groups)
-        self._ends: list[int] = list(accumulate(lengths, initial=0))
-        firsts = list(accumulate(groups, initial=0))
-        if len(lengths) != count or firsts[-1] != count or (groups and not min(groups)):
+        lengths, self._each = unpack(table.lengths), table.each
+        if len(lengths) != count or self._each < 1:
             raise Refused(f"the table of its section {section.name!r} is not one of {count} pieces")
-        if self._ends[-1] != section.length or len(table.hashes) != _HASH * len(groups):
+        self._ends = ends = list(accumulate(lengths, initial=0))
+        self._bounds = [*ends[: -1 : self._each], ends[-1]]  # where groups begin, and where the last one ends
+        if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
-        self._firsts, self._bounds = firsts, [self._ends[first] for first in firsts]
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
         self._all = memoryview(read([(section.offset, section.length)])[0]) if proved else None
         self.is_spoilt = False
@@ -82,7 +69,7 @@ class PieceReader:
         ends = self._ends
         if self._all is not None:
             return self._all[ends[number] : ends[number + 1]]
-        group = bisect_right(self._firsts, number) - 1
+        group = number // self._each
         try:
             held = self._held[group]
         except KeyError:
@@ -105,7 +92,7 @@ class PieceReader:
         """Read what is missing of these pieces, in few reads. Raises what reading does; `get` tells what is damaged."""
         if self._all is not None:
             return
-        groups = {bisect_right(self._firsts, number) - 1 for number in numbers}
+        groups = {number // self._each for number in numbers}
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))
 

@@ -16,13 +16,21 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, Shape
 from casckpt.format.sections.index import StreamEntry
-from casckpt.frontends.attached import check_file_names
 from casckpt.frontends.dcp.folder import MEGATRON, METADATA, is_megatron
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.new_files import new_folder, place_for, synced_file, torch_saves
+from casckpt.frontends.new_files import (
+    check_file_names,
+    new_folder,
+    place_for,
+    synced_file,
+    torch_saves,
+    write_attached,
+    write_durably,
+)
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
@@ -72,9 +80,7 @@ def casckpt_to_dcp(
     """
     opened_store = as_store(store)
     checkpoint = opened_store.get(ref)
-    opened = Opened(
-        opened_store, checkpoint, rank=0, verify=True, allow_pickle=allow_pickle, threads=usable_threads(None)
-    )
+    opened = Opened(opened_store, checkpoint, LoadOptions(allow_pickle=allow_pickle))
     if opened.note.chunks:
         raise InvalidInput(f"{checkpoint.run} holds what one rank saved for itself; there is no whole state to export")
     counted = Progress(progress).of(checkpoint.stats.bytes_total)
@@ -86,13 +92,10 @@ def casckpt_to_dcp(
         place_for(path, force=force, last=(METADATA,)) as place,
         new_folder(place, force=force, stale=_is_ours, last=(METADATA,)) as folder,
     ):
-        for name in attached if attachments else ():
-            target = folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _write_synced(target, opened_store.read_attachment(checkpoint, name))
+        write_attached(opened_store, checkpoint, attached if attachments else (), folder)
         config = opened_store.read_attachment(checkpoint, MEGATRON) if MEGATRON in attached else b""
         metadata = _Writer(folder, opened, download, boxed=is_megatron(config)).write()
-        _write_synced(folder / METADATA, pickle.dumps(metadata))
+        write_durably(folder / METADATA, pickle.dumps(metadata))
     return checkpoint
 
 
@@ -172,8 +175,3 @@ def split(shape: Shape, itemsize: int, most: int) -> Iterator[Box]:
 def _is_ours(name: str) -> bool:
     """Tell whether it is a file of a DCP folder that was there before."""
     return name == METADATA or name.endswith(".distcp")
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with synced_file(path) as file:
-        file.write(data)

@@ -18,9 +18,9 @@ from casckpt.format import plain
 from casckpt.format.draft import ObjectEntry
 from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.format.sections.index import TENSOR
-from casckpt.format.tree import Container, Leaf, decode_tree, encode_tree
+from casckpt.format.tree import Leaf, find
 from casckpt.frontends.dcp.note import Chunk
-from casckpt.frontends.dcp.planners import ValueStream
+from casckpt.frontends.dcp.planners import ValueStream, has_methods_of
 from casckpt.frontends.dcp.schema import is_one_value
 from casckpt.plan.lots import lots
 from casckpt.tensors.dtensors import check_added_up, is_dtensor
@@ -28,11 +28,12 @@ from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.objects import is_archive, is_only_torchs, read_archive, write_archive
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.shards import Piece, check_storable
-from casckpt.tensors.state import flatten, inflate
+from casckpt.tensors.state import decode_tree, encode_tree, flatten, inflate
 from casckpt.tensors.untrusted import MISREAD
 
 WINDOW_BYTES: Final = 256 << 20
 """Of tensors that a planner makes anew, so much is there at a time."""
+_HANDING_OVER: Final = ("resolve_data", "transform_object")
 _INLINE: Final = 256 << 10  # bytes of a planner up to this size are looked into before a load changes anything
 
 
@@ -81,7 +82,7 @@ def values_of(items: Iterable[WriteItem], planner: Resolver, *, allow_pickle: bo
 
 def _add_value(values: Values, item: WriteItem, planner: Resolver, allow_pickle: bool) -> None:
     key = item.index.fqn
-    if isinstance(planner, DefaultSavePlanner) and _is_default(planner):  # what it would only pickle
+    if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER):  # what it would only pickle
         value = planner.lookup_object(item.index)
         if _add_plain(values, key, value):
             return
@@ -136,13 +137,6 @@ def _as_loaded(key: str, value: Any) -> Any:
     return inflate(flat.tree, leaf, lambda _: True)[key]
 
 
-def _is_default(planner: Resolver, *more: str) -> bool:
-    """Tell whether it hands over what DCP's default planner does. ``more``: methods that must be that one's, too."""
-    names = ("resolve_data", "transform_object", *more)
-    same = (getattr(type(planner), name, None) is getattr(DefaultSavePlanner, name) for name in names)
-    return isinstance(planner, DefaultSavePlanner) and all(same)
-
-
 def _add_plain(values: Values, key: str, value: Any) -> bool:
     """Add a value as the native API would store it; False if it would not come back as what it is."""
     if not _comes_back(value):
@@ -157,9 +151,8 @@ def _add_plain(values: Values, key: str, value: Any) -> bool:
 
 def _add_prepared(values: Values, key: str, prepared: Prepared, value: Any) -> None:
     values.add(prepared)
-    root = decode_tree(prepared.tree)
-    node = root.children[0][1] if isinstance(root, Container) else root
-    if isinstance(node, Container):
+    node = find(decode_tree(prepared.tree), key)
+    if node is not None and not isinstance(node, int):
         values.nodes[key] = encode_tree(node)
     values.is_odd |= not is_one_value(value) and not isinstance(value, tuple)
 
@@ -221,7 +214,7 @@ class Tensors:
 
     def windows(self, planner: Resolver) -> Iterator[list[_Part]]:
         """All parts; a planner that may make tensors anew is asked for some at a time."""
-        if _is_default(planner, "lookup_object"):
+        if has_methods_of(planner, DefaultSavePlanner, *_HANDING_OVER, "lookup_object"):
             yield self.parts
             return
         yield from lots(self.parts, lambda part: part.nbytes, WINDOW_BYTES) if self.parts else iter([[]])

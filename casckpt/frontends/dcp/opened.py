@@ -34,14 +34,11 @@ from casckpt.tensors.untrusted import MISREAD
 class Opened:
     """One checkpoint, opened by one rank."""
 
-    def __init__(
-        self, store: Store, checkpoint: Checkpoint, *, rank: int, verify: bool, allow_pickle: bool, threads: int
-    ) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
+        self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
         self.manifest = manifests.get(self._repo, checkpoint.commit)
-        self._contents = Contents(self.manifest, rank)
-        self._options = LoadOptions(verify=verify, allow_pickle=allow_pickle, threads=threads, rank=rank)
+        self._contents = Contents(self.manifest, options.rank)
 
     @cached_property
     def note(self) -> Note:
@@ -130,7 +127,7 @@ class Opened:
 
     def values(self, keys: Sequence[str]) -> dict[str, Any]:
         """Values by DCP's keys. Raises InvalidInput for one that only a pickle holds, unless it may be unpickled."""
-        values = self._chosen(keys)
+        values = {key: self.schema.values.get(key) or Value(key) for key in keys}
         known = {key: one.value for key, one in values.items() if one.value is not Opaque}
         read = self._values_at([one.key for key, one in values.items() if key not in known])
         return known | {key: read[one.key] for key, one in values.items() if key not in known}
@@ -153,9 +150,6 @@ class Opened:
                 made[same] = write_archive([value] if boxed else value)
             found[key] = made[same]
         return found
-
-    def _chosen(self, keys: Sequence[str]) -> dict[str, Value]:
-        return {key: self.schema.values.get(key) or Value(key) for key in keys}
 
     def _values_at(self, keys: Sequence[str]) -> dict[str, Any]:
         return values_at(self._repo, self._contents, keys, self._options) if keys else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any, Final
+from typing import Any, Final, TypeGuard, TypeVar
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -15,7 +15,14 @@ from casckpt.errors import InvalidInput
 from casckpt.format import plain
 from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 
+P = TypeVar("P")
 MAGIC: Final = b"casckpt plain data\n"
+
+
+def has_methods_of(planner: object, default: type[P], *names: str) -> TypeGuard[P]:
+    """Tell whether a planner is one of DCP's ``default``, or of a subclass that has these methods of it."""
+    same = (getattr(type(planner), name, None) is getattr(default, name) for name in names)
+    return isinstance(planner, default) and all(same)
 
 
 class ValueStream(io.BytesIO):

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from casckpt.checkpoint.handle import Checkpoint, warn_if_forgotten
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
@@ -27,7 +28,7 @@ from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
 from casckpt.frontends.dcp.ids import reference_of
 from casckpt.frontends.dcp.opened import Opened
-from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream
+from casckpt.frontends.dcp.planners import PickleFreeLoadPlanner, ValueStream, has_methods_of
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
@@ -87,8 +88,8 @@ class StorageReader(Protocol):
         self._run = check_run(run)
         self._ref = ref if ref is None or isinstance(ref, Checkpoint) else reference_of(ref, None)
         self._load_id = str(uuid4())
-        self._verify, self._cast, self._allow_pickle = verify, cast, allow_pickle
         self._threads = usable_threads(threads)
+        self._options = LoadOptions(verify=verify, cast=cast, allow_pickle=allow_pickle, threads=self._threads)
         self._shown = progress
         self._missing: NotFound | None = None
         self._alone = False
@@ -113,10 +114,8 @@ class StorageReader(Protocol):
             raise InvalidInput("the reader was given no checkpoint; give ref=, or checkpoint_id=REF to each load")
         self._alone = rank is not None
         checkpoint = self._of_all(self._ref) if rank is None else self._of_rank(self._ref, rank)
-        self._opened = Opened(
-            self._store, checkpoint, rank=this_rank() if rank is None else rank, verify=self._verify,
-            allow_pickle=self._allow_pickle, threads=self._threads,
-        )  # fmt: skip
+        options = replace(self._options, rank=this_rank() if rank is None else rank)
+        self._opened = Opened(self._store, checkpoint, options)
         metadata = self._opened.metadata()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self._load_id
@@ -169,8 +168,8 @@ class StorageReader(Protocol):
         ranks = plan.storage_data.ranks if isinstance(plan.storage_data, _Seen) else 1
         self._now.check_complete(plan, planner)
         self._read_values([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
-        progress = Progress(self._shown).of(None)
-        download = Download(self._store.repository, self._now.manifest, self._verify, self._threads, progress, ranks)
+        repo, verify, progress = self._store.repository, self._options.verify, Progress(self._shown).of(None)
+        download = Download(repo, self._now.manifest, verify, self._threads, progress, ranks)
         tensors = [item.storage_index for item in plan.items if item.type != LoadItemType.BYTE_IO]
         self._now.manifest.ready([self._now.tensor(index)[0] for index in tensors], ())
         for window in _windows(plan.items, planner):
@@ -234,7 +233,7 @@ class StorageReader(Protocol):
 
     def _check_cast(self, key: str, stored: torch.dtype, target: torch.dtype) -> None:
         possible = converts(stored, target)
-        if not possible or not self._cast:
+        if not possible or not self._options.cast:
             raise Mismatch(
                 f"{key!r} is {dtype_name(target)} here, but {dtype_name(stored)} in the checkpoint; "
                 + ("pass cast=True to StorageReader" if possible else "torch cannot convert one to the other"),
@@ -254,13 +253,7 @@ class StorageReader(Protocol):
 def _windows(items: Sequence[ReadItem], planner: LoadPlanner) -> Iterator[list[ReadItem]]:
     """Items of tensors: all at once, of a planner that may make tensors anew some at a time."""
     tensors = [item for item in items if item.type == LoadItemType.TENSOR]
-    if _is_in_place(planner):
+    in_place = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
+    if has_methods_of(planner, DefaultLoadPlanner, *in_place):
         return iter([tensors])
     return lots(tensors, lambda item: item.lengths.numel() * 8, WINDOW_BYTES)  # at most, of what is usual
-
-
-def _is_in_place(planner: LoadPlanner) -> bool:
-    """Tell whether it resolves tensors to views of those that are there."""
-    names = ("resolve_tensor", "transform_tensor", "lookup_tensor", "commit_tensor")
-    same = (getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in names)
-    return isinstance(planner, DefaultLoadPlanner) and all(same)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from casckpt.errors import InvalidInput
-from casckpt.format.tree import DICT, LIST, TENSOR, TUPLE, Container, Element, Leaf, Node, Path, join, leaves
+from casckpt.format.tree import TENSOR, Element, Node, Path, children, join, leaves
 
 NOTE: Final = "dcp"
 """The name of the note in a manifest; see `Note`."""
@@ -40,7 +40,9 @@ class Schema:
 
 def schema_of(tree: Node, value_at: Callable[[str], Any]) -> Schema:
     """Flatten this state as DCP's default planner would. ``value_at``: the object of a flat key, or `Opaque`."""
-    return _Walk(value_at).walk(tree)
+    walk = _Walk(value_at)
+    walk.node(tree, (), ())
+    return walk.found
 
 
 class _Walk:
@@ -50,25 +52,21 @@ class _Walk:
         self.value_at = value_at
         self.found = Schema()
 
-    def walk(self, tree: Node) -> Schema:
-        self._node(tree, (), ())
-        return self.found
-
-    def _node(self, node: Node, path: Path, home: Path) -> None:
+    def node(self, node: Node, path: Path, home: Path) -> None:
         """``path``: as DCP has it. ``home``: as the tree has it; they differ in numbers that are keys of dicts."""
         key = join(home)
-        if isinstance(node, Leaf):
-            if node.kind == TENSOR:
+        if isinstance(node, int):
+            if node == TENSOR:
                 self.found.tensors.append(key)
                 self.found.paths[key] = path
             else:
                 self._value(self.value_at(key), path, key)
-        elif path and (node.kind == TUPLE or (node.kind == LIST and not self._is_descended(node, home))):
+        elif path and not self._opens(node, home):
             self._add(path, Value(key))
         else:
-            for element, child in node.children:
-                step = element if node.kind == LIST else str(element)
-                self._node(child, (*path, step), (*home, element))
+            for element, child in children(node):
+                step = element if isinstance(node, list) else str(element)
+                self.node(child, (*path, step), (*home, element))
 
     def _value(self, value: Any, path: Path, key: str) -> None:
         steps = _steps(value)
@@ -82,14 +80,13 @@ class _Walk:
         self.found.values[join(path)] = value
         self.found.paths[join(path)] = path
 
-    def _is_descended(self, node: Container, home: Path) -> bool:
-        return any(self._opens(child, (*home, element)) for element, child in node.children)
-
     def _opens(self, node: Node, home: Path) -> bool:
-        """Tell whether a list that holds it is descended."""
-        if isinstance(node, Leaf):
-            return node.kind == TENSOR or _steps(self.value_at(join(home))) is not None
-        return node.kind != TUPLE and (node.kind != LIST or self._is_descended(node, home))
+        """Tell whether a list that holds it is descended; if it is a container, whether that is."""
+        if isinstance(node, int):
+            return node == TENSOR or _steps(self.value_at(join(home))) is not None
+        if isinstance(node, list):
+            return any(self._opens(child, (*home, element)) for element, child in enumerate(node))
+        return isinstance(node, dict)
 
 
 def is_one_value(value: Any) -> bool:
@@ -108,7 +105,9 @@ def _steps(value: Any) -> Iterator[tuple[Element, Any]] | None:
 
 # the other way round
 
-Branch: TypeAlias = "dict[Element, Branch | Node]"
+
+class _Branch(dict[Element, Any]):
+    """What stands below an element of several paths: nodes, and more of these."""
 
 
 def path_of(key: str, planner_data: Any) -> Path:
@@ -121,12 +120,12 @@ def path_of(key: str, planner_data: Any) -> Path:
 
 def tree_of(nodes: Mapping[str, tuple[Path, Node]]) -> Node:
     """The tree with these nodes, by key, at these paths. Raises InvalidInput where one stands inside another."""
-    root: Branch = {}
+    root = _Branch()
     for key, (path, node) in nodes.items():
         at = root
         for element in path[:-1]:
-            below = at.setdefault(element, {})
-            if not isinstance(below, dict):
+            below = at.setdefault(element, _Branch())
+            if not isinstance(below, _Branch):
                 raise _contradiction(key)
             at = below
         if path[-1] in at:
@@ -149,9 +148,11 @@ def _contradiction(key: str) -> InvalidInput:
     return InvalidInput(f"{key!r} stands inside of, or around, another key of the state; rename it", key=key)
 
 
-def _built(branch: Branch) -> Container:
-    items = branch.items()
-    kind = LIST if branch and all(type(element) is int for element in branch) else DICT
-    if kind == LIST:
-        items = dict(sorted(items, key=lambda item: int(item[0]))).items()
-    return Container(kind, tuple((el, _built(node) if isinstance(node, dict) else node) for el, node in items))
+def _built(branch: _Branch) -> Node:
+    """Make its dict; a list where its elements are all the numbers from 0 (DCP tells of no empty containers)."""
+    items: dict[Element, Node] = {
+        el: _built(node) if isinstance(node, _Branch) else node for el, node in branch.items()
+    }
+    if items and items.keys() == set(range(len(items))):
+        return [items[index] for index in range(len(items))]
+    return items

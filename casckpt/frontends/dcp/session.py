@@ -21,28 +21,26 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from casckpt.checkpoint.agreement import StoreIdentity
-from casckpt.checkpoint.saving.known import DamagedBlobs, ReusableManifests, known_by_reading
+from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
 from casckpt.checkpoint.saving.save import store_share
-from casckpt.checkpoint.saving.shares import Share, Streams, joined
-from casckpt.checkpoint.saving.sources import Source
+from casckpt.checkpoint.saving.shares import Streams, joined
 from casckpt.errors import InvalidInput, RankFailed
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import TENSOR, Name
-from casckpt.format.tree import OBJECT, Leaf, Node, decode_tree, encode_tree, merge
+from casckpt.format.tree import OBJECT, Node, merge
+from casckpt.format.tree import TENSOR as TENSOR_LEAF
 from casckpt.frontends.dcp.items import Resolver, Tensors, sources_of, tensors_of, values_of
 from casckpt.frontends.dcp.note import Note
 from casckpt.frontends.dcp.schema import Opaque, check_keys, path_of, schema_of, tree_of
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
-from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
-from casckpt.tensors.state import check_key
+from casckpt.tensors.state import check_key, decode_tree, encode_tree
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,11 @@ class LocalStorageData:
 
 @dataclass(frozen=True)
 class GlobalStorageData:
-    """What the coordinator puts into the plan of a rank. ``commits``: of the checkpoints whose cells may be reused."""
+    """What the coordinator puts into the plan of a rank."""
 
     number: bytes
     txid: TxId
-    commits: Sequence[Commit]
-    damaged: DamagedBlobs
+    knowledge: Knowledge
     home: StoreIdentity
 
 
@@ -105,7 +102,7 @@ class WriterSession:
         self.checkpoint = ""
         self._leader: Leader | None = None
         self._last_resort: weakref.finalize[..., WriterSession] | None = None
-        self._known: KnownCells | None = None
+        self._known: Knowledge | None = None
         self._txid: TxId | None = None
         self._extra = Prepared([], [], [], b"")
         self._written: Written | None = None
@@ -144,17 +141,14 @@ class WriterSession:
         self._last_resort = weakref.finalize(self, _give_up, leader, os.getpid())
         with self._aborting():
             self._txid = leader.start()
-            sources = leader.sources(_streams(plans))
-            self._known = sources.known()
-        return [replace(plan, storage_data=self._answer(plan, sources)) for plan in plans]
+            self._known = known = leader.knowledge(_streams(plans))
+        return [replace(plan, storage_data=self._answer(plan, known)) for plan in plans]
 
-    def _answer(self, plan: SavePlan, sources: ReusableManifests) -> GlobalStorageData | None:
+    def _answer(self, plan: SavePlan, knowledge: Knowledge) -> GlobalStorageData | None:
         asked = plan.storage_data
         if not isinstance(asked, LocalStorageData) or self._txid is None:
             return None
-        return GlobalStorageData(
-            asked.number, self._txid, sources.commits, sources.damaged, StoreIdentity.of(self.repo)
-        )
+        return GlobalStorageData(asked.number, self._txid, knowledge, StoreIdentity.of(self.repo))
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Commit what all ranks stored. Raises InvalidInput, and commits nothing, if anything planned is missing."""
@@ -182,7 +176,7 @@ class WriterSession:
         nodes = _nodes(metadata, written)
         tree = tree_of({key: (path_of(key, metadata.planner_data), node) for key, node in nodes.items()})
         if self.more:
-            tree = merge([tree, decode_tree(self._extra.tree)], TORCH_EXTENSIONS)
+            tree = merge([tree, decode_tree(self._extra.tree)])
         check_keys(tree)
         note = _note(metadata, tree, written)
         encoded = note.encoded(allow_pickle=self.options.allow_pickle)
@@ -207,30 +201,27 @@ class WriterSession:
         others, shares = [*values.sources, *self._extra.sources], []
         for window in tensors.windows(planner):
             sources, others = [*others, *sources_of(window, planner, is_frozen)], []
-            shares.append(self._store(txid, sources, known))
+            prepared, threads = Prepared(sources, [], [], b""), self.options.threads
+            shares.append(store_share(self.repo, txid, prepared, known, threads=threads, progress=self._progress))
         objects = [*values.objects, *self._extra.objects]
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
         )
 
-    def _store(self, txid: TxId, sources: Sequence[Source], known: KnownCells) -> Share:
-        prepared, threads = Prepared(sources, [], [], b""), self.options.threads
-        return store_share(self.repo, txid, prepared, known, threads=threads, progress=self._progress)
-
     def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells]:
         """(whose folder to upload to, what may be reused)."""
         if self._known is not None and self._txid is not None:
-            return self._txid, self._known
+            return self._txid, known_from(self.repo, self.options.run, self._known)
         told, options = plan.storage_data, self.options
         if isinstance(told, GlobalStorageData) and told.number == self.number:
             told.home.check_shared(self.repo, told.txid)
-            return told.txid, known_by_reading(self.repo, options.run, told.commits, told.damaged)
+            return told.txid, known_from(self.repo, options.run, told.knowledge)
         if isinstance(told, GlobalStorageData):
             told.home.check(self.repo)
         parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
-        sources = ReusableManifests(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
-        return self.repo.new_txid(options.run, options.step), sources.known()
+        knowledge = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
+        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge)
 
 
 def _give_up(leader: Leader, process: int) -> None:
@@ -278,13 +269,13 @@ def _nodes(metadata: Metadata, written: Sequence[Written]) -> dict[str, Node]:
     found: dict[str, Node] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key in chunks:
-            found |= {part.key: Leaf(TENSOR) for part in chunks[key]}
+            found |= {part.key: TENSOR_LEAF for part in chunks[key]}
         elif isinstance(value, BytesStorageMetadata):
             if key not in nodes and key not in objects:
                 raise InvalidInput(f"{key!r} was planned, but no rank stored it; nothing was saved", key=key)
-            found[key] = nodes.get(key) or Leaf(OBJECT)
+            found[key] = nodes.get(key, OBJECT)
         else:
-            found[key] = Leaf(TENSOR)
+            found[key] = TENSOR_LEAF
     return found
 
 

@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO on a store."""
+"""Lightning's CheckpointIO on a store: weights where every front end has them, all else beside them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import CasckptError, InvalidInput
-from casckpt.frontends.lightning.contents import from_state, to_state
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
+from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
 
 log = logging.getLogger(__name__)
+
+WEIGHTS, REST = "model", "lightning"
 
 
 class CasCheckpointIO(CheckpointIO):
@@ -140,3 +142,30 @@ class CasCheckpointIO(CheckpointIO):
             error = one.exception()
             if error is not None:
                 log.error("a save or removal in the background failed: %s", error)
+
+
+def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what is saved of Lightning's dict."""
+    rest = dict(checkpoint)
+    weights = rest.pop("state_dict", None)
+    return {REST: rest} if weights is None else {WEIGHTS: weights, REST: rest}
+
+
+def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Lightning's dict again. Of what another front end saved, the weights."""
+    if REST not in state:
+        return {"state_dict": dict(state.get(WEIGHTS, state))}
+    found = dict(state[REST])
+    return {**found, "state_dict": state[WEIGHTS]} if WEIGHTS in state else found
+
+
+def restore_checkpoint(store: AnyStore, ref: str | Checkpoint, path: AnyPath, *, force: bool = False) -> Path:
+    """Write a checkpoint as a file of Lightning's own, for all that reads files by itself.
+
+    ``force``: over what is there. Raises NotFound, Conflict.
+    """
+    checkpoint = from_state(as_store(store).read(ref))
+    target = Path(path)
+    with new_file(target, force=force) as temporary:
+        torch.save(checkpoint, temporary)
+    return target

@@ -217,14 +217,14 @@ def plan_sharing(gathered: Sequence[Claims]) -> list[Sharing]:
     return sharings
 
 
-def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[torch.Tensor | None]) -> None:
-    """Send and take what ``sharing`` says; every rank makes the call when all have read. ``data``: of each value.
+def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
+    """Send and take what ``sharing`` says; every rank makes the call when all have read. ``data``: of each tensor.
 
     Raises RankFailed on every rank alike.
     """
-    targets = [(_local(data[number]), rank) for number, rank in sharing.receives]
+    targets = [(local_of(data[number]).detach(), rank) for number, rank in sharing.receives]
     taken = [(tensor if _is_plain(tensor) else _on_host(tensor), rank) for tensor, rank in targets]
-    sources = {number: _local(data[number]) for number, _ in sharing.sends}
+    sources = {number: local_of(data[number]).detach() for number, _ in sharing.sends}
     sent = {n: tensor if _is_plain(tensor) else _on_host(tensor).copy_(tensor) for n, tensor in sources.items()}
 
     def swap() -> None:
@@ -238,12 +238,6 @@ def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[torch.Tensor | None])
         note_write(target)
         if tensor is not target:
             target.copy_(tensor)
-
-
-def _local(tensor: torch.Tensor | None) -> torch.Tensor:
-    if tensor is None:
-        raise TypeError("only tensors are handed on")
-    return local_of(tensor).detach()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

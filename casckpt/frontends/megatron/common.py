@@ -15,7 +15,6 @@ import os
 import pickle
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from threading import Lock
@@ -38,13 +37,6 @@ if hasattr(os, "register_at_fork"):  # a fork while another thread reads would l
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 
 
-def packed(common: Any) -> bytes:
-    """The contents of the file."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    return buffer.getvalue()
-
-
 def read(data: bytes, where: str, allow_pickle: bool) -> Any:
     """Give what the file holds. ``where``: the checkpoint, for messages.
 
@@ -53,7 +45,9 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
     try:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        with _arguments_allowed():
+        # What torch's restricted unpickler takes is one list for the process, and torch takes off it what it put there,
+        # even if it was there before: so only what is missing is put there, by one thread at a time.
+        with _LOCK, safe_globals([kind for kind in (Namespace,) if kind not in get_safe_globals()]):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointingException(
@@ -61,17 +55,6 @@ def read(data: bytes, where: str, allow_pickle: bool) -> Any:
             "pass allow_pickle=True if you trust whoever wrote it. Classes of Megatron-core are taken without that "
             "where megatron.core is imported, which registers them"
         ) from error
-
-
-@contextmanager
-def _arguments_allowed() -> Iterator[None]:
-    """Let torch's restricted unpickler take the class of Megatron's arguments.
-
-    What it takes is one list for the process, and torch takes off it what it put there, even if it was there before: so
-    only what is missing is put there, by one thread at a time.
-    """
-    with _LOCK, safe_globals([kind for kind in (Namespace,) if kind not in get_safe_globals()]):
-        yield
 
 
 def classes_to_register(data: bytes) -> list[str]:

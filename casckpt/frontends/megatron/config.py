@@ -96,4 +96,4 @@ def is_only_config(place: StoreRef) -> bool:
     if place.ref not in place.store:
         return False
     body = manifests.get(place.store.repository, place.store.get(place.ref).commit).body
-    return not body.entry_columns.keys and not body.objects and [one.name for one in body.attachments] == [CONFIG_NAME]
+    return not body.entry_columns.keys and not body.objects and [one.key for one in body.attachments] == [CONFIG_NAME]

@@ -12,28 +12,20 @@ class CheckpointingException(InvalidInput):
     """A sharded state dict, or a checkpoint, that cannot be used as it is."""
 
 
-class CheckpointNotFound(CheckpointingException, NotFound):
+class CheckpointNotFound(NotFound, CheckpointingException):
     """There is no such store or checkpoint."""
 
-    kind, exit_status = NotFound.kind, NotFound.exit_status
 
-
-class CheckpointExists(CheckpointingException, Conflict):
+class CheckpointExists(Conflict, CheckpointingException):
     """The step has a checkpoint already."""
 
-    kind, exit_status = Conflict.kind, Conflict.exit_status
 
-
-class ShardedKeyMissing(CheckpointingException, MissingKey):
+class ShardedKeyMissing(MissingKey, CheckpointingException):
     """The checkpoint lacks what was asked for. ``keys`` lists it."""
 
-    kind, exit_status = MissingKey.kind, MissingKey.exit_status
 
-
-class ShardedMismatch(CheckpointingException, Mismatch):
+class ShardedMismatch(Mismatch, CheckpointingException):
     """Shape, dtype or kind differs between the checkpoint and what it is loaded into."""
-
-    kind, exit_status = Mismatch.kind, Mismatch.exit_status
 
 
 def refused(key: str, why: str, rank: int | None = None) -> CheckpointingException:

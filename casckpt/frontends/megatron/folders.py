@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from casckpt.errors import NotFound
-from casckpt.frontends.megatron.common import COMMON_NAME, packed
+from casckpt.frontends.megatron.common import COMMON_NAME
 from casckpt.frontends.megatron.config import CONFIG_NAME, OURS, encoded, maybe_load_config
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.place import CheckpointDir, StoreRef, place_of
@@ -19,6 +19,7 @@ from casckpt.frontends.megatron.reading import load_common_state_dict
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.tensors.objects import write_archive
 
 POINTER_NAME = "casckpt.json"
 _TORCH_DIST = ".metadata"  # what Megatron-core's own strategy writes last
@@ -34,7 +35,7 @@ def write_folder(checkpoint_dir: CheckpointDir, folder: Folder, *, allow_pickle:
     """
     with checkpointing_errors():
         stored = MegatronCheckpoint.read(place_of(checkpoint_dir), common=True)
-        common = stored.file or packed(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
+        common = stored.file or write_archive(load_common_state_dict(checkpoint_dir, allow_pickle=allow_pickle))
         target = Path(folder)
         point(target, StoreRef(stored.store, stored.where), common)
         _write(target / CONFIG_NAME, encoded(maybe_load_config(checkpoint_dir) or OURS))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,26 +21,7 @@ from casckpt.tensors.memory import narrow
 from casckpt.tensors.values import Shard
 
 
-class _Narrowable(Protocol):
-    """What is asked of a `ShardedTensor`."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-    key: str
-    data: torch.Tensor | None
-    local_shape: Shape
-    global_shape: Shape
-    global_offset: Shape
-    prepend_axis_num: int
-    flattened_range: slice | None
-
-    def flat_elements(self) -> range:
-        """Tell which elements of the part, in row-major order, it has."""
-
-
-Part = TypeVar("Part", bound=_Narrowable)
-
-
-def narrowed(part: Part, dim: int, start: int, length: int) -> list[Part]:
+def narrowed(part: Any, dim: int, start: int, length: int) -> list[Any]:
     """See `ShardedTensor.narrow`."""
     _check(part, dim, start, length)
     extent, axis = part.local_shape[dim], dim + part.prepend_axis_num
@@ -62,7 +43,7 @@ def narrowed(part: Part, dim: int, start: int, length: int) -> list[Part]:
     return [replace(result, data=data, flattened_range=slice(lo - start * row, hi - start * row))]
 
 
-def _check(part: _Narrowable, dim: int, start: int, length: int) -> None:
+def _check(part: Any, dim: int, start: int, length: int) -> None:
     """Raise CheckpointingException for what cannot be narrowed so."""
     if not 0 <= dim < len(part.local_shape):
         raise _refused(part, f"it has {len(part.local_shape)} axes, and dim is {dim}")
@@ -75,7 +56,7 @@ def _check(part: _Narrowable, dim: int, start: int, length: int) -> None:
         raise _refused(part, f"flat data is narrowed along the first axis alone, not along {dim}")
 
 
-def _refused(part: _Narrowable, why: str) -> CheckpointingException:
+def _refused(part: Any, why: str) -> CheckpointingException:
     return CheckpointingException(f"{part.key!r} cannot be narrowed: {why}", key=part.key)
 
 

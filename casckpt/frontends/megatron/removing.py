@@ -86,9 +86,6 @@ def _is_gone(one: Checkpoint, parent: str) -> bool:
     return False
 
 
-log = logging.getLogger(__name__)
-
-
 def remove_sharded_tensors(checkpoint_dir: CheckpointDir, key_prefix: str, *, allow_pickle: bool = False) -> None:
     """Replace a checkpoint by one without the tensors and objects whose key begins with ``key_prefix``.
 

@@ -18,7 +18,7 @@ from casckpt.checkpoint.loading.load_plan import RankArguments
 from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import Container, Element, Node, decode_tree, find, join, leaves
+from casckpt.format.tree import Node, children, container, find, join, leaves
 from casckpt.frontends.megatron.common import COMMON_NAME, NOTES_NAME, Notes, read
 from casckpt.frontends.megatron.mapping import ShardedObject
 from casckpt.frontends.megatron.nesting import merge
@@ -27,7 +27,7 @@ from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
-from casckpt.tensors.state import inflate
+from casckpt.tensors.state import decode_tree, inflate
 from casckpt.tensors.values import Shard
 
 _STATE = "optimizer.state."
@@ -102,7 +102,7 @@ class MegatronCheckpoint:
     @cached_property
     def objects(self) -> dict[str, ShardedObject]:
         """The shards of objects, without data, by unique key."""
-        names = (str(element) for element, _ in self._children)
+        names = (str(element) for element, _ in children(self._tree))
         return {name: ShardedObject.empty_from_unique_key(name) for name in names if is_object_key(name)}
 
     @cached_property
@@ -117,9 +117,9 @@ class MegatronCheckpoint:
 
     @cached_property
     def _without_objects(self) -> Node:
-        extra = self._tree.extra if isinstance(self._tree, Container) else b""
-        kept = [(element, node) for element, node in self._children if str(element) not in self.objects]
-        return Container(self._tree.kind, tuple(kept), extra)
+        kept = {element: node for element, node in children(self._tree) if str(element) not in self.objects}
+        made: Node = container(type(self._tree), kept, self._tree)
+        return made
 
     @cached_property
     def _tree(self) -> Node:
@@ -127,11 +127,7 @@ class MegatronCheckpoint:
 
     @cached_property
     def _nodes(self) -> dict[str, Node]:
-        return {str(element): node for element, node in self._children}
-
-    @property
-    def _children(self) -> Sequence[tuple[Element, Node]]:
-        return self._tree.children if isinstance(self._tree, Container) else ()
+        return {str(element): node for element, node in children(self._tree)}
 
     def flat_keys(self) -> dict[str, str | None]:
         """The flat keys of all leaves, and of what is sharded its key."""
@@ -171,7 +167,7 @@ class MegatronCheckpoint:
     def ask_for(self, request: ReadRequest, key: str) -> Callable[[], Any]:
         """Let an object, a leaf or a container of the tree, be read; what gives its value after that."""
         node = self._nodes.get(key) or find(self._tree, key)
-        if not isinstance(node, Container):
+        if node is None or isinstance(node, int):
             label = request.add(key)
             return lambda: request.values[label]
         below = [join(path) for path, _ in leaves(node)]

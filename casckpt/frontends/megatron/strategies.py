@@ -29,7 +29,7 @@ from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.megatron import mapping as ours
 from casckpt.frontends.megatron.background import Ending, wait_for_end
 from casckpt.frontends.megatron.claims import Claim, Sharing, plan_sharing
-from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, packed, places_of
+from casckpt.frontends.megatron.common import COMMON_NAME, classes_to_register, places_of
 from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.errors import CheckpointingException, checkpointing_errors
 from casckpt.frontends.megatron.folders import Folder, check_common, place_in, point
@@ -41,6 +41,7 @@ from casckpt.frontends.megatron.removing import drop, folder_noted, follow
 from casckpt.frontends.megatron.saving import Saving
 from casckpt.frontends.megatron.stored import MegatronCheckpoint
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.tensors.objects import write_archive
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -205,7 +206,7 @@ def _common(state: Nested, folder: Path) -> list[_Common]:
     path = folder / COMMON_NAME
     if _COMMON_KEY not in state or (_WRITES_COMMON and path.exists()):
         return [_Common(path.read_bytes(), handed_over=False)] if path.exists() else []
-    return [_Common(packed(state[_COMMON_KEY].data), handed_over=True)]
+    return [_Common(write_archive(state[_COMMON_KEY].data), handed_over=True)]
 
 
 def _point(ranks: Ranks, folder: Path, place: StoreRef, common: Sequence[_Common]) -> None:
@@ -268,37 +269,37 @@ class CasLoadShardedStrategy:
             loading.read(ranks, sharing, process_group=self.process_group, **self.options)
         return loading.loaded()
 
+    @_errors_of_both()
     def load_tensors_metadata(self, checkpoint_dir: Folder, metadata: Any = None) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_tensors_metadata`."""
-        with _errors_of_both():
-            return tensors_metadata(MegatronCheckpoint.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
+        return tensors_metadata(MegatronCheckpoint.read(self._place(checkpoint_dir)), theirs.ShardedTensor)
 
+    @_errors_of_both()
     def load_sharded_metadata(self, checkpoint_dir: Folder) -> dict[str, Any]:
         """See `casckpt.frontends.megatron.load_sharded_metadata`."""
-        with _errors_of_both():
-            stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
-            objects = {
-                key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
-                for key, one in stored.objects.items()
-            }
-            return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
+        stored = MegatronCheckpoint.read(self._place(checkpoint_dir))
+        objects = {
+            key: theirs.ShardedObject(one.key, None, one.global_shape, one.global_offset)
+            for key, one in stored.objects.items()
+        }
+        return {**tensors_metadata(stored, theirs.ShardedTensor), **objects}
 
+    @_errors_of_both()
     def remove_sharded_tensors(self, checkpoint_dir: Folder, key_prefix: str) -> None:
         """See `casckpt.frontends.megatron.remove_sharded_tensors`."""
-        with _errors_of_both():
-            drop(self._place(checkpoint_dir), key_prefix, self.options.get("allow_pickle", False))
+        drop(self._place(checkpoint_dir), key_prefix, self.options.get("allow_pickle", False))
 
+    @_errors_of_both()
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise CheckpointingException for what another backend wrote."""
         if loaded_backend != BACKEND:
-            with _errors_of_both():
-                raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
+            raise CheckpointingException(f"it was written by {loaded_backend!r}, not by {BACKEND!r}")
 
+    @_errors_of_both()
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise CheckpointingException for what a later version wrote."""
         if loaded_version > VERSION:
-            with _errors_of_both():
-                raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
+            raise CheckpointingException(f"it is of version {loaded_version}; load it with a newer casckpt")
 
     def _place(self, folder: Folder) -> StoreRef:
         return place_in(folder, self.store)

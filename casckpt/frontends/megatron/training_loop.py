@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, Unpack, cast
+from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, cast
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
@@ -54,30 +54,16 @@ def register_strategies(store: AnyStore | None = None) -> None:
     _teach_loads(CasLoadShardedStrategy(store))
 
 
-class Installed:
+class Installed(ExitStack):
     """What `install` taught Megatron-core, until `undo`; as a context manager, until its end."""
 
     def __init__(self, saves: CasSaveShardedStrategy, loads: CasLoadShardedStrategy) -> None:
+        super().__init__()
         self.saves, self.loads = saves, loads
-        self.active = True
-        self._undo = ExitStack()
-
-    def keep(self, undo: _Undo) -> None:
-        """Let `undo` call this too."""
-        self._undo.callback(undo)
 
     def undo(self) -> None:
         """Put back what was there. Saves in the background go on; a second call does nothing."""
-        self.active = False
-        if self in _installed:
-            _installed.remove(self)
-        self._undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+        self.close()
 
 
 def install(
@@ -109,13 +95,14 @@ def install(
     installed = Installed(saves, _Loads(saves.store, allow_pickle=options.get("allow_pickle", False)))
 
     def takes(folder: Folder) -> bool:
-        return installed.active and step_of(Path(folder)) is not None
+        return installed in _installed and step_of(Path(folder)) is not None
 
     for name in _SAVES:
         method = _handing_over(_ORIGINALS[name], getattr(saves, name), takes)
-        installed.keep(_replaced(TorchDistSaveShardedStrategy, name, method))
-    installed.keep(_teach_loads(installed.loads, lambda: installed.active))
+        installed.callback(_replaced(TorchDistSaveShardedStrategy, name, method))
+    installed.callback(_teach_loads(installed.loads, lambda: installed in _installed))
     _installed.append(installed)
+    installed.callback(_installed.remove, installed)
     return installed
 
 

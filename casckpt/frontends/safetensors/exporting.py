@@ -12,31 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.errors import Conflict, InvalidInput, MissingKey
-from casckpt.format.dtypes import itemsize
-from casckpt.format.regions import Region, full_box
-from casckpt.format.sections.index import ATTACHMENT
-from casckpt.frontends.attached import check_file_names
-from casckpt.frontends.new_files import new_file, new_folder, place_for
+from casckpt.frontends.new_files import check_file_names, new_file, new_folder, place_for, synced_file, write_attached
 from casckpt.frontends.safetensors.importing import METADATA_KEY
-from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, StreamPiece, lay_out, plan_windows
+from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, Layout, lay_out
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.view import Rules, ViewTensor, view_of
+from casckpt.frontends.windows import WindowReader
 from casckpt.lazy import cached_property
-from casckpt.plan.progress import Progress, Shown
+from casckpt.plan.progress import Shown
 from casckpt.plan.sizes import parse_size
 from casckpt.repository import manifests
 from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
-from casckpt.tensors.memory import BITS, Destination
 
-WINDOW_BYTES: Final = 64 << 20
 CONFIG: Final = "config.json"
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
 _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
@@ -97,8 +89,7 @@ def _exported_to(target: Path, job: _Job, max_shard_size: int | str | None, *, a
             "weights. Give another folder, or --format hf for all of the model alone"
         )
     with new_folder(target, force=force, stale=_is_ours, last=layout.names) as folder:
-        for name, stream in attachments.items():
-            job.write_attachment(folder / name, stream)
+        write_attached(job.store, job.checkpoint, attachments, folder)
         for file in layout.files:
             job.write(folder / file.name, file.head, file.tensors)
         if layout.index is not None:
@@ -110,29 +101,23 @@ class _Job:
     """One export."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
-        self.checkpoint = checkpoint
+        self.store, self.checkpoint = store, checkpoint
         self.manifest = manifests.get(store.repository, checkpoint.commit)
         self._rules = rules
         self.view = view_of(self.manifest, rules)
-        counted = Progress(progress).of(sum(one.entry.nbytes for one in self.view.tensors))
-        self.download = Download(store.repository, self.manifest, True, min(8, os.cpu_count() or 1), counted)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
 
     def lay_out(self, most: int | None) -> Layout:
         """The files, before anything is written."""
         return lay_out(self.view.tensors, file_metadata(self.checkpoint, self._rules), most)
 
-    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[dict[str, ViewTensor | bytes], list[str]]:
-        """Attachments by name, short ones whole; and the names of those that are of no use in the folder."""
-        manifest = self.manifest
-        found: dict[str, ViewTensor | bytes] = {one.name: manifest.data(one) for one in manifest.body.attachments}
-        for number, entry in enumerate(manifest.entries):
-            if entry.kind == ATTACHMENT:
-                found[entry.key] = ViewTensor(entry.key, number, entry)
+    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[list[str], list[str]]:
+        """Names of attachments for the folder, and of those that are of no use in it."""
+        found = self.store.attachments(self.checkpoint)
         skipped = [name for name in found if not wanted or self._is_skipped(name)]
-        found = {name: one for name, one in found.items() if name not in skipped}
-        check_file_names(found, frozenset(taken).__contains__)
-        return found, skipped
+        chosen = [name for name in found if name not in skipped]
+        check_file_names(chosen, frozenset(taken).__contains__)
+        return chosen, skipped
 
     def _is_skipped(self, name: str) -> bool:
         """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
@@ -154,35 +139,12 @@ class _Job:
         names = {one.name for one in view.tensors}
         return not names <= {one.name for one in self.view.tensors}
 
-    def write_attachment(self, path: Path, found: ViewTensor | bytes) -> None:
-        """Write one attachment."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.write(path, found if isinstance(found, bytes) else b"", [] if isinstance(found, bytes) else [found])
-
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: some bytes, then the data of ``streams``."""
-        with path.open("xb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(head))
-            for window in plan_windows(streams, WINDOW_BYTES, self.manifest.body.cell_bytes):
-                _write_all(file.fileno(), self._read(window))
-            os.fsync(file.fileno())
-
-    def _read(self, window: Sequence[StreamPiece]) -> memoryview:
-        total = sum(piece.nbytes for piece in window)
-        if self._buffer.numel() < total:
-            self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-        wants, start = [], 0
-        for piece in window:
-            wants.append(self._want(piece, self._buffer[start : start + piece.nbytes]))
-            start += piece.nbytes
-        self.download.run(wants)
-        return memoryview(self._buffer.numpy().data)[:total]
-
-    def _want(self, piece: StreamPiece, data: torch.Tensor) -> StreamRequest:
-        entry = piece.stream.entry
-        region = Region(full_box(entry.shape), piece.lo, piece.hi)
-        kind = BITS[itemsize(entry.dtype)]
-        return StreamRequest(piece.stream.number, Destination(region, data.view(kind), kind))
+        with synced_file(path) as file:
+            file.write(head)
+            for window in self._reader.read(streams):
+                file.write(window)
 
     def exported(self, files: Sequence[Path], attachments: tuple[str, ...], skipped: tuple[str, ...]) -> Exported:
         """Give what was written."""
@@ -204,8 +166,3 @@ def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
 def _is_ours(name: str) -> bool:
     """Whether an export of another shape made this file, which then must not stay beside the new ones."""
     return name == INDEX or _OURS.fullmatch(name) is not None
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(file, data) :]

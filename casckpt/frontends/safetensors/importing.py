@@ -19,7 +19,7 @@ from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.format.keys import is_attachment_name
 from casckpt.format.regions import Shape
-from casckpt.frontends.resident import Resident
+from casckpt.frontends.resident import letting_go
 from casckpt.frontends.safetensors.files import (
     INDEX_SUFFIX,
     Header,
@@ -174,14 +174,14 @@ def _nothing_in(folder: Path) -> Exception:
 class Maps:
     """Files mapped into memory: ``state``, whole tensors, and ``parts`` of others, each with where it begins.
 
-    ``done``: to be called with the bytes just saved; see `Resident`.
+    ``done``: to be called with the bytes just saved; see `letting_go`.
     """
 
     def __init__(self, shown: Shown | None) -> None:
         self.state: dict[str, Any] = {}
         self.parts: dict[str, list[Part]] = {}
         self._maps: list[mmap.mmap] = []
-        self.done = Resident(shown, partial(_let_go, self._maps)).done
+        self.done = letting_go(shown, partial(_let_go, self._maps))
 
     def add_all(self, weights: Sequence[Path]) -> dict[str, str]:
         """Map the tensors of all files, in the order in which they lie there; what the files say of themselves."""

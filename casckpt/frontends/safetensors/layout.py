@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final
 
 from casckpt.errors import InvalidInput, Refused
-from casckpt.format.dtypes import itemsize
 from casckpt.frontends.safetensors.files import (
     INDEX_SUFFIX,
     TensorHeader,
@@ -21,19 +20,6 @@ from casckpt.frontends.view import ViewTensor
 
 STEM, SUFFIX = "model", ".safetensors"
 INDEX: Final = f"{STEM}{INDEX_SUFFIX}"
-
-
-class StreamPiece(NamedTuple):
-    """Elements [lo, hi) of a stream."""
-
-    stream: ViewTensor
-    lo: int
-    hi: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these elements."""
-        return (self.hi - self.lo) * itemsize(self.stream.entry.dtype)
 
 
 @dataclass(frozen=True)
@@ -114,29 +100,3 @@ def _file_names(count: int) -> list[str]:
     if count > 99_999:
         raise Refused(f"{count} files are too many; give a larger --max-shard-size")
     return [f"{STEM}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
-
-
-def plan_windows(streams: Iterable[ViewTensor], most: int, cell_bytes: int) -> Iterator[list[StreamPiece]]:
-    """Cut the data of ``streams``, one after the other, into pieces of at most ``most`` bytes together.
-
-    Tensors are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell.
-    """
-    window: list[StreamPiece] = []
-    room = most
-    for one in streams:
-        lo, size = 0, itemsize(one.entry.dtype)
-        cell = max(cell_bytes // size, 1)
-        while lo < one.entry.numel:
-            fits = room // size if window else max(room // size, 1)
-            hi = min(lo + fits, one.entry.numel)
-            if hi < one.entry.numel:
-                hi = max(hi // cell * cell, lo) if window or fits >= cell else hi
-            if hi > lo:
-                window.append(StreamPiece(one, lo, hi))
-                room -= (hi - lo) * size
-                lo = hi
-            if lo < one.entry.numel:
-                yield window
-                window, room = [], most
-    if window:
-        yield window

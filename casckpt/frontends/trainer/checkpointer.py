@@ -20,12 +20,10 @@ from casckpt.format.keys import check_attachment_name, check_step
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainModel, Wanted, state_to_save
 from casckpt.frontends.trainer.janitor import Janitor
-from casckpt.frontends.trainer.newest import newest_together
-from casckpt.frontends.trainer.one_run import OneRun
+from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
 from casckpt.frontends.trainer.rotation import rotate
-from casckpt.frontends.trainer.schedule import Kind
-from casckpt.frontends.trainer.settings import DueArguments, StepArguments, TrainerArguments, TrainerSettings
+from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
 from casckpt.frontends.trainer.train_state import TrainState
@@ -63,7 +61,7 @@ class Checkpointer(OneRun):
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
     (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``save_interval``,
-    ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `Schedule`).
+    ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `due`).
     ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
     whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
     ``gc``: after a save, delete what is forgotten and needed by nobody, on rank 0, beside the training.
@@ -88,7 +86,7 @@ class Checkpointer(OneRun):
         super().__init__(throttled(as_store(store), self.config.throttle, self.config.work_dir), run)
         self.summary: SaveSummary | None = None
         self.process_group = process_group
-        self._schedule, self._rotation = self.config.schedule, self.config.rotation
+        self._rotation = self.config.rotation
         self._janitor = Janitor(self.store)
         self._files: dict[str, bytes] = {}
         self._pending: _Pending | None = None
@@ -175,8 +173,8 @@ class Checkpointer(OneRun):
         return done
 
     def due(self, step: int) -> Kind | None:
-        """Say as what ``step`` is to be saved, if it is: by the intervals and fixed steps, the same on every rank."""
-        return self._schedule.due(check_step(step), self.last_step)
+        """Say as what ``step`` is to be saved, if it is; the same on every rank. See `TrainerSettings.due`."""
+        return self.config.due(check_step(step), self.last_step)
 
     def save_if_due(
         self,

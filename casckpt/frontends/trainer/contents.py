@@ -20,7 +20,7 @@ from casckpt.checkpoint.loading.load_plan import MatchArguments, RankArguments, 
 from casckpt.checkpoint.loading.unread import is_within, tell
 from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
-from casckpt.format.tree import Container, decode_tree
+from casckpt.format.tree import children
 from casckpt.format.tree import find as find_node
 from casckpt.frontends.training_state.loading import TrainingStateLoad, Unused
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -28,6 +28,7 @@ from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
 from casckpt.frontends.training_state.together import find, make_state
 from casckpt.store.store import Store
+from casckpt.tensors.state import decode_tree
 
 log = logging.getLogger("casckpt")
 
@@ -217,7 +218,7 @@ class Restoring:
 
         def make() -> None:
             self._check_there(stored, _has_optimizer(stored))
-            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)()))
+            made.append(dict(_template_of(model, StoredKeys(stored.manifest.tensors), optim=optim)))
 
         self._ranks.exchange(make, lambda done: done)
         state = made[0] | train
@@ -236,13 +237,13 @@ class Restoring:
         return self._store.load(state, ref, unread="ignore", **match, **self._options)
 
 
-def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Callable[[], Mapping[str, Any]]:
-    """The call that gives what a load is to fill, with what it takes: not every train module takes both."""
+def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:
+    """What a load is to fill. The method is given what it takes: not every train module takes both."""
     method: Callable[..., Mapping[str, Any]] = model.state_dict_to_load
     parameters = inspect.signature(method).parameters
     options = {"optim": optim} if "optim" in parameters else {}
     given = [metadata] if parameters.keys() - {"optim"} else []
-    return partial(method, *given, **options)
+    return method(*given, **options)
 
 
 def _has_optimizer(stored: StoredTraining) -> bool:
@@ -252,5 +253,5 @@ def _has_optimizer(stored: StoredTraining) -> bool:
 def _ranks_of(stored: StoredTraining) -> list[int]:
     """The ranks that saved a train state."""
     node = find_node(decode_tree(stored.manifest.body.tree), TRAIN)
-    children = node.children if isinstance(node, Container) else ()
-    return sorted(element for element, _ in children if isinstance(element, int))
+    below = () if node is None else children(node)
+    return sorted(element for element, _ in below if isinstance(element, int))

@@ -20,34 +20,28 @@ class Janitor:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._thread: ThreadPoolExecutor | None = None
+        self._queue: ThreadPoolExecutor | None = None
         self._lock = Lock()
-        self._asked: set[str] = set()
-        self._busy = False
+        self._waiting: set[str] = set()
 
     def ask(self, run: str) -> None:
         """Have a gc of ``run``: at once, or after the one that runs."""
         with self._lock:
-            self._asked.add(run)
-            if not self._busy:
-                self._busy = True
-                self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
-                self._thread.submit(self._work)
+            if run not in self._waiting:
+                self._waiting.add(run)
+                self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix="casckpt-gc")
+                self._queue.submit(self._gc, run)
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._asked:
-                    self._busy = False
-                    return
-                run = self._asked.pop()
-            try:
-                self._store.gc(run=run, wait=0)
-            except CasckptError as error:
-                log.warning("gc of %s in %s left its work to the next one: %s", run, self._store.url, error)
+    def _gc(self, run: str) -> None:
+        with self._lock:
+            self._waiting.remove(run)
+        try:
+            self._store.gc(run=run, wait=0)
+        except CasckptError as error:
+            log.warning("gc of %s in %s left its work to the next one: %s", run, self._store.url, error)
 
     def close(self) -> None:
         """Wait until all is done."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        if self._queue is not None:
+            self._queue.shutdown()
+            self._queue = None

@@ -1,17 +1,52 @@
-"""Looking at the checkpoints of one run. What saves and loads them is a `Checkpointer`."""
+"""The checkpoints of one run, and the newest of them, which all ranks are to take up again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
+from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.ranks import Ranks, everyone
 from casckpt.errors import NotFound
-from casckpt.frontends.trainer.newest import newest
+from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
+    """The newest of a run, or that of a step; None if there is none."""
+    try:
+        return store.get(_ref(run, step)).commit
+    except NotFound as error:
+        if store.repository.exists():  # else it is the first run of all
+            log.info("%s", error)  # a slip of the pen would start a training anew
+        return None
+
+
+def newest_together(
+    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool]
+) -> tuple[Checkpoint | None, bool]:
+    """`newest` as rank 0 finds it; and did ``ask``, whose errors reach all ranks, say yes on any of them?
+
+    Raises Conflict if ranks name another run or step.
+    """
+
+    def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
+        check_same([text for text, _ in told])
+        return everyone((newest(store, run, step), any(yes for _, yes in told)), ranks.size)
+
+    commit, yes = ranks.exchange(lambda: (_ref(run, step), ask()), find)
+    return None if commit is None else Checkpoint(store.repository, commit), yes
+
+
+def _ref(run: str, step: int | None) -> str:
+    return f"{run}@{'latest' if step is None else step}"
 
 
 class OneRun:
-    """The checkpoints of a run, as one process finds them."""
+    """The checkpoints of a run, as one process finds them. What saves and loads them is a `Checkpointer`."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run

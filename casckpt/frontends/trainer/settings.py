@@ -1,19 +1,19 @@
-"""The settings of a `Checkpointer`, checked."""
+"""The settings of a `Checkpointer`, checked; and when it saves by them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from casckpt.checkpoint.saving.prepare import Frozen
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
-from casckpt.frontends.trainer.schedule import Schedule
 from casckpt.plan.retention import Policy
 
+Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
 """What to keep of permanent checkpoints: fields of `Policy` (`keep_last`, ...) by name, or the number to keep."""
 
@@ -94,7 +94,7 @@ class TrainerSettings:
         self._check_risk()
 
     def _check_risk(self) -> None:
-        most, gap = self.max_steps_at_risk, self.schedule.longest_gap
+        most, gap = self.max_steps_at_risk, self.longest_gap
         if most is not None and (gap is None or most < gap):
             found = "nothing is due by an interval" if gap is None else f"there may be {gap} from one save to the next"
             raise InvalidInput(
@@ -103,14 +103,24 @@ class TrainerSettings:
             )
 
     @property
-    def schedule(self) -> Schedule:
-        """When to save."""
-        return Schedule(
-            every=self.save_interval,
-            fixed=frozenset(self.fixed_steps or ()),
-            ephemeral_every=self.ephemeral_save_interval,
-            ephemeral_cooldown=self.ephemeral_cooldown,
-        )
+    def longest_gap(self) -> int | None:
+        """The most steps from one that is due to the next; None if there is no end to it."""
+        gaps = [] if self.save_interval is None else [self.save_interval]
+        if self.ephemeral_save_interval is not None:
+            gaps.append(self.ephemeral_save_interval + max((self.ephemeral_cooldown or 1) - 1, 0))
+        return min(gaps, default=None)
+
+    def due(self, step: int, last: int | None) -> Kind | None:
+        """Give what is to be saved at ``step``. ``last``: the step of the newest checkpoint, None if there is none.
+
+        Every ``save_interval`` steps, and at ``fixed_steps``, a permanent one. Every ``ephemeral_save_interval`` one
+        that goes once a newer one is there; none within ``ephemeral_cooldown`` steps of the last one of any kind.
+        """
+        if step in (self.fixed_steps or ()) or _is_multiple(step, self.save_interval):
+            return "permanent"
+        cooldown = self.ephemeral_cooldown or 0
+        near = last is not None and 0 <= step - last < cooldown
+        return "ephemeral" if _is_multiple(step, self.ephemeral_save_interval) and not near else None
 
     @property
     def rotation(self) -> Rotation:
@@ -118,6 +128,10 @@ class TrainerSettings:
         return Rotation(
             keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ())
         )
+
+
+def _is_multiple(step: int, interval: int | None) -> bool:
+    return interval is not None and step > 0 and step % interval == 0
 
 
 def policy_of(keep: Keep) -> Policy | None:

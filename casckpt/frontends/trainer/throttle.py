@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -83,10 +84,7 @@ class ThrottledStore:
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
         """See `ObjectStore.put`."""
-        if not key.startswith(OBJECTS):
-            self.inner.put(key, data, settle=settle)
-            return
-        with self.turn:
+        with self.turn if key.startswith(OBJECTS) else nullcontext():
             self.inner.put(key, data, settle=settle)
 
     def __getattr__(self, name: str) -> Any:

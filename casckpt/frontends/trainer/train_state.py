@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class TrainState(MutableMapping[str, Any]):
+class TrainState(UserDict[str, Any]):
     """The random generators of this rank, and what is given by name.
 
     ``parts``: objects with state_dict and load_state_dict (schedulers, data loaders, samplers), torch.Generators, and
@@ -62,28 +63,17 @@ class TrainState(MutableMapping[str, Any]):
     """
 
     def __init__(self, *, rng: bool = True, **parts: Any) -> None:  # of any type: what is to be saved
-        self._rng, self._parts = rng, parts
-
-    def __getitem__(self, name: str) -> Any:
-        return self._parts[name]
+        self._rng = rng
+        super().__init__(parts)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name == RNG and self._rng:
             raise InvalidInput(f"{RNG!r} is where a TrainState has the random generators; give another name")
-        self._parts[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._parts[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
+        super().__setitem__(name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as it is now."""
-        state = {name: _state_of(part) for name, part in self._parts.items()}
+        state = {name: _state_of(part) for name, part in self.items()}
         return {RNG: rng_state(), **state} if self._rng else state
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> list[str]:
@@ -91,7 +81,7 @@ class TrainState(MutableMapping[str, Any]):
 
         ``strict=False``: those that lack stay as they are, and are what is returned.
         """
-        missing = [name for name in (*self._parts, *((RNG,) if self._rng else ())) if name not in state]
+        missing = [name for name in (*self, *((RNG,) if self._rng else ())) if name not in state]
         if missing and strict:
             without = " (rng=False: without the random generators)" if RNG in missing else ""
             raise MissingKey(
@@ -99,8 +89,8 @@ class TrainState(MutableMapping[str, Any]):
                 f"that part out of the TrainState{without}, or load another checkpoint",
                 keys=tuple(missing),
             )
-        for name in [name for name in self._parts if name not in missing]:
-            self._parts[name] = _restored(self._parts[name], state[name])
+        for name in [name for name in self if name not in missing]:
+            self[name] = _restored(self[name], state[name])
         if self._rng and RNG not in missing:
             restore_rng(state[RNG])
         return missing

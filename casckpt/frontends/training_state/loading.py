@@ -16,7 +16,7 @@ from casckpt.checkpoint.loading.load_plan import new_empty
 from casckpt.checkpoint.loading.unread import that_hold
 from casckpt.errors import Mismatch
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import Container, Element, Node
+from casckpt.format.tree import Element, Node, children
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.groups import Match, check, check_unused, listed, match
 from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
@@ -55,21 +55,23 @@ class TrainingStateLoad:
     ) -> None:
         self.state: dict[str, Any] = {}
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
-        self._ignored = Ignored(ignore_mismatched)
+        self._ignore_mismatched = ignore_mismatched
+        self.ignored: tuple[str, ...] = ()
+        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
         self._bare = groups is None and not stored.keys_below("model")
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
 
     def plan(self, model: nn.Module, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
-        self._ignored.check()
+        given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
+        self.ignored = (*given, *(f"model.{pattern}" for pattern in given))
         self._model = ModelTemplate(model)
         if self._model.values:
             self.state["model"] = self._model.values
         self._saved_key = renamer(self._rename)
-        new = {
-            name for name, value in self._model.values.items() if self._ignored(name) and not self._fits(name, value)
-        }
+        values = self._model.values.items()
+        new = {name for name, value in values if self._is_ignored(name) and not self._fits(name, value)}
         if optims and self._groups is None:
             self._absent = (GROUPS,)
         elif self._groups is not None and optims:
@@ -86,14 +88,12 @@ class TrainingStateLoad:
         known = {self._saved_name(name) for name in new}
         unused = on_no_rank([plan.match.unused for plan in self._optimizers]) if self._optimizers else ()
         return Unused(
-            [name for name in self._unused_keys() if not self._ignored(name)],
-            [name for name in unused if name not in known and not self._ignored(name)],
+            [name for name in self._unused_keys() if not self._is_ignored(name)],
+            [name for name in unused if name not in known and not self._is_ignored(name)],
         )
 
-    @property
-    def ignored(self) -> Sequence[str]:
-        """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
-        return self._ignored.patterns
+    def _is_ignored(self, name: str) -> bool:
+        return matches(f"model.{name}", self.ignored)
 
     def _fits(self, name: str, value: Any) -> bool:
         """Tell whether there is a tensor of this shape in the checkpoint."""
@@ -144,22 +144,6 @@ class TrainingStateLoad:
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
         return replace(loaded, missing_keys=missing, unread_keys=unread, unread_subtrees=subtrees)
-
-
-class Ignored:
-    """The names of a model that may be left as they are. ``patterns``: on names, or on keys, ``model.<name>``."""
-
-    def __init__(self, patterns: Any) -> None:
-        self._given, self.patterns = patterns, tuple[str, ...]()
-
-    def check(self) -> None:
-        """Take the patterns up. Raises InvalidInput."""
-        given = usable_patterns(self._given, "ignore_mismatched") or ()
-        self.patterns = (*given, *(f"model.{pattern}" for pattern in given))
-
-    def __call__(self, name: str) -> bool:
-        """Tell whether it is one of them."""
-        return matches(f"model.{name}", self.patterns)
 
 
 _NOWHERE = "\0"
@@ -214,8 +198,8 @@ class _OptimizerPlan:
         for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
             for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
                 node = None if name is None else nodes.get(name)
-                if kind is not None and isinstance(node, Container) and node.children:
-                    names = [str(element) for element, _ in node.children]
+                names = [] if node is None else [str(element) for element, _ in children(node)]
+                if kind is not None and names:
                     kind.check(names, {**group, **options}, str(name), where)
 
     def _make_homes(self, model: nn.Module) -> dict[str, _Home]:

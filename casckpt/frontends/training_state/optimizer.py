@@ -16,7 +16,7 @@ from casckpt.format import tree
 from casckpt.frontends.training_state.flat import flat_parts
 from casckpt.frontends.training_state.holding import Holding
 from casckpt.frontends.training_state.names import parameter_names
-from casckpt.tensors.state import check_nesting, flatten, inflate
+from casckpt.tensors.state import check_nesting, decode_tree, encode_tree, flatten, inflate
 
 _TREE = "tree"
 
@@ -144,7 +144,7 @@ def flatten_optimizer_state(model: nn.Module, optim: Optimizer) -> dict[str, Any
     tensor) and ``tree``: bytes from which `unflatten_optimizer_state` knows lists and what is empty.
     """
     flat = flatten(optimizer_state(model, optim))
-    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: tree.encode_tree(flat.tree)}
+    return {key: leaf.value for key, leaf in flat.leaves.items()} | {_TREE: encode_tree(flat.tree)}
 
 
 def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def unflatten_optimizer_state(flat: Mapping[str, Any], *, by_name: bool = False)
     """
     if not isinstance(flat.get(_TREE), bytes):
         raise InvalidInput(f"there is no key {_TREE!r} that flatten_optimizer_state makes; give all of its result")
-    node = tree.decode_tree(flat[_TREE])
+    node = decode_tree(flat[_TREE])
     lacking = [tree.join(path) for path, _ in tree.leaves(node) if tree.join(path) not in flat]
     if lacking:
         raise InvalidInput(f"the flat state lacks {lacking[0]!r}; give all that flatten_optimizer_state gave")
@@ -181,13 +181,14 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
     The tensors of ``state`` become the optimizer's as they are. Tensors among the options are copied into those that
     are there, if they fit: a captured CUDA graph reads a learning rate from where it was.
     """
-    options = [_kept_in_place(old, new) for old, new in zip(optim.param_groups, groups, strict=True)]
-    numbers = {parameter: number for number, parameter in enumerate(_parameters(optim))}
-    numbered, start = [], 0
+    pairs = list(zip(optim.param_groups, groups, strict=True))
+    options = [{name: _taken_over(old.get(name), value) for name, value in new.items()} for old, new in pairs]
+    numbers = {one: number for number, one in enumerate(one for group in optim.param_groups for one in group["params"])}
+    numbered = []
     for old, new in zip(optim.param_groups, options, strict=True):
-        stop = start + len(old["params"])
-        numbered.append({**_others(old, new), **new, "params": list(range(start, stop))})
-        start = stop
+        # the checkpoint, of another version perhaps, may lack options
+        kept = {name: value for name, value in old.items() if name not in new and name != "params"}
+        numbered.append({**kept, **new, "params": [numbers[one] for one in old["params"]]})
     if getattr(optim.load_state_dict, "__func__", None) is Optimizer.load_state_dict:
         # state that is keyed by no number is taken over as it is: neither copied nor converted to the parameter's dtype
         optim.load_state_dict({"state": dict(state), "param_groups": numbered})
@@ -197,19 +198,6 @@ def install(optim: Optimizer, state: Mapping[Any, Any], groups: Sequence[Mapping
             optim.state[key] = _unconverted(value, optim.state.get(key))
     for group, new in zip(optim.param_groups, options, strict=True):
         group.update({name: value for name, value in new.items() if name in group and any(tensors_below(value, ""))})
-
-
-def _parameters(optim: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optim.param_groups for parameter in group["params"]]
-
-
-def _others(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that stay: the checkpoint, of another version perhaps, does not have them."""
-    return {name: value for name, value in old.items() if name not in new and name != "params"}
-
-
-def _kept_in_place(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _taken_over(old.get(name), value) for name, value in new.items()}
 
 
 def _taken_over(old: Any, new: Any) -> Any:

@@ -12,12 +12,12 @@ from casckpt.errors import Damaged, Mismatch, MissingKey
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import DICT, Container, Element, Leaf, Node, decode_tree, find, join, leaves
+from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
 from casckpt.plan.reads import covers
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.store.store import Store
-from casckpt.tensors.state import inflate
+from casckpt.tensors.state import decode_tree, inflate
 
 GROUPS = "optim.param_groups"
 STATE = "optim.state"
@@ -59,7 +59,7 @@ class StoredTraining:
 
     def at_the_top(self) -> str:
         """The names at the top of it, for a message."""
-        names = [repr(element) for element, _ in self._tree.children] if isinstance(self._tree, Container) else []
+        names = [repr(element) for element, _ in children(self._tree)]
         return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
     @property
@@ -93,26 +93,26 @@ class StoredTraining:
     def nodes(self, names: Mapping[str, Any]) -> dict[Element, Node]:
         """The part of the tree for each of ``names`` that has state, and for what else stands beside them."""
         node = find(self._tree, STATE)
-        children = self._at_the_top(names) | (dict(node.children) if isinstance(node, Container) else {})
-        nodes: dict[Element, Node] = {name: children.pop(name) for name in names if name in children}
-        if not children:
+        others = self._at_the_top(names) | ({} if node is None else dict(children(node)))
+        nodes: dict[Element, Node] = {name: others.pop(name) for name in names if name in others}
+        if not others:
             return nodes
         for name in names:  # nested by another front end, perhaps
             below = None if name in nodes or node is None else find(node, name)
             if below is not None:
                 nodes[name] = below
-                children.pop(name.partition(".")[0], None)
-        return nodes | children
+                others.pop(name.partition(".")[0], None)
+        return nodes | others
 
     def _at_the_top(self, names: Mapping[str, Any]) -> dict[Element, Node]:
         """The same of state that stands at the top of the tree by its flat keys, as Megatron style leaves it."""
-        start, found = f"{STATE}.", dict[str, list[tuple[Element, Node]]]()
-        for element, node in self._tree.children if isinstance(self._tree, Container) else ():
+        start, found = f"{STATE}.", dict[Element, dict[Element, Node]]()
+        for element, node in children(self._tree):
             if str(element).startswith(start):
                 key = str(element).removeprefix(start)
                 name = _owner(key, names)
-                found.setdefault(name, []).append((key.removeprefix(f"{name}."), node))
-        return {name: Container(DICT, tuple(children)) for name, children in found.items()}
+                found.setdefault(name, {})[key.removeprefix(f"{name}.")] = node
+        return dict(found)
 
     def template(self, nodes: Mapping[Element, Node], place: Place, keep: Callable[[str], bool]) -> dict[Element, Any]:
         """State to be filled by `Store.load`: the flat keys below ``optim.state`` that ``keep`` answers for."""
@@ -126,7 +126,7 @@ class StoredTraining:
                 entry = self.manifest.tensors.get(f"{STATE}.{key}")
                 return None if entry is None else place(name, key.removeprefix(prefix), self._whole(entry))
 
-            filled |= inflate(Container(DICT, ((name, node),)), leaf, keep)
+            filled |= inflate({name: node}, leaf, keep)
         return filled
 
     def _whole(self, entry: StreamEntry) -> StreamEntry:

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused
 from casckpt.format import records
@@ -28,7 +28,6 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.repository import Repository
 
 PREFIX = "runs/"
-COMMITTED = "committed"
 _AT_ONCE = 1000  # that one announcement tells of
 _NOT_WHAT_IT_WAS = (
     "the store at %s is not what it was: %s is not what this host has read there, so it was put back from a copy, or "
@@ -39,14 +38,8 @@ log = logging.getLogger(__name__)
 
 Fetched: TypeAlias = Announced | CasckptError | None
 """An announcement, why it cannot be read, or None where there is none."""
-
-
-class Announcement(NamedTuple):
-    """A record ``number`` of a transaction's log that somebody is about to create, and its ``type``."""
-
-    txid: TxId
-    number: int
-    type: str
+Announcement: TypeAlias = tuple[TxId, int]
+"""A transaction and the number of a record in its log that somebody is about to create."""
 
 
 def look(repo: Repository, run: str, *, anew: bool = False) -> RunCache:
@@ -90,8 +83,8 @@ def announce(repo: Repository, announced: Iterable[Announcement], *, seen: int |
     `StorageError`.
     """
     by_run: dict[str, list[Announcement]] = defaultdict(list)
-    for one in announced:
-        by_run[parse_txid(one.txid).run_hash].append(one)
+    for txid, number in announced:
+        by_run[parse_txid(txid).run_hash].append((txid, number))
     for run, of_run in by_run.items():
         for first in range(0, len(of_run), _AT_ONCE):
             _announce(repo, run, of_run[first : first + _AT_ONCE], seen)
@@ -133,7 +126,7 @@ def runs(repo: Repository) -> list[str]:
 
 
 def _unannounced(known: RunCache, wanted: Iterable[Announcement]) -> list[Announcement]:
-    return [one for one in wanted if known.announced.get(one.txid, -1) < one.number]
+    return [(txid, number) for txid, number in wanted if known.announced.get(txid, -1) < number]
 
 
 def _load(repo: Repository, run: str, known: RunCache) -> None:
@@ -212,7 +205,7 @@ def _decoded(run: str, key: str, data: bytes | CasckptError) -> Announced | Casc
         return data
     try:
         found: Announced = records.decode(data, Announced, key)
-        fits = all(parse_txid(txid).run_hash == run for txid, _, _ in found.announced)
+        fits = all(parse_txid(txid).run_hash == run for txid, _ in found.announced)
     except (Damaged, Refused) as error:
         return error
     return found if fits else Refused(f"{key} is not usable: it tells of another run", key=key)

@@ -16,7 +16,7 @@ from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, follow, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
+from casckpt.repository.runs.announcements import announce, look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""
@@ -51,7 +51,7 @@ def announce_lost(repo: Repository) -> bool:
     if runs(repo):
         return False
     lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
-    announce(repo, [Announcement(commit.txid, commit.number, commit.last) for commit in lost])
+    announce(repo, [(commit.txid, commit.number) for commit in lost])
     return bool(lost)
 
 
@@ -146,14 +146,14 @@ def _newest(
 
 def _told(known: RunCache, number: int) -> Iterator[TxId]:
     record = known.records.get(number)
-    return iter(()) if record is None else (txid for txid, _, _ in record.announced)
+    return iter(()) if record is None else (txid for txid, _ in record.announced)
 
 
 def _bound(known: RunCache, low: int) -> TxId | None:
     """Return what is later than all that was announced below ``low``, as far as a save that looked there says so."""
     found = (known.records.get(number) for number in range(low, known.head + 1))
     saves = (one for one in found if one is not None and one.seen is not None and one.seen >= low - 1)
-    return max((txid for one in saves for txid, _, _ in one.announced), default=None)
+    return max((txid for one in saves for txid, _ in one.announced), default=None)
 
 
 def _hidden(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,11 +27,8 @@ class LocalFiles(Files):
 
     @override
     def names(self) -> Sequence[str]:
-        return sorted(self._all())
-
-    def _all(self) -> Iterator[str]:
-        for place, _, names in os.walk(self.path):
-            yield from (Path(place, name).relative_to(self.path).as_posix() for name in names)
+        found = (Path(place, name) for place, _, names in os.walk(self.path) for name in names)
+        return sorted(path.relative_to(self.path).as_posix() for path in found)
 
     def _open(self, name: str) -> BinaryIO:
         path = self.path / checked(name)

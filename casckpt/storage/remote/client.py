@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from casckpt.errors import CasckptError, StorageError
 from casckpt.storage.base import Finding, ListedObject
@@ -30,6 +30,14 @@ class Ranged(Protocol):
         """Fill the buffers, which hold a byte at least. Raises `ShortObject` if the object ends before."""
 
 
+class Page(NamedTuple):
+    """A part of a listing. ``folders``: by their keys. ``after``: what to ask the next page with; None: no more."""
+
+    objects: list[ListedObject]
+    folders: list[str]
+    after: str | None = None
+
+
 class Client(Protocol):
     """Objects of one bucket, by their keys. Nothing is tried twice here.
 
@@ -38,21 +46,14 @@ class Client(Protocol):
     ``failures``, and `explain` says what it means.
     """
 
-    @property
-    def patience(self) -> Patience:
-        """How long the server is waited for."""
-
-    @property
-    def exclusive(self) -> bool | None:
-        """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
-
-    @property
-    def read_only(self) -> bool:
-        """Whether nothing can be written here."""
-
-    @property
-    def failures(self) -> tuple[type[Exception], ...]:
-        """What calls may raise."""
+    patience: Patience
+    """How long the server is waited for."""
+    exclusive: bool | None
+    """Whether `create` refuses a key that is taken, also when several come at once; None: to be probed."""
+    read_only: bool
+    """Whether nothing can be written here."""
+    failures: tuple[type[Exception], ...]
+    """What calls may raise."""
 
     def explain(self, error: Exception) -> ExplainedFailure:
         """Say what an error of these means."""
@@ -75,11 +76,11 @@ class Client(Protocol):
     def size(self, key: str) -> int | None:
         """Return the size in bytes, None if there is none."""
 
-    def page(self, prefix: str, after: str | None) -> tuple[list[ListedObject], str | None]:
-        """List some objects whose keys start so, and what to pass as ``after`` for the next ones; None: no more."""
+    def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
+        """List some objects whose keys start so; not ``deep``: only those right in that folder, and the folders in it.
 
-    def folder_page(self, folder: str, after: str | None) -> tuple[list[ListedObject], list[str], str | None]:
-        """List some of the objects right in a folder, and of the folders in it; ``after`` as for `page`."""
+        ``after``: of the page before; None for the first.
+        """
 
     def delete(self, key: str) -> None:
         """Remove it, if it is there."""

@@ -40,11 +40,6 @@ class RemoteFiles:
         except Exception as error:  # each implementation of fsspec has errors of its own
             raise StorageError(f"{self.url}: {name}: {type(error).__name__}: {error}; try again") from error
 
-    def is_file(self) -> bool:
-        """Tell whether the URL itself names a file."""
-        with self._reporting("file"):
-            return bool(self._ask("isfile", self._root))
-
     def names(self) -> Sequence[str]:
         """See `casckpt.storage.files.Files`."""
         with self._reporting("folder"):
@@ -74,10 +69,10 @@ class RemoteFiles:
     def fetch(self, folder: Path) -> Path:
         """Copy all of it below ``folder``: the path of the file, or of a folder, that is a copy of the URL."""
         target = folder / checked(self._root.rpartition("/")[2])
-        if self.is_file():
-            with self._reporting(target.name):
+        with self._reporting(target.name):
+            if self._ask("isfile", self._root):
                 self._ask.fetch(self._root, target, self._size(self._root))
-            return target
+                return target
         names = self.names()
         if not names:
             raise NotFound(f"there is nothing at {self.url}; give the URL of a file or folder")

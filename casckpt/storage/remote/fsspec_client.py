@@ -13,7 +13,7 @@ from casckpt.errors import NotFound, Refused, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
 from casckpt.storage.failures import in_one_line
 from casckpt.storage.remote.calls import WEB, calls_of, with_timeouts
-from casckpt.storage.remote.client import ExplainedFailure
+from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.patience import Patience
 
 _LONGEST = 300  # characters of what an error says: some hold whole answers
@@ -109,33 +109,35 @@ class FsspecClient:
         """Read bytes of an object. Raises FileNotFoundError."""
         return self._ask.part(self._path(key), offset, end)
 
-    def page(self, prefix: str, after: str | None) -> tuple[list[ListedObject], str | None]:
+    def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
         """See `casckpt.storage.remote.client.Client`: all at once."""
+        return Page(self._all(prefix), []) if deep else self._right_in(prefix.removesuffix("/"))
+
+    def _all(self, prefix: str) -> list[ListedObject]:
         folder = prefix.rpartition("/")[0]
         with self._listing:  # the cache is of the whole file system
             self._fs.invalidate_cache()
             path = self._path(folder) if folder else self._root
             found = self._ask.find(path)
         entries = [self._entry(path, about) for path, about in found.items()]
-        return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)], None
+        return [entry for entry in entries if entry is not None and entry.key.startswith(prefix)]
 
-    def folder_page(self, folder: str, after: str | None) -> tuple[list[ListedObject], list[str], str | None]:
-        """See `casckpt.storage.remote.client.Client`: all at once."""
+    def _right_in(self, folder: str) -> Page:
         if self.read_only:
-            entries, _ = self.page(f"{folder}/", None)
+            entries = self._all(f"{folder}/")
             depth = folder.count("/") + 1
             deeper = {"/".join(one.key.split("/")[: depth + 1]) for one in entries if one.key.count("/") > depth}
-            return [one for one in entries if one.key.count("/") == depth], sorted(deeper), None
+            return Page([one for one in entries if one.key.count("/") == depth], sorted(deeper))
         with self._listing:
             self._fs.invalidate_cache()
             try:
                 found = self._ask("ls", self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
-                return [], [], None
+                return Page([], [])
         below = {one["name"].rstrip("/"): one for one in found if one["name"].startswith(f"{self._path(folder)}/")}
         files = [self._entry(name, one) for name, one in below.items() if one["type"] == "file"]
         names = [name.removeprefix(f"{self._root}/") for name, one in below.items() if one["type"] == "directory"]
-        return [entry for entry in files if entry is not None], names, None
+        return Page([entry for entry in files if entry is not None], names)
 
     def _entry(self, path: str, about: Mapping[str, Any]) -> ListedObject | None:
         key = path.removeprefix(self._root).removeprefix("/")

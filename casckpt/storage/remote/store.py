@@ -24,7 +24,7 @@ from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.forking import PerProcess
 from casckpt.storage.names import split_folder, split_key
-from casckpt.storage.remote.client import Client, Ranged
+from casckpt.storage.remote.client import Client, Page, Ranged
 from casckpt.storage.remote.patience import Backoff, Call
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class RemoteStore(ObjectStore):
         self._given_up = -math.inf  # when a call was that waited for a silent server; nothing has come since
 
     def __reduce__(self) -> tuple[Callable[..., RemoteStore], tuple[Any, ...]]:
-        return _reopen, (self._connect, self._single_writer, self._backoff)
+        again = partial(RemoteStore, single_writer=self._single_writer, backoff=self._backoff)
+        return again, (self._connect,)
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.url!r})"
@@ -142,29 +143,27 @@ class RemoteStore(ObjectStore):
 
     def list(self, prefix: str, *, known: Known | None = None) -> Iterator[ListedObject]:
         """See `casckpt.storage.base.ObjectStore`. Page by page, as they are wanted. All that has a key is an object."""
-        after: str | None = None
-
-        def page(client: Client) -> tuple[list[ListedObject], str | None]:
-            return client.page(prefix, after)
-
-        while True:
-            entries, after = self._ask("list", prefix, page)
-            yield from entries
-            if after is None:
-                return
+        for page in self._pages(prefix, deep=True):
+            yield from page.objects
 
     @override
     def list_folder(self, folder: str) -> tuple[builtins.list[ListedObject], builtins.list[str]]:
         split_folder(folder)
-        entries: builtins.list[ListedObject] = []
-        folders: builtins.list[str] = []
+        pages = [*self._pages(f"{folder}/", deep=False)]
+        return [one for page in pages for one in page.objects], [key for page in pages for key in page.folders]
+
+    def _pages(self, prefix: str, *, deep: bool) -> Iterator[Page]:
         after: str | None = None
+
+        def ask(client: Client) -> Page:
+            return client.page(prefix, after, deep=deep)
+
         while True:
-            found, deeper, after = self._ask("list", folder, partial(_folder_page, folder, after))
-            entries += found
-            folders += deeper
+            page = self._ask("list", prefix, ask)
+            yield page
+            after = page.after
             if after is None:
-                return entries, folders
+                return
 
     @override
     def delete(self, key: str) -> None:
@@ -246,11 +245,3 @@ class RemoteReader(Reader):
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: nothing is held open."""
-
-
-def _reopen(connect: Connect, single_writer: bool, backoff: Backoff) -> RemoteStore:
-    return RemoteStore(connect, single_writer=single_writer, backoff=backoff)
-
-
-def _folder_page(folder: str, after: str | None, client: Client) -> tuple[list[ListedObject], list[str], str | None]:
-    return client.folder_page(folder, after)

@@ -18,7 +18,8 @@ from casckpt.format.names import BlobHash
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, Holdings, list_commits, restore
+from casckpt.repository.commits import Commit, CommitList, list_commits, restore
+from casckpt.repository.folding import Holdings
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
-from casckpt.repository.commits import Commit, Holdings, forget, list_commits
+from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.folding import Holdings
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -156,7 +157,7 @@ class Mirror:
             if state.stopped:
                 break
             try:
-                self._copy(commit, is_there=commit in (visible if commit.visible else lives))
+                self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
             except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
@@ -168,6 +169,6 @@ class Mirror:
         """Note what is seen there; else copy it first. What happens to it there later is the mirror's business."""
         if not is_there:
             made = replicate(self._repo, self.target, commit, Work(jobs=JOBS, twins=True))
-            if not commit.visible:
+            if commit.is_forgotten:
                 forget(self.target, made.commit)
         note(self._repo, commit, self.target.storage.url)

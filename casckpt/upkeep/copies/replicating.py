@@ -27,8 +27,9 @@ from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, CommitList, Holdings, list_commits, refresh
+from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
 from casckpt.repository.fetching import Spoilt, fetch
+from casckpt.repository.folding import Holdings
 from casckpt.repository.processes import this_process
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, join
@@ -286,7 +287,6 @@ class _Copy:
             origin=None if self.commit.origin == txid else self.commit.origin,
             replaces=None,  # that is not there, or is another commit there
             time=now,
-            uploader=txid,
             head=made.head,
             manifest_bytes=len(made.data),
             bytes_written=sum(new),

@@ -1,7 +1,7 @@
 """gc: forget what a policy does not keep, purge what was forgotten, delete what nothing needs. Safe at any time.
 
 Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is held, and no clock decides about
-safety. The steps are those of "Commit and gc protocol" in docs/format.md; tests/model walks all their interleavings.
+safety. The steps are those of "How objects are deleted" in docs/format.md; tests/model walks all their interleavings.
 
 1. purge what was forgotten long enough ago
 2. list objects, without those that a live commit guards

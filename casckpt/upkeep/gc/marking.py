@@ -1,7 +1,7 @@
 """Candidates of a gc: the objects that no live checkpoint names (steps 2, 3 and 6 of the protocol).
 
 The order is what keeps this safe: objects are listed before commits, so whatever a listed commit needs was either
-listed or is not up for deletion; see "Commit and gc protocol" in docs/format.md.
+listed or is not up for deletion; see "How objects are deleted" in docs/format.md.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _take_away(sizes: dict[str, int], keys: Iterable[str]) -> None:
 
 def _names(repo: Repository, commit: Commit) -> Iterator[str]:
     """Return the keys of all that a commit names; the catalogue may know."""
-    yield manifest_key(commit.committed.uploader, commit.id)
+    yield manifest_key(commit.txid, commit.id)
     for uploader, blob, _ in manifests.blobs_of(repo, commit):
         yield blob_key(uploader, blob)
 
@@ -111,7 +111,7 @@ def _names_of_live(repo: Repository, commit: Commit, stock: Stock) -> list[str]:
 
     Nothing where all is guarded: there is nothing to take the names away from.
     """
-    key = manifest_key(commit.committed.uploader, commit.id)
+    key = manifest_key(commit.txid, commit.id)
     if repo.storage.traits.remote and (stock.has_manifest(key) or repo.storage.size(key) is not None):
         return list(_names(repo, commit)) if stock.sizes else []
     found = manifests.stored_blobs(repo, commit)

@@ -13,24 +13,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.names import TxId
-from casckpt.format.records import Forgotten, Purged, Settings, time_of
+from casckpt.format.records import Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
-from casckpt.repository.commits import (
-    VOID,
-    Commit,
-    CommitList,
-    Holdings,
-    announce_all,
-    forget,
-    list_commits,
-    purge,
-    restore,
-)
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
+from casckpt.repository.folding import VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -128,13 +120,24 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             names = tags_of(named, commit.id)
             until_then = _end([named[name] for name in names])
             waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
-        elif until > now:
+        elif until > now and not _is_ruin(repo, commits, commit):
             reason = "replaced" if commit.last == "replaced" else "young"
             waiting.append(_waits(commit, reason, until=time_of(until)))
             young.append(commit)
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+
+
+def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
+    """Tell whether a commit was rewritten without a loss, and its manifest is damaged: no gc deletes while it lives."""
+    if commits.standin(commit) is commit:
+        return False
+    try:
+        manifests.stored_blobs(repo, commit)
+    except (Conflict, Damaged, Refused):
+        return True
+    return False
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
@@ -148,7 +151,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     demands of writers what this version does not know.
     """
     chosen = _untagged(repo, plan.forget)
-    announce_all(repo, chosen, Forgotten)
+    announce_all(repo, chosen)
     forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
     tagged = _barred(repo, [*plan.purge, *forgotten])
@@ -160,7 +163,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
-    announce_all(repo, left, Purged)
+    announce_all(repo, left)
     return forgotten, _each_unless_changed(repo, purge, left)
 
 

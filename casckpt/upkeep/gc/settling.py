@@ -1,6 +1,5 @@
 """What a gc does for those who follow runs, and for rewrites that were not finished.
 
-Announcements keep nobody waiting, and all are told of each record.
 An announcement whose record never came, because whoever announced it died, is looked after by every host at each look.
 A record that nobody announced, because runs/ was lost or put back from an older copy, is not seen by them.
 """
@@ -15,9 +14,10 @@ from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import UNSETTLED, VOID, CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.commits import CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.folding import UNSETTLED, VOID
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
+from casckpt.repository.runs.announcements import announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
 
 _UNREADABLE = (
@@ -78,7 +78,7 @@ def faults(repo: Repository, listed: CommitList, *, anew: bool) -> list[tuple[st
         look(reader, run, anew=anew)
         known = read_back(reader, run)
         found += [(announcement_key(run, number), _UNREADABLE) for number in sorted(known.unreadable)]
-        found += [(commit_key(one.txid, one.number), _UNANNOUNCED) for one in _unannounced(known, listed, run)]
+        found += [(commit_key(*one), _UNANNOUNCED) for one in _unannounced(known, listed, run)]
     return found
 
 
@@ -89,14 +89,14 @@ def _hashes(repo: Repository, listed: CommitList) -> list[str]:
 def _undecided(known: RunCache, listed: CommitList, since: int) -> Iterator[tuple[TxId, int]]:
     """Return (txid, number) of what was announced before ``since`` and is not listed, of each log the next one only."""
     for record in list(known.records.values()):  # other threads go on announcing
-        for txid, number, _ in record.announced if record is not None and record.time <= since else ():
+        for txid, number in record.announced if record is not None and record.time <= since else ():
             commit = listed.commits.get(txid)
             if txid not in listed.damaged and number == (0 if commit is None else commit.number + 1):
                 yield txid, number
 
 
-def _unannounced(known: RunCache, listed: CommitList, run: str) -> Iterator[Announcement]:
+def _unannounced(known: RunCache, listed: CommitList, run: str) -> Iterator[tuple[TxId, int]]:
     for txid, commit in listed.commits.items():
         is_of_run = parse_txid(txid).run_hash == run and commit.last != "revoked"
         if is_of_run and known.announced.get(txid, -1) < commit.number:
-            yield Announcement(txid, commit.number, commit.last)
+            yield txid, commit.number

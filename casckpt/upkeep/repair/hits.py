@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
@@ -81,11 +79,11 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
 
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
     """Return the keys of the entries that lie in any of the blobs ``wanted``, given by their numbers."""
-    numbers, found = list(wanted), set()
+    numbers, found = frozenset(wanted), set()
     manifest.ready(objects=())
     for entry in manifest.entries:
         try:
-            if np.isin(manifest.extents(entry).columns.blob, numbers).any():
+            if any(extent.blob in numbers for extent in manifest.extents(entry).extents):
                 found.add(entry.key)
         except (Damaged, Refused):
             found.add(entry.key)  # nobody can tell
@@ -94,7 +92,6 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
     """Note which cells lie in wrong bytes, of a manifest that is at hand."""
-    numbers = list(uses)
     for entry in manifest.entries:
         try:
             table = manifest.extents(entry)
@@ -102,7 +99,7 @@ def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
             for one in uses.values():
                 one.add(_UNKNOWN, entry.key, manifest.id)
             continue
-        for cell in table.stored_cells(np.flatnonzero(np.isin(table.columns.blob, numbers)).tolist()):
+        for cell in table.stored_cells(extent for extent in table.extents if extent.blob in uses):
             uses[cell.blob].add(_Cell(cell.offset, cell.nbytes, cell.digest), entry.key, manifest.id)
 
 

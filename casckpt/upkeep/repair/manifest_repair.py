@@ -22,10 +22,10 @@ from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.upkeep.repair.relocating import record_of
 from casckpt.upkeep.repair.salvage import readable
 from casckpt.upkeep.repair.verify import DamagedManifest
+from casckpt.upkeep.rewriting import rewrite
 from casckpt.upkeep.stock import BLOB, list_objects
 
 
@@ -50,8 +50,8 @@ def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bo
                 return _rewrite(repo, commit, source, manifest)
         except (Damaged, Refused, Conflict):  # of the source, or somebody forgot the checkpoint just now
             continue
-        repo.storage.sweep(uploader_folder(commit.committed.uploader))  # of a repair that was killed
-        repo.storage.replace(manifest_key(commit.committed.uploader, commit.id), data)
+        repo.storage.sweep(uploader_folder(commit.txid))  # of a repair that was killed
+        repo.storage.replace(manifest_key(commit.txid, commit.id), data)
         return True
     return False
 
@@ -76,7 +76,7 @@ def _same_bytes(repo: Repository, commit: Commit, manifest: Manifest) -> bytes |
 
 def _guessed(repo: Repository, commit: Commit, manifest: Manifest) -> bytes:
     """Guess where the blobs lie: under the checkpoint's own uploader, or wherever there is one of this name."""
-    own = commit.committed.uploader
+    own = commit.txid
     uploaders: dict[str, list[TxId]] = defaultdict(list)
     for key in sorted(list_objects(repo)):
         name = parse_object(key)

@@ -21,9 +21,9 @@ from casckpt.format.sections.index import StreamEntry
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.upkeep.repair.mending import Mending, Source
 from casckpt.upkeep.repair.salvage import live_cells
+from casckpt.upkeep.rewriting import rewrite
 
 Moved = dict[tuple[int, int], int]
 """New offset of each cell, by (number of the blob, old offset)."""
@@ -58,7 +58,7 @@ def _save(repo: Repository, txid: TxId, commit: Commit, lost: Sequence[BlobRef],
 def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
     """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
     manifests.put_encoded(repo, txid, made)
-    places = {"txid": txid, "uploader": txid, "head": made.head, "manifest_bytes": len(made.data)}
+    places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
     return changed(commit.committed, time=repo.clock(), **places)
 
 

@@ -9,10 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
-from casckpt.format.extents import ExtentTable
+from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.keys import blob_key, parse_object
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
@@ -91,7 +89,6 @@ class Cells:
 
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
-        self._heads = np.array([int.from_bytes(digest[:8], "little") for digest in self._wanted], dtype="<u8")
         self._places: dict[CellDigest, list[_CellCopy]] = defaultdict(list)
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):
@@ -107,18 +104,16 @@ class Cells:
                 table = manifest.extents(entry)
             except (Damaged, Refused):
                 continue
-            for cell in table.stored_cells(self._hits(table)):
+            for cell in table.stored_cells(extent for extent in table.extents if self._hits(extent.digests)):
                 if cell.digest in self._wanted:
                     ref = manifest.blob(cell.blob)
                     found = _CellCopy(store, blob_key(ref.uploader, ref.hash), cell.offset, cell.nbytes)
                     self._places[cell.digest].append(found)
 
-    def _hits(self, table: ExtentTable) -> list[int]:
-        """Return the extents that may have a wanted cell, by the first bytes of the digests."""
-        heads = np.ascontiguousarray(table.columns.digests[:, :8]).view("<u8").reshape(-1)
-        rows = np.flatnonzero(np.isin(heads, self._heads))
-        extents: list[int] = np.unique(np.searchsorted(table.first_cell, rows, side="right") - 1).tolist()
-        return extents
+    def _hits(self, digests: bytes) -> bool:
+        """Is one of these wanted?"""
+        found = (digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES))
+        return not self._wanted.isdisjoint(found)
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
         """Fill ``target`` with the cell; False, and it stays as it is, if that is not to be had."""
@@ -142,6 +137,6 @@ def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRe
     found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
     for entry in manifest.entries:
         table = manifest.extents(entry)
-        for cell in table.stored_cells(np.flatnonzero(np.isin(table.columns.blob, list(wanted))).tolist()):
+        for cell in table.stored_cells(extent for extent in table.extents if extent.blob in wanted):
             found[wanted[cell.blob]].add(LiveCell(cell.offset, cell.nbytes, cell.digest, entry.dtype))
     return found

@@ -12,6 +12,7 @@ import casckpt
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import InvalidInput
 from casckpt.format import digest
+from casckpt.format.columns import unpack
 from casckpt.repository import manifests
 
 
@@ -30,7 +31,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 def unhashed(store: casckpt.Store, checkpoint: Checkpoint) -> set[str]:
     manifest = manifests.get(store.repository, checkpoint.commit)
-    return {entry.key for entry in manifest.entries if manifest.extents(entry).columns.unhashed.any()}
+    return {manifest.entries[number].key for number in unpack(manifest.body.entry_columns.unhashed)}
 
 
 def test_only_a_sample_is_hashed_and_the_manifest_says_so(

@@ -225,7 +225,7 @@ class TestWorn:
     def live(store: Store, step: int) -> tuple[int, int]:
         """(bytes of data in the blobs that a checkpoint names, bytes that it uses)."""
         manifest = manifest_of(store, f"default@{step}")
-        held = sum(most_data(int(size)) for size in manifest.blob_sizes)
+        held = sum(most_data(size) for size in manifest.blob_sizes)
         return held, sum(entry.nbytes for entry in manifest.entries)
 
     @pytest.mark.in_memory

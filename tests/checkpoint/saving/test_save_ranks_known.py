@@ -21,7 +21,9 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.copies import copy
 from tests.support.far import FarStore
+from tests.support.gcs import collect
 from tests.support.repositories import repository
+from tests.support.rewrites import move
 from tests.support.saves import CELL, content, flip, small_folder
 from tests.support.together import (
     emptied,
@@ -212,6 +214,31 @@ def test_a_parent_that_was_purged_and_came_back_is_another_one(ranks: Pool, path
     assert written == 0, "what came back is reused"
     store = casckpt.open(path)
     assert not store.verify().is_damaged
+    assert torch.equal(store.read("a@1")["w"], numbers("w", 60, 100))
+
+
+def beside_a_rewrite(rank: int, size: int, path: Path) -> Any:
+    """The newest is rewritten, and its old places go: it has its id, and lies elsewhere."""
+    store = casckpt.open(path)
+    state = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
+    newest = store.save(state, run="a", step=0)
+    if rank == 0:
+        other = repository(path.parent / "other", LocalStore(path), clock=microseconds)
+        move(other, newest.commit)
+        collect(other)
+    dist.barrier()
+    stats = store.save(state, run="a", step=1).stats
+    return stats.bytes_written, stats.blobs_reused
+
+
+def test_a_parent_that_was_rewritten_is_reused_where_it_lies_now(ranks: Pool, path: Path) -> None:
+    found = ranks.run(2, beside_a_rewrite, path)
+    assert found[0] == found[1]
+    assert (found[0][0], found[0][1] > 0) == (0, True)
+    store = casckpt.open(path)
+    assert not store.verify().is_damaged
+    assert [ckpt.step for ckpt in store.checkpoints()] == [0, 1]
+    assert store.get("a@latest").step == 1
     assert torch.equal(store.read("a@1")["w"], numbers("w", 60, 100))
 
 

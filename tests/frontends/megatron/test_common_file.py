@@ -13,6 +13,7 @@ import torch
 from torch.serialization import add_safe_globals, get_safe_globals, safe_globals
 
 from casckpt.frontends.megatron import CheckpointingException, common
+from casckpt.tensors.objects import write_archive
 
 
 class Color(enum.Enum):
@@ -37,16 +38,16 @@ def registered() -> Iterator[None]:
 
 @pytest.mark.usefixtures("registered")
 def test_what_somebody_registered_stays_registered() -> None:
-    assert common.read(common.packed(ARGS), "a@1", allow_pickle=False) == ARGS
+    assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
     assert Namespace in get_safe_globals()
-    assert torch.load(io.BytesIO(common.packed(ARGS)), weights_only=True) == ARGS
+    assert torch.load(io.BytesIO(write_archive(ARGS)), weights_only=True) == ARGS
 
 
 def test_what_nobody_registered_does_not_stay() -> None:
     before = get_safe_globals()
-    assert common.read(common.packed(ARGS), "a@1", allow_pickle=False) == ARGS
+    assert common.read(write_archive(ARGS), "a@1", allow_pickle=False) == ARGS
     with pytest.raises(CheckpointingException, match="needs pickle"):
-        common.read(common.packed({"odd": Color.RED}), "a@1", allow_pickle=False)
+        common.read(write_archive({"odd": Color.RED}), "a@1", allow_pickle=False)
     assert set(get_safe_globals()) == set(before)
 
 
@@ -56,7 +57,7 @@ def test_threads_do_not_take_it_from_each_other() -> None:
     def read() -> None:
         try:
             for _ in range(40):
-                common.read(common.packed(ARGS), "a@1", allow_pickle=False)
+                common.read(write_archive(ARGS), "a@1", allow_pickle=False)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test is to see it
             errors.append(error)
 
@@ -70,9 +71,9 @@ def test_threads_do_not_take_it_from_each_other() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_the_classes_that_somebody_has_to_register() -> None:
-    data = common.packed({**ARGS, "color": Color.RED})
+    data = write_archive({**ARGS, "color": Color.RED})
     name = f"{Color.__module__}.Color"
     assert common.classes_to_register(data) == [name]
     with safe_globals([Color]):
         assert common.classes_to_register(data) == [name]
-    assert common.classes_to_register(common.packed(ARGS)) == []
+    assert common.classes_to_register(write_archive(ARGS)) == []

@@ -476,7 +476,7 @@ def test_where_a_save_failed_training_stops_rather_than_put_more_at_risk() -> No
     ],
 )
 def test_a_bound_that_no_interval_keeps_is_refused(settings: dict[str, Any], gap: int) -> None:
-    assert CheckpointerConfig(**settings, max_steps_at_risk=gap).schedule.longest_gap == gap
+    assert CheckpointerConfig(**settings, max_steps_at_risk=gap).longest_gap == gap
     if gap > 1:
         with pytest.raises(InvalidInput, match=f"there may be {gap} from one save to the next"):
             CheckpointerConfig(**settings, max_steps_at_risk=gap - 1)

@@ -19,7 +19,7 @@ from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.frontends.trainer.rotation import Rotation, plan_rotation
-from casckpt.frontends.trainer.schedule import Schedule
+from casckpt.frontends.trainer.settings import TrainerSettings
 from casckpt.plan.retention import Policy
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
@@ -32,7 +32,7 @@ from tests.support.saves import small, steps
 def commit(number: int, step: int, *, ephemeral: bool = False) -> Commit:
     txid = make_txid(datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number), bytes(8), "sft", step)
     record = Committed(
-        txid=txid, run="sft", step=step, time=number, manifest=ManifestId("0" * 64), uploader=txid, created_at=number,
+        txid=txid, run="sft", step=step, time=number, manifest=ManifestId("0" * 64), created_at=number,
         head="0" * 64, manifest_bytes=1,
         bytes_total=0, bytes_written=0, bytes_reused=0, blobs_written=0, blobs_reused=0, seconds=0.0, tensors=0,
         ephemeral=ephemeral,
@@ -115,18 +115,20 @@ def test_what_must_stay_stays(
 
 
 def test_when_a_step_is_due() -> None:
-    schedule = Schedule(every=100, fixed=frozenset([1, 250]), ephemeral_every=25, ephemeral_cooldown=30)
+    settings = TrainerSettings(
+        save_interval=100, fixed_steps=[1, 250], ephemeral_save_interval=25, ephemeral_cooldown=30
+    )
     last: int | None = None
     found = []
     for step in range(301):
-        kind = schedule.due(step, last)
+        kind = settings.due(step, last)
         if kind:
             found.append((step, kind[0]))
             last = step
     assert found == [
         (1, "p"), (50, "e"), (100, "p"), (150, "e"), (200, "p"), (250, "p"), (300, "p"),
     ]  # fmt: skip
-    assert Schedule().due(100, None) is None
+    assert TrainerSettings().due(100, None) is None
 
 
 @given(
@@ -138,14 +140,16 @@ def test_when_a_step_is_due() -> None:
 def test_no_gap_is_longer_than_the_longest(
     every: int | None, fixed: frozenset[int], ephemeral: int | None, cooldown: int | None
 ) -> None:
-    schedule = Schedule(every=every, fixed=fixed, ephemeral_every=ephemeral, ephemeral_cooldown=cooldown)
+    settings = TrainerSettings(
+        save_interval=every, fixed_steps=fixed, ephemeral_save_interval=ephemeral, ephemeral_cooldown=cooldown
+    )
     last: int | None = None
     gaps = []
     for step in range(1, 61):
-        if schedule.due(step, last):
+        if settings.due(step, last):
             gaps.append(step - (last or 0))
             last = step
-    longest = schedule.longest_gap
+    longest = settings.longest_gap
     assert (longest is None) == (every is None and ephemeral is None)
     assert longest is None or longest >= max(gaps)
 

@@ -16,7 +16,7 @@ from casckpt.repository import commits
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import forget, purge, restore
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import Announcement, announce, fill, look, read_back, runs
+from casckpt.repository.runs.announcements import announce, fill, look, read_back, runs
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
@@ -24,7 +24,7 @@ from tests.support.repositories import commit_bare, committed, meanwhile, memory
 RUN = run_hash("run")
 
 
-def told(repo: Repository, run: str = RUN) -> list[tuple[int, list[tuple[str, int, str]]]]:
+def told(repo: Repository, run: str = RUN) -> list[tuple[int, list[tuple[str, int]]]]:
     """(number, what it tells of) of each announcement of a run that is in the store."""
     return announcements(repo, run)
 
@@ -42,7 +42,7 @@ def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
         name = parse_log(call.key)
         assert name is not None
         created.append(name)
-        assert name in {one[:2] for _, some in told(repo) for one in some}
+        assert name in {one for _, some in told(repo) for one in some}
 
     storage.inject(call_first("put", look_behind, key="commits/*", times=100))
     one = commit_bare(repo)
@@ -50,8 +50,7 @@ def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
     other = commit_bare(repo, step=1)
     commits.purge_unreadable(repo, other.txid)
     assert [number for _, number in created] == [0, 1, 2, 3, 4, 0, 1]
-    kinds = ["committed", "forgotten", "restored", "forgotten", "purged", "committed", "purged"]
-    assert told(repo) == [(n, [(*name, kind)]) for n, (name, kind) in enumerate(zip(created, kinds, strict=True))]
+    assert told(repo) == [(n, [name]) for n, name in enumerate(created)]
 
 
 def test_revoking_is_not_announced(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_several_that_announce_the_same_need_one(tmp_path: Path) -> None:
     repo, storage = faulty(tmp_path)
     other = repository(tmp_path / "other", storage.inner, seed=2)
     record = committed(repo)
-    mine = [Announcement(record.txid, 0, "committed")]
+    mine = [(record.txid, 0)]
     look(repo, RUN)
     announce(other, mine)
     announce(repo, mine, seen=-1)
@@ -126,7 +125,7 @@ def test_who_finds_a_number_of_a_log_taken_announces_the_next(tmp_path: Path) ->
     )
     now = forget(repo, one)
     assert (now.last, now.number) == ("forgotten", 2)
-    assert [some for _, some in told(repo)][1:] == [[(one.txid, 1, "forgotten")], [(one.txid, 2, "forgotten")]]
+    assert [some for _, some in told(repo)][1:] == [[(one.txid, 1)], [(one.txid, 2)]]
     assert commits.read_log(repo, one.txid) == now
     assert commits.list_commits(repo).commits[one.txid] == now
 
@@ -157,7 +156,7 @@ def test_what_was_noted_in_part_is_read_again(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         commit_bare(repo, step=1)
     known.announced = dict(known.announced)
-    ((txid, _, _),) = told(repo)[1][1]
+    ((txid, _),) = told(repo)[1][1]
     assert look_at(repo).announced == {one.txid: 0, txid: 0}
     assert len(told(repo)) == 2
 
@@ -172,7 +171,7 @@ def test_threads_that_ask_for_a_run_at_once_get_the_same(tmp_path: Path) -> None
 def test_many_are_announced_at_once(tmp_path: Path) -> None:
     repo, _ = faulty(tmp_path)
     txids = [repo.new_txid("run", step) for step in range(2500)]
-    announce(repo, [Announcement(txid, 0, "committed") for txid in txids])
+    announce(repo, [(txid, 0) for txid in txids])
     assert [len(some) for _, some in told(repo)] == [1000, 1000, 500]
 
 
@@ -233,7 +232,7 @@ def test_who_was_announced_and_is_not_there_yet_is_not_forgotten(tmp_path: Path)
 
     repo, storage = faulty(tmp_path)
     first, late = commit_bare(repo), committed(repo, step=1)
-    announce(repo, [Announcement(late.txid, 0, "committed")])
+    announce(repo, [(late.txid, 0)])
     hosts = [repository(tmp_path / "host", storage.inner, seed=2), repository(tmp_path / "never", storage.inner)]
     for host in hosts:
         found = newest(host, "run", is_visible)

@@ -8,6 +8,7 @@ import pytest
 
 from casckpt.errors import Conflict, InvalidInput, NotFound, Unsupported
 from casckpt.format.keys import copied_txid, manifest_key, parse_txid
+from casckpt.format.records import Dropped
 from casckpt.plan.progress import Progress
 from casckpt.repository import commits, manifests, tags
 from casckpt.repository.commits import list_commits
@@ -22,6 +23,7 @@ from tests.support.faulty import FaultyStore, call_first
 from tests.support.forging import taken_apart
 from tests.support.gcs import collect, snapshot
 from tests.support.repositories import committed_encoded, meanwhile, memory, repository
+from tests.support.rewrites import move
 from tests.support.told import Told
 
 # what a copy is
@@ -247,3 +249,33 @@ def test_nothing_is_copied_into_a_store_that_demands_what_is_not_known(source: R
     with pytest.raises(Unsupported, match="know of rewrites"):
         copy(source, target)
     assert (contents(target), snapshot(target)) == before
+
+
+def test_beside_a_thinner_one_the_whole_one_is_copied_and_answers(source: Repository, target: Repository) -> None:
+    copy(source, target)
+    thin = move(target, resolve(target, "run@1"), dropped=Dropped(entries=1, bytes=4, rule="optimizer"))
+    assert [one.step for one in copy(source, target).copied] == [1]
+    assert len(copy(source, target).present) == 4
+    whole = resolve(target, thin.id)
+    assert whole == resolve(target, "run@1")
+    assert (whole.dropped, whole.origin, whole.txid != thin.txid) == (None, thin.origin, True)
+
+
+def test_a_copy_of_a_rewrite_has_the_order_of_the_first_save(source: Repository, target: Repository) -> None:
+    made = move(source, resolve(source, "run@1"))
+    assert made.txid > resolve(source, "run@2").txid
+    copy(source, target)
+    assert [one.step for one in list_commits(target).visible()] == [0, 1, 2, 3]
+    assert resolve(target, "run@latest").step == 3
+    copied = resolve(target, "run@1")
+    assert (copied.txid, copied.origin, copied.replaces) == (made.txid, made.origin, None)
+    check_clean(target)
+
+
+def test_what_comes_back_after_it_was_purged_is_as_old_as_it_was(source: Repository, target: Repository) -> None:
+    copy(source, target)
+    last = resolve(source, "run@3")
+    commits.purge(source, commits.forget(source, last))
+    copy(target, source, last.id)
+    back = resolve(source, "run@latest")
+    assert (back.id, back.origin, back.txid) == (last.id, last.txid, copied_txid(last.txid, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +16,7 @@ from casckpt.format.names import TxId
 from casckpt.plan.progress import Progress
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, transactions
-from casckpt.repository.commits import list_commits
+from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.processes import this_process
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
@@ -64,33 +63,35 @@ def test_a_damaged_blob_is_named_and_nothing_of_it_is_visible(source: Repository
 
 def test_a_damaged_manifest_is_named(source: Repository, target: Repository) -> None:
     commit = resolve(source, "run@2")
-    flip(source, manifest_key(commit.committed.uploader, commit.id), 40)
+    flip(source, manifest_key(commit.txid, commit.id), 40)
     result = copy(replace(source), target)
     assert [(one.commit.step, one.error.kind) for one in result.failed] == [(2, "damaged")]
     check_clean(target)
 
 
-def as_of(record: records.Committed) -> dict[str, Any]:
-    """What names the manifest of another commit."""
-    names = ("manifest", "uploader", "head", "manifest_bytes", "created_at", "parent")
-    return {name: getattr(record, name) for name in names}
+def commit_same(repo: Repository, commit: Commit, run: str, step: int, txid: TxId) -> Commit:
+    """Commit the manifest of another commit once more, as that of a run and step."""
+    data = repo.storage.get(manifest_key(commit.txid, commit.id), limit=1 << 20)
+    repo.storage.put(manifest_key(txid, commit.id), data)
+    names = ("manifest", "head", "manifest_bytes", "created_at", "parent")
+    return commit_bare(repo, run, step, txid=txid, **{name: getattr(commit.committed, name) for name in names})
 
 
 def test_a_commit_that_says_other_than_its_manifest_is_refused(source: Repository, target: Repository) -> None:
-    commit = resolve(source, "run@2").committed
+    commit = resolve(source, "run@2")
     for run, step in (("other", 2), ("run", 9)):
-        made = commit_bare(source, run, step, **as_of(commit))
+        made = commit_same(source, commit, run, step, source.new_txid(run, step))
         with pytest.raises(Refused, match="not that of its manifest"):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits
 
 
 def test_an_id_of_another_run_or_of_the_future_is_refused(source: Repository, target: Repository) -> None:
-    commit = resolve(source, "run@2").committed
+    commit = resolve(source, "run@2")
     ahead = TxId(f"2999{commit.txid[4:]}")
     other = source.new_txid("other", 2)
     for txid, why in ((ahead, "in the future"), (other, "not one of its run and step")):
-        made = commit_bare(source, "run", 2, txid=txid, **as_of(commit))
+        made = commit_same(source, commit, "run", 2, txid)
         with pytest.raises(Refused, match=why):
             copy(source, target, made).raise_failure()
     assert not list_commits(target).commits

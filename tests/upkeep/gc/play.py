@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from casckpt.errors import Conflict, NotFound, Revoked
@@ -18,11 +20,11 @@ from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
 from casckpt.upkeep.repair.relocating import record_of
+from casckpt.upkeep.rewriting import rewrite
 from tests.support import repositories as support
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
@@ -45,10 +47,15 @@ class Play:
         self.folder = folder
         self.watcher = repository(folder / "watcher", self.inner, clock=self.clock, seed=seed)
         for step in range(2):
-            save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
+            self.save(step)
         commits.forget(self.watcher, list_commits(self.watcher).live()[0])
         self.deleted = 0
         self.held: dict[str, str] = {}  # ids, by who holds a lease
+        self.never_gone: set[str] = set()  # ids that nobody forgets
+
+    def save(self, step: int) -> None:
+        """What was there before."""
+        save(self.watcher, step=step, texts=[f"old {step}", f"base {step}"])
 
     def repo(self, name: str, cache: str = "") -> Repository:
         """An actor's own view. Gcs of one host share a ``cache``."""
@@ -59,7 +66,7 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: (program or write)(self, repo, name))
 
-    def gc(self, name: str, *, revoke_after: float = 0.0, runs: int = 2) -> None:
+    def gc(self, name: str, *, revoke_after: float = 0.0, runs: int = 2, keeps_all: bool = False) -> None:
         repo = self.repo(name, "host of the gcs")
 
         def nap(seconds: float) -> None:
@@ -68,7 +75,7 @@ class Play:
 
         def run() -> None:
             for _ in range(runs):
-                policy = Policy(keep_last=1) if self.draw.random() < 0.5 else None
+                policy = Policy(keep_last=1) if self.draw.random() < 0.5 and not keeps_all else None
                 try:
                     result = gc.execute(
                         repo, gc.plan_gc(repo, policy, min_age=0.0), wait=GC_WAIT, revoke_after=revoke_after, sleep=nap
@@ -91,14 +98,28 @@ class Play:
         repo = self.repo(name)
         self.stage.add(name, lambda: rewrite_some(self, repo))
 
-    def choices(self, switches: float = 0.2) -> Callable[[list[str]], str]:
-        """Mostly the same actor goes on; at so many of the calls it may be another's turn."""
-        current = ""
+    def undoer(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: undo_some(self, repo))
+
+    def choices(self, switches: float = 0.2, held_up: float = 0.0) -> Callable[[list[str]], str]:
+        """Mostly the same actor goes on; at so many of the calls it may be another's turn.
+
+        ``held_up``: before so many of its changes an actor stands still until all others are done or stand still, too:
+        what it knows is old by then, which is what protocols break of.
+        """
+        current, held = "", set[str]()
 
         def choose(waiting: list[str]) -> str:
             nonlocal current
-            if current not in waiting or self.draw.random() < switches:
-                current = self.draw.choice(waiting)
+            while free := [name for name in waiting if name not in held]:
+                if current not in free or self.draw.random() < switches:
+                    current = self.draw.choice(free)
+                if not (self.stage.at(current).split()[0] in CHANGES and self.draw.random() < held_up):
+                    return current
+                held.add(current)
+            current = self.draw.choice(waiting)
+            held.remove(current)
             return current
 
         return choose
@@ -111,13 +132,17 @@ class Play:
         for key in named(self.watcher, list_commits(self.watcher)):
             if key not in there:
                 raise Lost(f"{key} is gone, and a live commit names it:\n" + "\n".join(map(str, self.stage.log)))
+        visible = list_commits(self.watcher).visible()
+        seen = Counter(commit.origin for commit in visible)
+        if seen.total() > len(seen) or not self.never_gone <= {commit.id for commit in visible}:
+            raise Lost(f"of one save not one commit is visible: {visible}\n" + "\n".join(map(str, self.stage.log)))
         living = {commit.id for commit in list_commits(self.watcher).live()}
         for name, id in self.held.items():
             if id not in living:
                 raise Lost(f"{id} was purged, and {name} holds it:\n" + "\n".join(map(str, self.stage.log)))
 
-    def run(self, switches: float = 0.2) -> None:
-        self.stage.run(self.choices(switches), self.look)
+    def run(self, switches: float = 0.2, held_up: float = 0.0) -> None:
+        self.stage.run(self.choices(switches, held_up), self.look)
 
     def clean_up(self) -> None:
         """In the end a gc that is left alone deletes all that nothing needs."""
@@ -134,7 +159,7 @@ class Lost(AssertionError):
 
 def named(repo: Repository, found: CommitList) -> Iterator[str]:
     for commit in found.live():
-        yield manifest_key(commit.committed.uploader, commit.id)
+        yield manifest_key(commit.txid, commit.id)
         for uploader, blob, _ in manifests.blobs_of(repo, commit):
             yield blob_key(uploader, blob)
 
@@ -199,6 +224,15 @@ def rewrite_some(play: Play, repo: Repository) -> None:
             rewrite(repo, commit, save)
         except Conflict:
             continue
+
+
+def undo_some(play: Play, repo: Repository) -> None:
+    """Restore what was replaced."""
+    for _ in range(4):
+        old = [one for one in list_commits(repo).live() if one.last == "replaced"]
+        if old:
+            with suppress(Conflict):
+                commits.restore(repo, play.draw.choice(old))
 
 
 def hold_on(play: Play, repo: Repository, name: str) -> None:

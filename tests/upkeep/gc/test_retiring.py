@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import NotFound, Unsupported
-from casckpt.format.records import changed
+from casckpt.format.records import Dropped, changed
 from casckpt.repository import commits, tags
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.leases import hold, renew
@@ -18,7 +18,8 @@ from casckpt.upkeep.gc.gc import execute, plan_gc
 from casckpt.upkeep.gc.retiring import GcPlan, retire_now
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
-from tests.support.repositories import meanwhile, memory, put_blob, repository, save
+from tests.support.repositories import half_rewrite, meanwhile, memory, put_blob, repository, save
+from tests.support.rewrites import move
 
 HOUR = 3600.0
 
@@ -125,6 +126,89 @@ def test_a_twin_that_is_forgotten_meanwhile_frees_nothing(repo: Repository, faul
     faults.inject(call_first("list", forget, key=when, times=9))
     assert execute(repo, plan).purged == ()
     assert {one.txid for one in list_commits(repo).live()} >= {commit.txid, twin.txid}
+
+
+# rewrites
+
+THIN = Dropped(entries=1, bytes=4, rule="optimizer")
+
+
+def test_what_was_replaced_goes_after_the_minimum_age(repo: Repository) -> None:
+    commit = first(repo)
+    made = move(repo, commit)
+    waiting, *_ = run_gc(repo, min_age=HOUR).waiting
+    assert (waiting.reason, waiting.txid) == ("replaced", commit.txid)
+    ticking(repo)(HOUR)
+    result = run_gc(repo, min_age=HOUR)
+    assert ([one.txid for one in result.purged], result.deleted_blobs, result.waiting) == ([commit.txid], 1, ())
+    assert list_commits(repo).commits[made.txid].visible
+    assert {one.txid for one in list_commits(repo).live()} == {made.txid, list_commits(repo).live()[1].txid}
+
+
+def test_what_was_replaced_and_cannot_be_read_goes_at_once(repo: Repository) -> None:
+    """No gc could delete anything as long as it lives, and nobody could do anything with it."""
+    commit = first(repo)
+    move(repo, commit)
+    repo.storage.delete(f"objects/{commit.txid}/{commit.id}.manifest")
+    tags.set_tag(repo, "best", commit)
+    assert [one.txid for one in run_gc(repo, min_age=HOUR).purged] == [commit.txid]
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_tag_bars_what_was_replaced_only_if_something_was_dropped(repo: Repository, is_forgotten: bool) -> None:
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    moved = move(repo, commit)
+    thin = move(repo, moved, dropped=THIN)
+    again = move(repo, thin)
+    assert again.dropped == THIN
+    if is_forgotten:
+        commits.forget(repo, again)
+    result = run_gc(repo)
+    assert {one.txid for one in result.purged} == {commit.txid, thin.txid}
+    assert {one.txid for one in result.waiting} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
+    tags.delete_tag(repo, "best")
+    assert {one.txid for one in run_gc(repo).purged} == ({moved.txid, again.txid} if is_forgotten else {moved.txid})
+
+
+def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> None:
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    made = half_rewrite(repo, commit)
+    assert (run_gc(repo).purged, run_gc(repo).purged) == ((), ())  # its rewriter may live
+    ticking(repo)(HOUR)
+    assert run_gc(repo).forgotten == ()
+    assert [one.txid for one in run_gc(repo).purged] == [made.txid]
+    assert list_commits(repo).commits[commit.txid].visible
+
+
+def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo: Repository) -> None:
+    commit = first(repo)
+    made = half_rewrite(repo, commit)
+    tags.set_tag(repo, "best", commit)
+    commits.forget(repo, commit)
+    run_gc(repo)
+    assert [(one.txid, one.reason) for one in run_gc(repo).waiting] == [(commit.txid, "tagged")]
+    assert not list_commits(repo).commits[made.txid].live
+
+
+def test_a_purge_of_what_was_replaced_races_with_its_restore(repo: Repository, faults: FaultyStore) -> None:
+    commit = first(repo)
+    made, plan = move(repo, commit), plan_gc(repo, min_age=0.0)
+    assert [one.txid for one in plan.purge] == [commit.txid]
+    old = list_commits(repo).commits[commit.txid]
+    faults.inject(call_first("put", meanwhile(lambda: commits.restore(repo, old)), key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).purged == ()
+    found = list_commits(repo)
+    assert (found.commits[commit.txid].visible, found.commits[made.txid].visible) == (True, False)
+
+
+def test_a_policy_counts_a_rewrite_as_of_its_first_save(repo: Repository) -> None:
+    made = move(repo, first(repo))
+    newest = list_commits(repo).current()[-1]
+    assert newest.step == 1
+    assert [one.txid for one in run_gc(repo, LAST).forgotten] == [made.txid]
+    assert [one.txid for one in list_commits(repo).visible()] == [newest.txid]
 
 
 def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: FaultyStore) -> None:

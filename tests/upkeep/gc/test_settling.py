@@ -15,7 +15,7 @@ from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import Announcement, announce, look, read_back
+from casckpt.repository.runs.announcements import announce, look, read_back
 from casckpt.repository.runs.following import is_visible, newest
 from casckpt.repository.transactions import begin
 from casckpt.storage.base import ObjectStore
@@ -70,14 +70,14 @@ def test_what_was_announced_and_never_came_is_taken(repo: Repository) -> None:
 
 def test_a_save_that_was_announced_and_died_is_revoked(repo: Repository) -> None:
     record = committed(repo)
-    announce(repo, [Announcement(record.txid, 0, "committed")])
+    announce(repo, [(record.txid, 0)])
     settle(repo, 0)
     assert list_commits(repo).commits[record.txid].last == "revoked"
 
 
 def test_a_save_that_is_open_is_left_to_those_who_wait_for_it(repo: Repository) -> None:
     transaction = begin(repo, "run", 0)
-    announce(repo, [Announcement(transaction.txid, 0, "committed")])
+    announce(repo, [(transaction.txid, 0)])
     settle(repo, 0)
     assert list_commits(repo).commits == {}
     transaction.commit(committed(repo, txid=transaction.txid))

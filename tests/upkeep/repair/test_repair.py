@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from casckpt.checkpoint.saving.known import ReusableManifests
+from casckpt.checkpoint.saving.known import reusable
 from casckpt.cli.describe import plain
 from casckpt.errors import StorageError
 from casckpt.format.blob import DATA_OFFSET
@@ -474,8 +474,8 @@ def test_a_manifest_that_is_put_back_has_every_byte_of_before(tmp_path: Path, ot
     fresh = repository(tmp_path / "elsewhere", storage, seed=5)
     assert repair(fresh, sources=[other]).manifests == (one.id,)
     assert repo.storage.get(key, limit=1 << 20) == before
-    sources = ReusableManifests(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
-    assert sources.are_remembered({one.txid})
+    known = reusable(saving, newest_reusable(saving, one.run, anew=True), {}, run=one.run, dedup="run")
+    assert known.to_tell(saving, {one.txid}).commits is None
     looking = repository(tmp_path / "host", storage, seed=4)
     assert collect(looking).deleted_blobs == 0
     assert read_arrays(repository(tmp_path / "new", storage, seed=6), one) == content(STATE)
@@ -524,7 +524,6 @@ def test_where_nobody_knows_the_places_the_checkpoint_is_rewritten(
     assert (made.id, made.txid > one.txid, made.visible) == (one.id, True, True)
     assert resolve(fresh, "tag:best").txid == resolve(fresh, "run@2").txid == made.txid
     assert resolve(fresh, "run@latest").txid == later.txid
-    assert manifests.get(fresh, made).places.why == "first"
     assert read_arrays(fresh, made) == content(STATE)
     assert list_commits(fresh).commits[one.txid].last == "replaced"
     assert not verify(fresh).is_damaged

@@ -83,7 +83,7 @@ def places(store: Store) -> list[tuple[str, int]]:
 
 def manifest_of(store: Store) -> str:
     commit = reopened(store).get("a@1").commit
-    return manifest_key(commit.committed.uploader, commit.id)
+    return manifest_key(commit.txid, commit.id)
 
 
 IN_FRONT = ("head", "index", "places", "blobs")

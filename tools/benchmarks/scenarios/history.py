@@ -10,7 +10,7 @@ from benchmarks.results import OURS, Check, Row, ScenarioResult, over
 from benchmarks.scenarios.base import Bench, Options
 from benchmarks.tasks.history import BUCKET, CLOCKS, COPIES, FOLDER, PLAIN, RESTORE
 
-_FEW, _MANY, _FULL, _QUICK = 100, 10_000, 100_000, 1_200
+_FEW, _MANY, _FULL, _QUICK = 100, 10_000, 100_000, 300
 _SLOWER = 1.2
 _HANDFUL = 8
 _COUNTS = ("requests", "names", "nbytes")

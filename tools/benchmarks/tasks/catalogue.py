@@ -52,7 +52,7 @@ def _add(repo: Repository, path: Path, draw: random.Random, step: int, count: in
     commits.commit(
         repo,
         Committed(
-            txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, uploader=txid, head=made.head,
+            txid=txid, run=_RUN, step=step, time=repo.clock(), manifest=made.id, head=made.head,
             manifest_bytes=len(made.data), created_at=step, bytes_total=count * _BLOB, tensors=count,
         ),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _draft(refs: list[BlobRef], step: int, draw: random.Random) -> Draft:
         streams[TENSOR, f"model.{number:05}", 0, None] = ("float32", build(shape, 4, shape[0], [place]))
     return Draft(
         casckpt=__version__, torch="", run=_RUN, step=step, created_at=step, parent=None, world_size=1,
-        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=refs, streams=streams,
+        cell_bytes=_BLOB, metadata=encode_metadata({})[0], blobs=refs, streams=streams, tree=b"",
     )  # fmt: skip
 
 

@@ -205,10 +205,10 @@ def _synthesize(
         number += 1
         began += timedelta(seconds=30)
         txid, now = make_txid(began, history.draw.randbytes(8), run, step), int(began.timestamp() * 1e6)
-        announced = Announced(time=now, announced=[(txid, 0, "committed")], seen=None if copied else number - 1)
+        announced = Announced(time=now, announced=[(txid, 0)], seen=None if copied else number - 1)
         committed = Committed(
             txid=txid, run=run, step=step, time=now, manifest=ManifestId(history.draw.randbytes(32).hex()),
-            uploader=txid, head="0" * 64, manifest_bytes=1, created_at=now, bytes_total=0,
+            head="0" * 64, manifest_bytes=1, created_at=now, bytes_total=0,
         )  # fmt: skip
         _write(history.storage.inner, announcement_key(run_hash(run), number), records.encode(announced))
         _write(history.storage.inner, commit_key(txid), records.encode(committed))

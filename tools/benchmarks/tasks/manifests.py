@@ -76,7 +76,7 @@ def encode(here: Here) -> Measured:
     made = draft.encode(
         draft.Draft(
             casckpt=__version__, torch="", run="run", step=0, created_at=0, parent=None, world_size=1,
-            cell_bytes=_CELL, metadata=metadata, blobs=here.kept["blobs"], objects=here.kept["objects"],
+            cell_bytes=_CELL, metadata=metadata, tree=b"", blobs=here.kept["blobs"], objects=here.kept["objects"],
             streams={(TENSOR, _key(n), 0, None): ("float32", table) for n, table in enumerate(here.kept["tables"])},
         )
     )  # fmt: skip

@@ -21,11 +21,10 @@ from s3fs import S3FileSystem
 
 from casckpt.errors import NotFound, Refused, StorageError, Unsupported
 from casckpt.storage.base import AlreadyExists, Finding, ListedObject, ShortObject
-from casckpt.storage.remote.bodies import read_whole
-from casckpt.storage.remote.client import ExplainedFailure
+from casckpt.storage.remote.bodies import PutBody, read_whole
+from casckpt.storage.remote.client import ExplainedFailure, Page
 from casckpt.storage.remote.loop import Loop
 from casckpt.storage.remote.patience import Patience, moved
-from casckpt.storage.remote.s3.body import PutBody
 from casckpt.storage.remote.s3.direct import DirectReads, Signed, can_reach, sign
 from casckpt.storage.remote.s3.errors import FAILURES, explain, size_from, status_of
 from casckpt.storage.remote.s3.facts import examine
@@ -154,18 +153,11 @@ class S3Client:
             raise
         return found
 
-    def page(self, prefix: str, after: str | None) -> tuple[list[ListedObject], str | None]:
+    def page(self, prefix: str, after: str | None, *, deep: bool) -> Page:
         """See `casckpt.storage.remote.client.Client`."""
-        entries, _, token = self._page(prefix, after)
-        return entries, token
-
-    def folder_page(self, folder: str, after: str | None) -> tuple[list[ListedObject], list[str], str | None]:
-        """See `casckpt.storage.remote.client.Client`."""
-        return self._page(f"{folder}/", after, Delimiter="/")
-
-    def _page(self, prefix: str, after: str | None, **options: str) -> tuple[list[ListedObject], list[str], str | None]:
-        token = {} if after is None else {"ContinuationToken": after}
-        found = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options, **token)
+        options = {} if deep else {"Delimiter": "/"}
+        options |= {} if after is None else {"ContinuationToken": after}
+        found = self.call("list_objects_v2", Prefix=self.prefix + prefix, MaxKeys=PAGE, **options)
         skip = len(self.prefix)
         entries = [
             ListedObject(one["Key"][skip:], one["Size"], one.get("ETag", "")) for one in found.get("Contents", ())
@@ -175,7 +167,7 @@ class S3Client:
         more = found.get("NextContinuationToken") if found.get("IsTruncated") else None
         if found.get("IsTruncated") and not more:  # the rest would look as if it had never been
             raise StorageError(f"the server ends the listing of {prefix!r} early, and does not say how to go on")
-        return files, folders, more
+        return Page(files, folders, more)
 
     def delete(self, key: str) -> None:
         """See `casckpt.storage.remote.client.Client`. In a bucket with versions these too, where that is allowed."""

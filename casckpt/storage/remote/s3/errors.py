@@ -21,7 +21,7 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as Unreached
 from botocore.parsers import ResponseParserError
 
-from casckpt.errors import CasckptError, NotFound, StorageError, Unsupported
+from casckpt.errors import NotFound, StorageError, Unsupported
 from casckpt.storage.failures import in_one_line
 from casckpt.storage.remote.client import ExplainedFailure
 
@@ -81,11 +81,8 @@ def _explain_answer(error: ClientError) -> ExplainedFailure:
         return ExplainedFailure(f"the server answers {said}; try again when it is well", again=True)
     if code in _ADVICE or status == 403:
         return ExplainedFailure(_ADVICE.get(code, _ADVICE["AccessDenied"]))
-    return ExplainedFailure(f"the server answers {said}; check the bucket and the storage_options", kind=_kind(status))
-
-
-def _kind(status: int) -> type[CasckptError]:
-    return NotFound if status == 404 else StorageError
+    kind = NotFound if status == 404 else StorageError
+    return ExplainedFailure(f"the server answers {said}; check the bucket and the storage_options", kind=kind)
 
 
 def status_of(error: ClientError) -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from casckpt.storage.remote.bodies import PutBody
 from casckpt.storage.remote.patience import Backoff
-from casckpt.storage.remote.s3.body import PutBody
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from tests.storage.contract import noise

@@ -12,9 +12,6 @@ from casckpt.format.keys import commit_key, parse_log, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Dropped, Replaced, changed
 from casckpt.repository.commits import (
-    STANDS,
-    UNSETTLED,
-    VOID,
     Commit,
     CommitList,
     follow,
@@ -27,14 +24,15 @@ from casckpt.repository.commits import (
     refresh,
     restore,
 )
+from casckpt.repository.folding import STANDS, UNSETTLED, VOID
 from casckpt.repository.leases import hold
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
-from casckpt.repository.rewriting import rewrite
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs, newest_reusable
 from casckpt.repository.tags import named_by, set_tag, tags
 from casckpt.storage.base import Known, ListedObject
 from casckpt.upkeep.gc.settling import settle
+from casckpt.upkeep.rewriting import rewrite
 from tests.support.announced import announcements
 from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import (
@@ -260,7 +258,7 @@ def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repo
 
     def look(call: Call) -> None:
         seen.append(parse_log(call.key))
-        assert seen[-1] in {one[:2] for _, some in announcements(repo) for one in some}
+        assert seen[-1] in {one for _, some in announcements(repo) for one in some}
 
     faults.inject(call_first("put", look, key="commits/*", times=9))
     made = rewrite_bare(repo, base)
@@ -500,7 +498,7 @@ def test_a_save_callback_is_told_what_lives_after_the_transaction_began(repo: Re
         assert listed.commits[base.txid].visible
         methods = [(call.method, call.key.partition("/")[0]) for call in faults.calls[began:]]
         assert methods.index(("put", "transactions")) < methods.index(("list", "commits"))
-        return changed(base.committed, txid=txid, uploader=txid)
+        return changed(base.committed, txid=txid)
 
     assert rewrite(repo, base, save) is not None
     assert keep(repo, base.txid, 2)

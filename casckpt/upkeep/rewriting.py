@@ -15,7 +15,8 @@ from casckpt.errors import CasckptError, Conflict, StorageError
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Replaced, changed
-from casckpt.repository.commits import VOID, Commit, CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.commits import Commit, CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.folding import VOID
 from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import begin
 

@@ -1,0 +1,39 @@
+"""Rewrites of checkpoints that nothing is wrong with, and what comes after them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from casckpt.format.draft import placed
+from casckpt.format.extents import ExtentTable, build
+from casckpt.format.keys import blob_key
+from casckpt.format.names import TxId
+from casckpt.format.records import Committed, changed
+from casckpt.format.sections.blobs import encode_blobs
+from casckpt.repository import blobs, manifests
+from casckpt.repository.commits import Commit, CommitList
+from casckpt.repository.repository import Repository
+from casckpt.upkeep.repair.relocating import record_of
+from casckpt.upkeep.rewriting import rewrite
+
+
+def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
+    cells = [cell._replace(blob=count - 1 - cell.blob) for cell in table.stored_cells()]
+    return build(table.shape, table.itemsize, table.cell, cells)
+
+
+def move(repo: Repository, base: Commit, **fields: Any) -> Commit:
+    """Rewrite a checkpoint: the same blobs, under another uploader, the last one first. ``fields``: of the record."""
+
+    def save(txid: TxId, _: CommitList) -> Committed:
+        manifest = manifests.get(repo, base)
+        for ref in manifest.blobs:
+            blobs.put(repo, txid, ref.hash, repo.storage.get(blob_key(ref.uploader, ref.hash), limit=ref.size))
+        refs = [replace(ref, uploader=txid) for ref in manifest.blobs][::-1]
+        tables = {entry.number: _renumbered(manifest.extents(entry), len(refs)) for entry in manifest.entries}
+        return changed(record_of(repo, txid, base, placed(manifest, encode_blobs(refs), tables)), **fields)
+
+    made = rewrite(repo, base, save)
+    assert made is not None
+    return made

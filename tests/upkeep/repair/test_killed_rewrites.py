@@ -1,0 +1,135 @@
+"""A repair that rewrites a checkpoint, killed before or after any of its changes, or left without an answer there.
+
+At every instant the id means one commit, and in the end nothing is left of what was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from casckpt.errors import CasckptError, StorageError
+from casckpt.format.keys import manifest_key
+from casckpt.format.names import ManifestId
+from casckpt.repository import commits, manifests, tags
+from casckpt.repository.commits import list_commits
+from casckpt.repository.refs import resolve
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.upkeep.repair.repair import repair
+from casckpt.upkeep.repair.verify import verify
+from tests.support.announced import undecided
+from tests.support.checkpoints import array, content, read_arrays, save_arrays
+from tests.support.faulty import FaultyStore
+from tests.support.gcs import collect
+from tests.support.repositories import memory, repository
+
+CHANGES = {"put", "replace", "delete"}
+KEPT = {"a": array(1, 3), "new": array(7)}
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Dying(FaultyStore):
+    """Fails at its change number ``at``; a process that is killed there makes no call after it."""
+
+    def __init__(self, inner: ObjectStore, at: int, way: str) -> None:
+        super().__init__(inner)
+        self.at, self.way, self.changes = at, way, 0
+
+    @contextmanager
+    def faults(self, method: str, key: str) -> Iterator[set[object]]:  # type: ignore[override]  # there are none
+        if self.way.startswith("killed") and self.changes >= self.at:
+            raise Killed
+        self.changes += method in CHANGES
+        is_now = method in CHANGES and self.changes == self.at
+        if is_now and self.way.endswith("before"):
+            raise Killed if self.way.startswith("killed") else StorageError("no answer")
+        yield set()
+        if is_now:
+            raise Killed if self.way.startswith("killed") else StorageError("no answer")
+
+
+class Damaged:
+    """run@1 has a blob that cannot be had again, for it holds dead cells, or a manifest whose places nobody knows.
+
+    run@2 was saved after it. ``other`` is a store that has what is missing.
+    """
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.other = repository(folder / "other", seed=2)
+        repo = repository(folder / "first", memory())
+        older = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)})
+        twin = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)}, step=3)
+        newer = save_arrays(repo, KEPT, step=1, reuse=older if what == "blob" else twin)
+        save_arrays(repo, {"x": array(20)}, step=2)
+        self.id = newer.id
+        tags.set_tag(repo, "best", newer)
+        save_arrays(self.other, KEPT)
+        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader != newer.txid)
+        if what == "blob":
+            for one in (older, twin):
+                commits.forget(repo, one)
+            collect(repo)
+            repo.storage.delete(f"objects/{ref.uploader}/{ref.hash}.safetensors")
+        else:
+            self._copy_manifest(repo, newer)
+            repo.storage.delete(manifest_key(newer.txid, newer.id))
+        verify(repo)
+        self.objects = {entry.key: repo.storage.get(entry.key, limit=1 << 24) for entry in repo.storage.list("")}
+
+    def _copy_manifest(self, repo: Repository, commit: commits.Commit) -> None:
+        from tests.upkeep.repair.test_repair import copy_into
+
+        copy_into(self.other, repo, commit)
+
+    def again(self) -> ObjectStore:
+        """A copy of the store."""
+        storage = memory()
+        for key, data in self.objects.items():
+            storage.put(key, data)
+        return storage
+
+
+def check_now(repo: Repository, id: ManifestId) -> None:
+    """What holds at every instant."""
+    listed = list_commits(repo)
+    (visible,) = (one for one in listed.visible() if one.id == id)
+    assert resolve(repo, "run@1") == resolve(repo, id) == resolve(repo, "tag:best") == visible
+    assert resolve(repo, "run@latest").step == 2
+    for one in listed.visible():
+        with suppress(CasckptError):
+            assert one.id != id or read_arrays(repo, one) == content(KEPT)
+
+
+@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str) -> None:
+    damaged = Damaged(tmp_path, what)
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        folder, storage = tmp_path / f"{way} {at}", damaged.again()
+        dying = Dying(storage, at, way)
+        with suppress(Killed, CasckptError):
+            repair(repository(folder / "cut off", dying, seed=3), sources=[damaged.other])
+        ended = dying.changes < at
+        repo = repository(folder / "next", storage, seed=4)
+        check_now(repo, damaged.id)
+        assert not repair(repo, sources=[damaged.other]).is_damaged
+        check_now(repo, damaged.id)
+        assert read_arrays(repo, resolve(repo, damaged.id)) == content(KEPT)
+        for _ in range(3):
+            collect(repo, wait=0.0, revoke_after=0.0)
+            check_now(repo, damaged.id)
+        assert not verify(repo).is_damaged
+        listed = list_commits(repo)
+        assert listed.live() == listed.visible()
+        assert (undecided(repo), list(storage.list("transactions/"))) == ([], [])
+        assert read_arrays(repository(folder / "new", storage, seed=5), resolve(repo, damaged.id)) == content(KEPT)
+    assert at > 6
