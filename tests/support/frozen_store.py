@@ -94,6 +94,14 @@ def value_of(run: str, step: int) -> dict[str, Any]:
     return {"kinds": kinds, "train": lambda: train(step), "moved": lambda: moved(step), "hurt": hurt}[run]()
 
 
+def told(store: casckpt.Store) -> list[dict[str, Any]]:
+    """Return what a listing of all checkpoints tells, as expected.json has it."""
+    return [
+        {"id": one.id, "run": one.run, "step": one.step, "visible": not (one.forgotten or one.replaced)}
+        for one in store.checkpoints(forgotten=True)
+    ]
+
+
 def make(folder: Path) -> None:
     """Write the store."""
     with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
@@ -116,10 +124,7 @@ def make(folder: Path) -> None:
         assert store.verify("hurt@1").is_damaged
         store.forget("train@3")
         store.wait_for_mirror()
-    found = [
-        {"id": one.id, "run": one.run, "step": one.step, "forgotten": one.forgotten}
-        for one in casckpt.open(folder).checkpoints(forgotten=True)
-    ]
+    found = told(casckpt.open(folder))
     (folder / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
