@@ -1,6 +1,7 @@
 """A mirror beside rewrites, forgets and gcs on both sides, in any order of their calls, and killed anywhere.
 
-No checkpoint is noted as safe, or purged, that was not whole in the mirror since it is here, or was restored here.
+No checkpoint that lives is noted as safe, and none is purged, that was not whole in the mirror since it is here, or was
+restored here. (One that was purged meanwhile may still be noted.)
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class MirrorPlay(Play):
         assert set(named(self.there, there)) <= keys(self.there)
         visible, lives = Holdings(there.visible()), Holdings(there.live())
         self.safe |= {key_of_note(one) for one in here.live() if one in (lives if one.is_forgotten else visible)}
-        noted = keys(self.watcher, "mirrored/") & {key_of_note(one) for one in here.commits.values()}
+        noted = keys(self.watcher, "mirrored/") & {key_of_note(one) for one in here.live()}
         self.noted = max(self.noted, len(noted))
         assert noted <= self.safe, self.stage.log
         purged = {key_of_note(one) for one in here.commits.values() if one.last == "purged" and one.standing != VOID}
