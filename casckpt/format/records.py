@@ -302,18 +302,14 @@ while another thread still finds it out, so that of two threads that decode the 
 process. `tests/format/test_decoders.py` holds that nobody decodes into a type without such a decoder."""
 
 R = TypeVar("R")
-S = TypeVar("S", bound=msgspec.Struct)
+changed = msgspec.structs.replace
+"""``changed(record, field=value)``: the record, or what a manifest holds, with other values in some fields."""
 
 
 def encode(record: Record) -> bytes:
     """Encode a record."""
     line = msgspec.json.encode(record)
     return line + b"\n" + hex_digest(line).encode() + b"\n"
-
-
-def changed(record: S, **fields: Any) -> S:
-    """Return ``record``, or what a manifest holds, with other values in these fields."""
-    return msgspec.structs.replace(record, **fields)
 
 
 def decode(data: bytes, kind: type[R] | Any, key: str) -> R:
