@@ -6,13 +6,16 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from casckpt.errors import NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.draft import Draft, Encoded
+from casckpt.format.keys import manifest_key
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
@@ -114,10 +117,17 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
     return commits.just_committed(record)
 
 
+def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
+    """The manifest of a commit, if it has one, once more under another transaction."""
+    with suppress(NotFound):
+        repo.storage.put(manifest_key(txid, base.id), repo.storage.get(manifest_key(base.txid, base.id)))
+
+
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
-    """A rewrite of a commit whose manifest nobody wrote."""
+    """A rewrite of a commit, with the manifest that this has, if anybody wrote it."""
 
     def save(txid: TxId, _: CommitList) -> Committed:
+        put_manifest_of(repo, base, txid)
         return changed(base.committed, txid=txid, time=repo.clock(), **fields)
 
     made = rewrite(repo, base, save)
@@ -128,6 +138,7 @@ def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
 def half_rewrite(repo: Repository, base: Commit) -> Commit:
     """What a rewriter leaves that died before the record that lets its rewrite stand. It has the places of the base."""
     txid = repo.new_txid(base.run, base.step, [base.txid])
+    put_manifest_of(repo, base, txid)
     links = {"replaces": (base.txid, base.number + 1), "origin": base.origin}
     record = changed(base.committed, txid=txid, time=repo.clock(), **links)
     commits.commit(repo, record)

@@ -18,7 +18,7 @@ from casckpt.upkeep.gc.gc import execute, plan_gc
 from casckpt.upkeep.gc.retiring import GcPlan, retire_now
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
-from tests.support.repositories import half_rewrite, meanwhile, memory, put_blob, repository, save
+from tests.support.repositories import half_rewrite, meanwhile, memory, put_blob, put_manifest_of, repository, save
 from tests.support.rewrites import move
 
 HOUR = 3600.0
@@ -66,12 +66,18 @@ def test_one_with_an_end_and_one_without_have_none(repo: Repository) -> None:
     assert (waiting.tags, waiting.until) == (("best", "eval"), None)
 
 
+def committed_again(repo: Repository, commit: Commit) -> Commit:
+    """The same checkpoint by another transaction."""
+    record = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
+    put_manifest_of(repo, commit, record.txid)
+    commits.commit(repo, record)
+    return commits.just_committed(record)
+
+
 def test_a_tag_bars_by_id(repo: Repository) -> None:
     """One that was set on a commit bars others of the same checkpoint, too."""
     commit = first(repo)
-    again = changed(commit.committed, txid=repo.new_txid("run", 0))
-    commits.commit(repo, again)
-    twin = commits.just_committed(again)
+    twin = committed_again(repo, commit)
     hold(repo, "eval", commit, HOUR)
     commits.forget(repo, twin)
     commits.forget(repo, commit)
@@ -82,10 +88,9 @@ def test_a_tag_bars_by_id(repo: Repository) -> None:
 
 def twin_of(repo: Repository, commit: Commit) -> Commit:
     """The same checkpoint committed anew, at other places, and ``commit`` forgotten: as a repair does it."""
-    again = changed(commit.committed, txid=repo.new_txid(commit.run, commit.step))
-    commits.commit(repo, again)
+    twin = committed_again(repo, commit)
     commits.forget(repo, commit)
-    return commits.just_committed(again)
+    return twin
 
 
 def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) -> None:
@@ -232,9 +237,7 @@ def test_two_gcs_of_which_each_frees_a_twin_leave_one(repo: Repository, faults: 
 def test_two_gcs_that_forget_a_twin_each_put_back_what_is_held_by_then(repo: Repository, faults: FaultyStore) -> None:
     """Both twins are visible, as after a repair that was killed; a lease is granted before either of them forgets."""
     commit = first(repo)
-    again = changed(commit.committed, txid=repo.new_txid("run", 0))
-    commits.commit(repo, again)
-    twin = commits.just_committed(again)
+    twin = committed_again(repo, commit)
 
     def other() -> None:
         faults.inject(
