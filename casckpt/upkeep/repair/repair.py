@@ -129,13 +129,15 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         rest = work.from_cells(rest, source)
         rewritten = _relocate(Relocation(repo, work.live, source), users, rest)
     still = [one for one in wrong if one.ref in rest]
-    hit = [commit for commit in found.commits if commit.txid not in rewritten]
+    # what was rewritten does not need it any more, be it by another repair meanwhile
+    needed = {one.txid for one in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
+    hit = [commit for commit in found.commits if commit.txid in needed]
     return RepairResult(
         blobs=tuple(work.fixed),
         manifests=tuple(mended),
         rewritten=tuple(rewritten.values()),
         lost=tuple(describe(repo, hit, still)),
-        lost_manifests=tuple(lost_manifests),
+        lost_manifests=tuple(lost for commit, lost in lost_manifests if commit.txid in needed),
     )
 
 

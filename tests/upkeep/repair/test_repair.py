@@ -650,6 +650,34 @@ def _blobs(repo: Repository, step: int) -> list[BlobRef]:
 
 
 @pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_what_another_repair_rewrote_meanwhile_is_not_lost(
+    tmp_path: Path, repo: Repository, faults: FaultyStore, other: Repository, what: str
+) -> None:
+    older, twin, state = *(save_arrays(repo, STATE, step=step) for step in range(2)), {"a": STATE["a"]}
+    newer = save_arrays(repo, state, step=2, reuse=older)
+    if what == "blob":
+        for one in (older, twin):
+            commits.forget(repo, one)
+        collect(repo)
+        damage(repo, only_blob(repo, older), "gone")
+        save_arrays(other, state)
+    else:
+        newer = save_arrays(repo, state, step=3, reuse=twin)
+        copy_into(other, repo, newer)
+        damage(repo, manifest_key(newer.txid, newer.id), "gone")
+    first, second = (repository(tmp_path / name, faults, seed=seed) for seed, name in enumerate(["one", "two"], 5))
+
+    def meanwhile(call: object) -> None:
+        faults.heal()
+        assert not repair(second, sources=[other]).is_damaged
+
+    faults.inject(call_first("put", meanwhile, key="transactions/*"))
+    found = repair(first, sources=[other])
+    assert (found.rewritten, found.lost, found.lost_manifests) == ((), (), ())
+    assert read_arrays(first, resolve(first, newer.id)) == content(state)
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
 def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     one = save_arrays(repo, STATE)
