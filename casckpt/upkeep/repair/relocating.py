@@ -56,10 +56,10 @@ class Relocation:
         needed = live_cells(manifest, wanted)
         moved: dict[int, Offsets] = {}
         for index, ref in wanted.items():
-            made = self._replacement(txid, listed, ref, needed[ref])
-            if made is None:
+            new = self._replacement(txid, listed, ref, needed[ref])
+            if new is None:
                 return None
-            refs[index], moved[index] = made
+            refs[index], moved[index] = new
         self.repo.storage.settle(uploader_folder(txid))
         tables = {entry.number: made for entry in manifest.entries if (made := _moved_table(manifest, entry, moved))}
         return record_of(self.repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
