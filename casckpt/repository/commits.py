@@ -353,7 +353,8 @@ def _look_again(repo: Repository, listed: CommitList, logs: Collection[TxId]) ->
     """
     while True:
         now = {commit.txid: _again(repo, commit) for commit in _hidden(listed, logs)}
-        changed = {txid: commit for txid, commit in now.items() if commit != listed.commits[txid]}
+        # by their numbers: where a record is lost, a log that is read by its keys ends there, and says something else
+        changed = {txid: commit for txid, commit in now.items() if commit.number > listed.commits[txid].number}
         if not changed:
             return listed
         for commit in list(changed.values()):

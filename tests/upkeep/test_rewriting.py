@@ -378,6 +378,19 @@ def test_a_look_at_a_run_follows_what_was_replaced_meanwhile(
     assert (read, found) == (3, now(repo, made))
 
 
+def test_a_record_that_is_lost_behind_a_rewrite_does_not_keep_a_listing_for_ever(tmp_path: Path) -> None:
+    """Read by keys, the log of the base ends before the hole, and the rewrite seems to stand; as listed it does not."""
+    storage = memory()
+    repo = repository(tmp_path, storage)
+    base = commit_bare(repo, "a", 1)
+    made = rewrite_bare(repo, base)
+    forget(repo, restore(repo, now(repo, base)))
+    storage.delete(commit_key(base.txid, 2))
+    listed = list_commits(repository(tmp_path / "fresh", storage, seed=2))
+    assert {one.txid for one in listed.live()} == {base.txid, made.txid}
+    assert (listed.visible(), list(listed.damaged)) == ([], [made.txid])
+
+
 def test_what_is_undone_while_it_is_followed_is_not_lost(tmp_path: Path, repo: Repository, faults: FaultyStore) -> None:
     base = commit_bare(repo)
     made = rewrite_bare(repo, base)

@@ -31,14 +31,14 @@ from casckpt.upkeep.stock import BLOB, list_objects
 
 def repair_manifests(
     repo: Repository, broken: Iterable[tuple[Commit, CasckptError]], sources: Sequence[Repository]
-) -> tuple[list[ManifestId], list[DamagedManifest]]:
-    """Put back the manifests of ``broken``: the ids that are right again, and what is still broken."""
+) -> tuple[list[ManifestId], list[tuple[Commit, DamagedManifest]]]:
+    """Put back the manifests of ``broken``: the ids that are right again, and what was not put back."""
     mended, lost = [], []
     for commit, error in broken:
         if _mend(repo, commit, sources):
             mended.append(commit.id)
         else:
-            lost.append(DamagedManifest(commit.id, commit.run, commit.step, str(error)))
+            lost.append((commit, DamagedManifest(commit.id, commit.run, commit.step, str(error))))
     return mended, lost
 
 

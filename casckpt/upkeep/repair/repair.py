@@ -30,7 +30,7 @@ from casckpt.upkeep.repair.checking import Checked, check_blobs
 from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
 from casckpt.upkeep.repair.mending import Source, mend_from_copies
-from casckpt.upkeep.repair.relocating import relocate
+from casckpt.upkeep.repair.relocating import Relocation
 from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable
 from casckpt.upkeep.repair.verify import DamagedManifest, survey
 from casckpt.upkeep.stock import list_objects
@@ -127,15 +127,17 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         digests = {cell.digest for cells in work.live.values() for cell in cells} | work.leaves
         source = Source(Cells((repo, *sources), digests), copies)
         rest = work.from_cells(rest, source)
-        rewritten = _relocate(repo, users, rest, source)
+        rewritten = _relocate(Relocation(repo, work.live, source), users, rest)
     still = [one for one in wrong if one.ref in rest]
-    hit = [commit for commit in found.commits if commit.txid not in rewritten]
+    # what was rewritten does not need it any more, be it by another repair meanwhile
+    needed = {one.txid for one in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
+    hit = [commit for commit in found.commits if commit.txid in needed]
     return RepairResult(
         blobs=tuple(work.fixed),
         manifests=tuple(mended),
         rewritten=tuple(rewritten.values()),
         lost=tuple(describe(repo, hit, still)),
-        lost_manifests=tuple(lost_manifests),
+        lost_manifests=tuple(lost for commit, lost in lost_manifests if commit.txid in needed),
     )
 
 
@@ -177,7 +179,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
 
 
 def _relocate(
-    repo: Repository, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef], source: Source
+    relocation: Relocation, users: dict[BlobRef, list[Commit]], lost: Sequence[BlobRef]
 ) -> dict[TxId, Rewritten]:
     """Rewrite what needs ``lost``; return it by transaction, for several checkpoints may have one id."""
     done = {}
@@ -185,7 +187,7 @@ def _relocate(
     for txid in sorted(hit):
         commit = hit[txid]
         try:
-            new = relocate(repo, commit, lost, source)
+            new = relocation.relocate(commit, lost)
         except (Conflict, Damaged, Refused):
             continue  # somebody changed it just now; or its manifest is damaged where nobody has looked yet
         if new is not None:

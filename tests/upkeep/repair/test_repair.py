@@ -609,6 +609,74 @@ def test_several_checkpoints_that_share_a_lost_blob(repo: Repository, other: Rep
         assert read_arrays(repo, resolve(repo, f"run@{step}")) == content({"a": STATE["a"], "new": array(30 + step)})
 
 
+def test_what_they_share_lies_once_in_their_new_places(repo: Repository, other: Repository) -> None:
+    """Also where each needs other cells of it. Else a hundred checkpoints would have a hundred copies."""
+    older = save_arrays(repo, STATE, step=0)
+    parts = [{"a": STATE["a"], "b": STATE["b"]}, {"a": STATE["a"]}, {"a": STATE["a"], "b": STATE["b"]}]
+    states = [{**part, "new": array(30 + step)} for step, part in enumerate(parts)]
+    for step, state in enumerate(states, 1):
+        save_arrays(repo, state, step=step, reuse=older)
+    commits.forget(repo, older)
+    collect(repo)
+    save_arrays(other, {"a": STATE["a"]})
+    save_arrays(other, {"b": STATE["b"]})
+    (shared,) = {ref for step in (1, 2, 3) for ref in _blobs(repo, step) if ref.uploader == older.txid}
+    damage(repo, blob_key(shared.uploader, shared.hash), "gone")
+    assert len(repair(repo, sources=[other]).rewritten) == 3
+    collect(repo)
+    assert len({ref for step in (1, 2, 3) for ref in _blobs(repo, step)}) == 3 + 1
+    for step, state in enumerate(states, 1):
+        assert read_arrays(repo, resolve(repo, f"run@{step}")) == content(state)
+    assert not verify(repo).is_damaged
+
+
+def test_one_that_lacks_more_keeps_no_other_from_what_they_share(repo: Repository, other: Repository) -> None:
+    older = save_arrays(repo, STATE, step=0)
+    save_arrays(repo, {"a": STATE["a"], "b": STATE["b"]}, step=1, reuse=older)
+    save_arrays(repo, {"a": STATE["a"], "c": STATE["c"]}, step=2, reuse=older)
+    commits.forget(repo, older)
+    collect(repo)
+    save_arrays(other, {"a": STATE["a"]})
+    save_arrays(other, {"c": STATE["c"]})
+    damage(repo, only_blob(repo, older), "gone")
+    found = repair(repo, sources=[other])
+    assert [one.step for one in found.rewritten] == [2]
+    assert [(one.keys, len(one.checkpoints)) for one in found.lost] == [(("a", "b"), 1)]
+    assert read_arrays(repo, resolve(repo, "run@2")) == content({"a": STATE["a"], "c": STATE["c"]})
+
+
+def _blobs(repo: Repository, step: int) -> list[BlobRef]:
+    return list(manifests.get(repo, resolve(repo, f"run@{step}")).blobs)
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_what_another_repair_rewrote_meanwhile_is_not_lost(
+    tmp_path: Path, repo: Repository, faults: FaultyStore, other: Repository, what: str
+) -> None:
+    older, twin, state = *(save_arrays(repo, STATE, step=step) for step in range(2)), {"a": STATE["a"]}
+    newer = save_arrays(repo, state, step=2, reuse=older)
+    if what == "blob":
+        for one in (older, twin):
+            commits.forget(repo, one)
+        collect(repo)
+        damage(repo, only_blob(repo, older), "gone")
+        save_arrays(other, state)
+    else:
+        newer = save_arrays(repo, state, step=3, reuse=twin)
+        copy_into(other, repo, newer)
+        damage(repo, manifest_key(newer.txid, newer.id), "gone")
+    first, second = (repository(tmp_path / name, faults, seed=seed) for seed, name in enumerate(["one", "two"], 5))
+
+    def meanwhile(call: object) -> None:
+        faults.heal()
+        assert not repair(second, sources=[other]).is_damaged
+
+    faults.inject(call_first("put", meanwhile, key="transactions/*"))
+    found = repair(first, sources=[other])
+    assert (found.rewritten, found.lost, found.lost_manifests) == ((), (), ())
+    assert read_arrays(first, resolve(first, newer.id)) == content(state)
+
+
 @pytest.mark.parametrize("what", ["blob", "manifest"])
 def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Repository, what: str) -> None:
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
