@@ -121,6 +121,24 @@ def test_containers_become_such_as_plain_torch_load_makes(store: Store, tmp_path
     assert identical(torch.load(tmp_path / "x.pt"), expected)
 
 
+class _Averaged:
+    """An object of a program, which holds tensors of its own."""
+
+    def __init__(self) -> None:
+        self.mean = torch.full((6,), 3.0)
+        self.layer = torch.nn.Linear(2, 3)
+
+
+def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(store: Store, tmp_path: Path) -> None:
+    ours = _Averaged()
+    store.save({"first": ours, "w": torch.arange(6.0), "v": torch.ones(6)}, step=1, allow_pickle=True)
+    store.export("latest", tmp_path / "x.pt", allow_pickle=True)
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert identical(loaded["first"].mean, ours.mean)
+    assert identical(dict(loaded["first"].layer.state_dict()), dict(ours.layer.state_dict()))
+    assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
