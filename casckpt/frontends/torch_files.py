@@ -279,7 +279,7 @@ def _of_plain_kinds(node: Node) -> Node:
 
 def _is_read(value: Any) -> bool:
     """Tell whether plain `torch.load` reads a value."""
-    if type(value) in (NoneType, bool, int, float, str):
+    if type(value) in (NoneType, bool, float, str) or (type(value) is int and value.bit_length() < 64):
         return True
     data = write_archive(value)
     with zipfile.ZipFile(BytesIO(data)) as archive:

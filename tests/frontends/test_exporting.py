@@ -139,6 +139,12 @@ def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(sto
     assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
 
 
+def test_an_int_that_plain_torch_load_does_not_read_is_left_out(store: Store, tmp_path: Path) -> None:
+    store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
+    assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
+    assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
