@@ -10,7 +10,7 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -269,11 +269,13 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> d
 
 
 def _of_plain_kinds(node: Node) -> Node:
-    """The same tree, of the kinds of containers that torch's restricted unpickler makes."""
+    """The same tree, of the kinds of containers, and ``_metadata``, that torch's restricted unpickler makes."""
     if isinstance(node, int):
         return node
     found: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
     made: Node = found if isinstance(node, defaultdict) else container(type(node), found, node)
+    if isinstance(made, OrderedDict) and not _is_read(vars(made).get("_metadata")):
+        del vars(made)["_metadata"]
     return made
 
 

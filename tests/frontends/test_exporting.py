@@ -145,6 +145,16 @@ def test_an_int_that_plain_torch_load_does_not_read_is_left_out(store: Store, tm
     assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
 
 
+def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: Store, tmp_path: Path) -> None:
+    kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
+    vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
+    store.save({"kept": kept, "lost": lost}, step=1)
+    store.export("latest", tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt")
+    assert identical(loaded, {"kept": OrderedDict(kept), "lost": OrderedDict(lost)})
+    assert (vars(loaded["kept"]), vars(loaded["lost"])) == ({"_metadata": {"": {"version": 2}}}, {})
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
