@@ -155,6 +155,14 @@ def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: 
     assert (vars(loaded["kept"]), vars(loaded["lost"])) == ({"_metadata": {"": {"version": 2}}}, {})
 
 
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path: Path, format: Any) -> None:
+    store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch.uint4)}, step=1)
+    with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
+        store.export("latest", tmp_path / "x", format=format)
+    assert list(tmp_path.glob("x*")) == []
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
