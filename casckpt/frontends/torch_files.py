@@ -33,12 +33,12 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container
+from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
-from casckpt.frontends.view import Rules, View, ViewTensor, view_of
+from casckpt.frontends.view import Rules, View, ViewTensor, check_whole, view_of
 from casckpt.frontends.windows import WindowReader
 from casckpt.plan.progress import Shown
 from casckpt.repository import manifests
@@ -202,6 +202,8 @@ class _Export:
     def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
         """All of the checkpoint, nested as it was saved, of tensors without data; and what fills it, in its order."""
         tree = self._contents.whole_tree()
+        keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
+        check_whole(self.manifest, [self._contents.stored_tensor(key)[1] for key in keys])
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput
+from casckpt.errors import Conflict, Damaged, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
 from tests.support.training import identical
@@ -161,6 +161,17 @@ def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path:
     with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
         store.export("latest", tmp_path / "x", format=format)
     assert list(tmp_path.glob("x*")) == []
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
+def test_nothing_is_made_for_a_tensor_that_is_not_whole(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    """A hostile shape would take all memory, or boxes without end."""
+    store.save({"w": torch.ones(3)}, step=1)
+    monkeypatch.setattr("casckpt.frontends.view.covers", lambda table, region: False)
+    with pytest.raises(Damaged, match="holds 'w' only in part"):
+        store.export("latest", tmp_path / "x", format=format)
 
 
 @pytest.mark.parametrize(
