@@ -259,12 +259,11 @@ def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> d
     with path.open("r+b") as file:
         for index, storage in enumerate(storages):
             record = f"data/{index}"  # in this order torch numbers them
-            held = isinstance(storage, bytes)
-            if sizes.get(record) != (len(storage) if held else storage.entry.nbytes):
+            if sizes.get(record) != (len(storage) if isinstance(storage, bytes) else storage.entry.nbytes):
                 raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in [storage] if held else reader.read([storage]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read([storage]):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums

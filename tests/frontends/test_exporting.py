@@ -15,6 +15,7 @@ import casckpt
 from casckpt.errors import Conflict, Damaged, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
+from casckpt.tensors.dtypes import torch_dtype
 from tests.support.training import identical
 
 
@@ -157,7 +158,7 @@ def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path: Path, format: Any) -> None:
-    store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch.uint4)}, step=1)
+    store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch_dtype("uint4"))}, step=1)
     with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
         store.export("latest", tmp_path / "x", format=format)
     assert list(tmp_path.glob("x*")) == []

@@ -156,7 +156,7 @@ def test_attachments_short_and_long() -> None:
 )
 def test_an_attachment_has_the_bytes_of_a_view_whatever_its_items_are(array: np.ndarray[Any, Any]) -> None:
     store = small()
-    store.save({}, step=1, attachments={"a": array.data})
+    store.save({}, step=1, attachments={"a": array.data})  # type: ignore[dict-item]  # what it takes, too
     assert store.read_attachment("default@1", "a") == array.tobytes()
 
 
