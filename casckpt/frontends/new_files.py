@@ -190,9 +190,14 @@ def _said_as_ours(path: Path) -> Iterator[None]:
 
 @contextmanager
 def torch_saves() -> Iterator[None]:
-    """Inside, where the disk is full, torch.save fails with an OSError, and not with one about its zip file."""
+    """Inside, where the disk is full, torch.save fails with an OSError, and not with one about its zip file.
+
+    Raises InvalidInput for a dtype that it cannot write.
+    """
     try:
         yield
+    except KeyError as error:
+        raise InvalidInput(f"torch.save cannot write this checkpoint ({error.args[0]}); choose other keys") from error
     except RuntimeError as error:
         raise OSError(f"torch.save failed ({error})") from error
 

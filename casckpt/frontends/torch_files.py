@@ -10,13 +10,14 @@ import pickle
 import struct
 import zipfile
 import zlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from types import NoneType
-from typing import Any, Unpack
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,12 +33,12 @@ from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.saving.options import ImportArguments
 from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.sections.index import StreamEntry
-from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container
+from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
 from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
-from casckpt.frontends.view import Rules, View, ViewTensor, view_of
+from casckpt.frontends.view import Rules, View, ViewTensor, check_whole, view_of
 from casckpt.frontends.windows import WindowReader
 from casckpt.plan.progress import Shown
 from casckpt.repository import manifests
@@ -51,6 +52,8 @@ from casckpt.tensors.untrusted import check_expansion, misread
 
 log = logging.getLogger(__name__)
 
+_Storage: TypeAlias = ViewTensor | bytes
+"""What fills a hole of a file: a tensor of the checkpoint, or the data of one inside of an object."""
 _CENTRAL = struct.Struct("<4s12xL8xHHH12x")  # a record of a zip's directory: its crc, and lengths of what follows it
 
 
@@ -176,9 +179,9 @@ def export_torch(
     checkpoint = opened.get(ref)
     rules = Rules(keys, strip_prefix, rename)
     job = _Export(opened, checkpoint, allow_pickle)
-    state, view = job.whole() if rules.is_plain else job.seen(rules)
+    state, view, storages = job.whole() if rules.is_plain else job.seen(rules)
     with place_for(path, force=force) as place, new_file(place, force=force) as target:
-        job.write(target, state, view, progress)
+        job.write(target, state, storages, WindowReader(opened.repository, job.manifest, view.nbytes, progress))
         name = os.fspath(path) if is_url(path) else place
     return Exported(
         checkpoint, (name,), len(view.tensors), view.nbytes, (), view.left_out, tuple(opened.attachments(checkpoint)),
@@ -190,80 +193,96 @@ class _Export:
     """One file: torch writes it with holes for the data of tensors, which are filled afterwards."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
-        self._manifest = manifests.get(store.repository, checkpoint.commit)
-        self._contents = Contents(self._manifest, 0)
+        self.manifest = manifests.get(store.repository, checkpoint.commit)
+        self._contents = Contents(self.manifest, 0)
         self._options = LoadOptions(allow_pickle=allow_pickle)
         self._repo = store.repository
         self._fake = FakeTensorMode()
 
-    def whole(self) -> tuple[Any, View]:
-        """All of the checkpoint, nested as it was saved, of tensors without data; and these, in the order of that."""
+    def whole(self) -> tuple[Any, View, Sequence[_Storage]]:
+        """All of the checkpoint, nested as it was saved, of tensors without data; and what fills it, in its order."""
         tree = self._contents.whole_tree()
+        keys = [join(path) for path, node in leaves(tree) if node == TENSOR]
+        check_whole(self.manifest, [self._contents.stored_tensor(key)[1] for key in keys])
         objects = values_at(self._repo, self._contents, list(self._contents.objects), self._options)
         left_out = () if self._options.allow_pickle else tuple(key for key in objects if not _is_read(objects[key]))
         tree = tree if self._options.allow_pickle else _of_plain_kinds(tree)
         tensors: list[ViewTensor] = []
+        storages: list[_Storage] = []
 
         def leaf(key: str, node: Leaf) -> Any:
             if node != TENSOR:
+                storages.extend(_storages_in(objects[key]) if self._contents.objects[key].pickled else ())
                 return objects[key]
             tensors.append(ViewTensor(key, *self._contents.stored_tensor(key)))
+            storages.append(tensors[-1])
             return self._empty(tensors[-1].entry)
 
         state = inflate(tree, leaf, lambda key: key not in left_out)
-        return state, View(tuple(tensors), left_out)
+        return state, View(tuple(tensors), left_out), storages
 
-    def seen(self, rules: Rules) -> tuple[Any, View]:
+    def seen(self, rules: Rules) -> tuple[Any, View, Sequence[_Storage]]:
         """The same of its tensors by the names of a view."""
-        view = view_of(self._manifest, rules)
-        return {one.name: self._empty(one.entry) for one in view.tensors}, view
+        view = view_of(self.manifest, rules)
+        return {one.name: self._empty(one.entry) for one in view.tensors}, view, view.tensors
 
     def _empty(self, entry: StreamEntry) -> torch.Tensor:
         with self._fake:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu")
 
-    def write(self, path: Path, state: Any, view: View, progress: Shown | None) -> None:
+    def write(self, path: Path, state: Any, storages: Sequence[_Storage], reader: WindowReader) -> None:
         """All of it, durable."""
         path.open("xb").close()  # so that Python says what is wrong where nothing may be written
-        with self._fake, skip_data(materialize_fake_tensors=True), torch_saves():
+        with skip_data(materialize_fake_tensors=True), torch_saves():
             torch.save(state, path)
-        reader = WindowReader(self._repo, self._manifest, view.nbytes, progress)
-        _write_sums(path, _filled(path, view.tensors, reader))
+        _write_sums(path, _filled(path, storages, reader))
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
-def _filled(path: Path, tensors: Sequence[ViewTensor], reader: WindowReader) -> dict[str, int]:
-    """Write the data of all tensors into their holes; the crc of each record."""
+def _storages_in(value: Any) -> Iterator[bytes]:
+    """The data of the storages that torch.save finds in a value, in its order: an object may hold tensors, too."""
+    with zipfile.ZipFile(BytesIO(write_archive(value))) as archive:
+        found = {name.partition("/")[2]: name for name in archive.namelist()}
+        for index in count():
+            if f"data/{index}" not in found:
+                return
+            yield archive.read(found[f"data/{index}"])
+
+
+def _filled(path: Path, storages: Sequence[_Storage], reader: WindowReader) -> dict[str, int]:
+    """Write the data of all storages into their holes; the crc of each record."""
     places: Any = torch._C.PyTorchFileReader(str(path))
     with zipfile.ZipFile(path) as archive:
         sizes = {info.filename.partition("/")[2]: info.file_size for info in archive.infolist()}
     sums: dict[str, int] = {}
     with path.open("r+b") as file:
-        for index, tensor in enumerate(tensors):
-            record = f"data/{index}"  # in this order torch numbers storages
-            if sizes.get(record) != tensor.entry.nbytes:
+        for index, storage in enumerate(storages):
+            record = f"data/{index}"  # in this order torch numbers them
+            if sizes.get(record) != (len(storage) if isinstance(storage, bytes) else storage.entry.nbytes):
                 raise InvalidInput(f"torch {torch.__version__} numbers storages otherwise than is known here")
             sums[record] = 0
             file.seek(places.get_record_offset(record))
-            for data in reader.read([tensor]):
+            for data in [storage] if isinstance(storage, bytes) else reader.read([storage]):
                 file.write(data)
                 sums[record] = zlib.crc32(data, sums[record])
     return sums
 
 
 def _of_plain_kinds(node: Node) -> Node:
-    """The same tree, of the kinds of containers that torch's restricted unpickler makes."""
+    """The same tree, of the kinds of containers, and ``_metadata``, that torch's restricted unpickler makes."""
     if isinstance(node, int):
         return node
     found: dict[Element, Node] = {element: _of_plain_kinds(child) for element, child in children(node)}
     made: Node = found if isinstance(node, defaultdict) else container(type(node), found, node)
+    if isinstance(made, OrderedDict) and not _is_read(vars(made).get("_metadata")):
+        del vars(made)["_metadata"]
     return made
 
 
 def _is_read(value: Any) -> bool:
     """Tell whether plain `torch.load` reads a value."""
-    if type(value) in (NoneType, bool, int, float, str):
+    if type(value) in (NoneType, bool, float, str) or (type(value) is int and value.bit_length() < 64):
         return True
     data = write_archive(value)
     with zipfile.ZipFile(BytesIO(data)) as archive:

@@ -77,15 +77,20 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     tensors = [
         ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
     ]
-    manifest.ready([one.number for one in tensors], ())
-    for entry in (one.entry for one in tensors):
-        if not covers(manifest.extents(entry), whole(entry.shape)):
-            raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
+    check_whole(manifest, [one.entry for one in tensors])
     seen = {one.number for one in tensors}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for number, entry in enumerate(manifest.entries)
               if entry.kind == TENSOR and number not in seen and matches(entry.key, patterns)]  # fmt: skip
     return View(tuple(sorted(tensors, key=lambda one: one.name)), (*objects, *others), prefix)
+
+
+def check_whole(manifest: Manifest, entries: Sequence[StreamEntry]) -> None:
+    """Raise Damaged for a tensor with holes, Refused for unusable extents: before a hostile shape takes memory."""
+    manifest.ready([entry.number for entry in entries], ())
+    for entry in entries:
+        if not covers(manifest.extents(entry), whole(entry.shape)):
+            raise Damaged(f"the checkpoint holds {entry.key!r} only in part", key=entry.key)
 
 
 def _check_used(where: str, keys: Sequence[str], patterns: Sequence[str] | None) -> None:

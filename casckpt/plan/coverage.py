@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, holes, intersect, normalise, whole
+import numpy as np
+
+from casckpt.format.columns import Ints
+from casckpt.format.regions import Box, Region, Shape, flat_boxes, full_box, holes, normalise, whole
 
 
 def holes_and_overlaps(shape: Shape, regions: Sequence[Region]) -> tuple[list[Region], list[tuple[int, int]]]:
@@ -34,21 +37,27 @@ def _flat_overlaps(regions: Sequence[Region], flat: list[int]) -> list[tuple[int
 
 
 def _box_overlaps(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Sweep along one dimension: only regions whose boxes are open at the same time are compared."""
-    held = [i for i, region in enumerate(regions) if region.numel]
-    dims = range(len(regions[held[0]].box.shape))
-    dim = max(dims, key=lambda d: len({regions[i].box.offset[d] for i in held}))  # where most of them lie apart
-    order = sorted(held, key=lambda i: regions[i].box.offset[dim])
-    active: list[int] = []
-    found: list[tuple[int, int]] = []
-    for i in order:
-        start = regions[i].box.offset[dim]
-        active = [j for j in active if regions[j].box.end[dim] > start]
-        found += [(j, i) for j in active if intersect(regions[j], regions[i])]
+    """Sweep along one dimension over the boxes that make up regions: each may meet those that begin before its end."""
+    parts = [(i, box) for i, region in enumerate(regions) for box, _ in flat_boxes(region)]
+    starts = np.array([box.offset for _, box in parts], dtype=np.int64)
+    ends = np.array([box.end for _, box in parts], dtype=np.int64)
+
+    def sweep(dim: int) -> tuple[Ints, Ints]:
+        """The order in which they begin, and for each in it the first that begins behind its end."""
+        order = np.argsort(starts[:, dim], kind="stable")
+        return order, np.searchsorted(starts[order, dim], ends[order, dim])
+
+    order, stops = sweep(min(range(starts.shape[1]), key=lambda dim: int(sweep(dim)[1].sum())))
+    starts, ends = starts[order], ends[order]
+    found: dict[tuple[int, int], None] = {}
+    for one, stop in enumerate(stops.tolist()):
+        later = slice(one + 1, stop)
+        meets = ((starts[later] < ends[one]) & (ends[later] > starts[one])).all(axis=1)
+        for other in np.flatnonzero(meets)[:4].tolist():
+            found[parts[order[one]][0], parts[order[one + 1 + other]][0]] = None
         if len(found) >= 4:
             break
-        active.append(i)
-    return found[:4]
+    return list(found)[:4]
 
 
 def _holes(shape: Shape, regions: Sequence[Region]) -> list[Region]:

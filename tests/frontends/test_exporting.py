@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput
+from casckpt.errors import Conflict, Damaged, InvalidInput
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.store.store import Store
+from casckpt.tensors.dtypes import torch_dtype
 from tests.support.training import identical
 
 
@@ -119,6 +120,59 @@ def test_containers_become_such_as_plain_torch_load_makes(store: Store, tmp_path
     assert set(found.left_out) == {"n", "pair.1", "path", "e"}
     expected = {"a": {"w": torch.ones(2)}, "o": OrderedDict(w=torch.ones(1)), "pair": {0: torch.ones(3), 2: "x"}}
     assert identical(torch.load(tmp_path / "x.pt"), expected)
+
+
+class _Averaged:
+    """An object of a program, which holds tensors of its own."""
+
+    def __init__(self) -> None:
+        self.mean = torch.full((6,), 3.0)
+        self.layer = torch.nn.Linear(2, 3)
+
+
+def test_tensors_inside_of_objects_keep_their_data_and_take_that_of_no_other(store: Store, tmp_path: Path) -> None:
+    ours = _Averaged()
+    store.save({"first": ours, "w": torch.arange(6.0), "v": torch.ones(6)}, step=1, allow_pickle=True)
+    store.export("latest", tmp_path / "x.pt", allow_pickle=True)
+    loaded = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert identical(loaded["first"].mean, ours.mean)
+    assert identical(dict(loaded["first"].layer.state_dict()), dict(ours.layer.state_dict()))
+    assert identical({key: loaded[key] for key in "wv"}, {"w": torch.arange(6.0), "v": torch.ones(6)})
+
+
+def test_an_int_that_plain_torch_load_does_not_read_is_left_out(store: Store, tmp_path: Path) -> None:
+    store.save({"huge": 1 << 5000, "seed": 1 << 100, "w": torch.ones(2)}, step=1)
+    assert store.export("latest", tmp_path / "x.pt").left_out == ("huge",)
+    assert identical(torch.load(tmp_path / "x.pt"), {"seed": 1 << 100, "w": torch.ones(2)})
+
+
+def test_metadata_of_a_state_dict_that_plain_torch_load_does_not_read_go(store: Store, tmp_path: Path) -> None:
+    kept, lost = OrderedDict(w=torch.ones(2)), OrderedDict(w=torch.zeros(2))
+    vars(kept)["_metadata"], vars(lost)["_metadata"] = {"": {"version": 2}}, {"": {"seen": np.arange(3)}}
+    store.save({"kept": kept, "lost": lost}, step=1)
+    store.export("latest", tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt")
+    assert identical(loaded, {"kept": OrderedDict(kept), "lost": OrderedDict(lost)})
+    assert (vars(loaded["kept"]), vars(loaded["lost"])) == ({"_metadata": {"": {"version": 2}}}, {})
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_dtype_that_torch_save_cannot_write_is_refused(store: Store, tmp_path: Path, format: Any) -> None:
+    store.save({"w": torch.zeros(3, dtype=torch.uint8).view(torch_dtype("uint4"))}, step=1)
+    with pytest.raises(InvalidInput, match=r"torch\.save cannot write this checkpoint \(dtype torch\.uint4"):
+        store.export("latest", tmp_path / "x", format=format)
+    assert list(tmp_path.glob("x*")) == []
+
+
+@pytest.mark.parametrize("format", ["hf", "safetensors", "torch", "dcp"])
+def test_nothing_is_made_for_a_tensor_that_is_not_whole(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: Any
+) -> None:
+    """A hostile shape would take all memory, or boxes without end."""
+    store.save({"w": torch.ones(3)}, step=1)
+    monkeypatch.setattr("casckpt.frontends.view.covers", lambda table, region: False)
+    with pytest.raises(Damaged, match="holds 'w' only in part"):
+        store.export("latest", tmp_path / "x", format=format)
 
 
 @pytest.mark.parametrize(

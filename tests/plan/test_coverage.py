@@ -89,3 +89,13 @@ def test_many_columns_are_not_compared_in_vain() -> None:
     shape = (4, 512)
     parts = [Region(Box((0, i), (4, 1)), 0, 4) for i in range(512)]
     assert holes_and_overlaps(shape, parts) == ([], [])
+
+
+def test_boxes_that_are_open_at_one_time_are_not_compared_one_by_one() -> None:
+    """As in a hostile manifest: upright strips beside level ones, which is half of all pairs in either dimension."""
+    count = 5000
+    upright = [Region(Box((0, i), (count, 1)), 0, count) for i in range(count)]
+    level = [Region(Box((i, count), (1, count)), 0, count) for i in range(count)]
+    shape = (count, 2 * count)
+    assert holes_and_overlaps(shape, upright + level) == ([], [])
+    assert holes_and_overlaps(shape, [*upright, *level, level[7]])[1] == [(count + 7, 2 * count)]

@@ -149,6 +149,17 @@ def test_attachments_short_and_long() -> None:
     assert store.save({"w": torch.ones(1)}, step=2, attachments=files).stats.bytes_written == 0
 
 
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(5000), np.ones((5000, 3), np.uint8), np.arange(9000, dtype=np.uint8)[::2], np.array(7)],
+    ids=["wide", "matrix", "strided", "number"],
+)
+def test_an_attachment_has_the_bytes_of_a_view_whatever_its_items_are(array: np.ndarray[Any, Any]) -> None:
+    store = small()
+    store.save({}, step=1, attachments={"a": array.data})  # type: ignore[dict-item]  # what it takes, too
+    assert store.read_attachment("default@1", "a") == array.tobytes()
+
+
 @pytest.mark.parametrize("name", ["", "/abs", "../up", "a/../b", "a//b", "a/", ".", "x\n", "a\\b", "x" * 1025, 5])
 def test_unusable_names_of_attachments(name: Any) -> None:
     store = small()

@@ -130,8 +130,8 @@ def tensors_of(prepared: Prepared) -> list[torch.Tensor]:
     return [piece.data for source in prepared.sources for piece in source.pieces]
 
 
-def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes | bytearray | memoryview) -> Source:
-    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=bytes(data))
+def _stream(kind: str, key: str, index: int, rank: int | None, data: bytes) -> Source:
+    return Source(kind, key, index, rank, "uint8", (len(data),), buffer=data)
 
 
 def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[list[Attachment], list[Source]]:
@@ -145,8 +145,9 @@ def _attachments(given: Mapping[str, bytes | bytearray | memoryview]) -> tuple[l
         folder = next((above for above in map(str, PurePosixPath(name).parents) if above in given), None)
         if folder is not None:
             raise InvalidInput(f"attachment {folder!r} would be the folder of attachment {name!r}; rename one")
-        if len(data) < _INLINE_BYTES:
-            inline.append(Attachment(name, bytes(data)))
+        content = bytes(data)  # whose length counts bytes: that of a memoryview counts its items
+        if len(content) < _INLINE_BYTES:
+            inline.append(Attachment(name, content))
         else:
-            large.append(_stream(ATTACHMENT, name, 0, None, data))
+            large.append(_stream(ATTACHMENT, name, 0, None, content))
     return inline, large

@@ -32,6 +32,7 @@ from casckpt.frontends.new_files import (
     write_durably,
 )
 from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.view import check_whole
 from casckpt.parallel import usable_threads
 from casckpt.plan.lots import lots
 from casckpt.plan.progress import Progress, Shown
@@ -109,8 +110,9 @@ class _Writer:
 
     def write(self) -> dcp.Metadata:
         """All of them; the metadata that say where everything lies."""
-        metadata = self._opened.metadata()
-        chunks = [chunk for key in self._opened.schema.tensors for chunk in self._chunks(key)]
+        metadata, tensors = self._opened.metadata(), self._opened.schema.tensors
+        check_whole(self._opened.manifest, [self._opened.tensor(dcp.MetadataIndex(key))[1] for key in tensors])
+        chunks = [chunk for key in tensors for chunk in self._chunks(key)]
         values = self._opened.archives(list(self._opened.schema.values), boxed=self._boxed)
         windows = list(lots(chunks, lambda chunk: chunk.nbytes, WINDOW_BYTES))
         files = list(lots(windows, lambda window: sum(chunk.nbytes for chunk in window), FILE_BYTES)) or [[]]
