@@ -19,6 +19,7 @@ from casckpt.format.keys import manifest_key
 from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.repository import blobs, commits, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Clock, Entropy, Repository
@@ -120,7 +121,8 @@ def commit_bare(repo: Repository, run: str = "run", step: int = 0, **fields: Any
 def put_manifest_of(repo: Repository, base: Commit, txid: TxId) -> None:
     """The manifest of a commit, if it has one, once more under another transaction."""
     with suppress(NotFound):
-        repo.storage.put(manifest_key(txid, base.id), repo.storage.get(manifest_key(base.txid, base.id)))
+        data = repo.storage.get(manifest_key(base.txid, base.id), limit=MAX_MANIFEST_BYTES)
+        repo.storage.put(manifest_key(txid, base.id), data)
 
 
 def rewrite_bare(repo: Repository, base: Commit, **fields: Any) -> Commit:
