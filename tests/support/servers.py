@@ -195,6 +195,7 @@ def seaweed(folder: Path, memory: str = "256MiB") -> Server:
         return [
             binary("weed"), "server", "-s3", f"-dir={data / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *given,
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false", f"-volume.max={_VOLUMES}",
+            "-master.electionTimeout=500ms", "-master.heartbeatInterval=100ms",  # else it takes 20 s to start again
         ]  # fmt: skip
 
     (folder / "data").mkdir()
