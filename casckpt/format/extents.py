@@ -3,26 +3,41 @@
 An extent is consecutive cells of one tensor that lie consecutively in one blob. Cells are cut at the multiples of the
 cell size in the row-major order of the extent's box, so their ends need not be stored: a boundary elsewhere begins a
 new extent. How they are stored is said in `casckpt.format.sections.tables`.
+
+A cell lies in its blob as it is, or **coded**: as a frame (`casckpt.format.encodings`), which may tell only what
+differs from another cell, its base. A base has as many bytes, and may be coded itself. It is told here with its cell,
+never among those that cover the tensor.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box
 
 DIGEST_BYTES = 32
+MAX_LINKS = 16
+"""Of a coded cell at most so many bases stand one behind the other."""
+
+
+class Frame(NamedTuple):
+    """How a coded cell lies in its blob: as ``nbytes`` bytes, that tell it from ``base``, if there is one."""
+
+    nbytes: int
+    base: StoredCell | None = None
 
 
 class StoredCell(NamedTuple):
     """One cell: the elements [lo, hi) in the row-major order of ``box``, where they lie, and their digest.
 
-    ``nbytes`` = (hi - lo) * itemsize.
+    ``nbytes`` = (hi - lo) * itemsize. ``frame``: None where it lies in the blob as it is.
     """
 
     blob: int
@@ -32,6 +47,31 @@ class StoredCell(NamedTuple):
     lo: int
     hi: int
     digest: CellDigest
+    frame: Frame | None = None
+
+    @property
+    def stored(self) -> int:
+        """Bytes that it takes in its blob."""
+        return self.nbytes if self.frame is None else self.frame.nbytes
+
+    @property
+    def base(self) -> StoredCell | None:
+        """The cell that must be at hand to decode it."""
+        return None if self.frame is None else self.frame.base
+
+    @property
+    def chain(self) -> Iterator[StoredCell]:
+        """Itself, its base, the base of that, ..."""
+        one: StoredCell | None = self
+        while one is not None:
+            yield one
+            one = one.base
+
+    def moved(self, place: Callable[[StoredCell], tuple[int, int]]) -> StoredCell:
+        """Return the same, with blob and offset of itself and of each base as ``place`` gives them."""
+        frame = None if self.frame is None else Frame(self.frame.nbytes, self.base and self.base.moved(place))
+        blob, offset = place(self)
+        return self._replace(blob=blob, offset=offset, frame=frame)
 
     @property
     def region(self) -> Region:
@@ -39,10 +79,23 @@ class StoredCell(NamedTuple):
         return Region(self.box, self.lo, self.hi)
 
 
+class Coding(msgspec.Struct, frozen=True, gc=False):
+    """How the cells of an extent are coded. ``frames``: bytes of each frame, as 4 bytes each; ``base``: their bases."""
+
+    frames: bytes
+    base: Extent | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Bytes of each frame."""
+        found: list[int] = np.frombuffer(self.frames, "<u4").tolist()
+        return found
+
+
 class Extent(msgspec.Struct, frozen=True, gc=False):
     """One extent: the elements [lo, hi) of a box, by its number, at ``offset`` of a blob, by its number.
 
-    ``digests``: 32 bytes for each of its cells.
+    ``digests``: 32 bytes for each of its cells. ``coding``: None where they lie in the blob as they are.
     """
 
     box: int
@@ -51,6 +104,15 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     blob: int
     offset: int
     digests: bytes
+    coding: Coding | None = None
+
+    @property
+    def chain(self) -> Iterator[Extent]:
+        """Itself, the extent of its bases, of their bases, ..."""
+        one: Extent | None = self
+        while one is not None:
+            yield one
+            one = None if one.coding is None else one.coding.base
 
 
 class ExtentTable(msgspec.Struct, frozen=True, gc=False):
@@ -89,20 +151,38 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
 
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""
-        every = self.extents
+        every = self.extents if lo < hi else ()
         if len(every) == 1:  # as in most tensors
             (only,) = every
             return every if only.box == box and only.lo < hi and lo < only.hi else ()
         first = bisect_right(every, (box, lo), key=_end)
         return every[first : bisect_left(every, (box, hi), lo=first, key=_begin)]
 
-    def offset_of(self, extent: Extent, number: int) -> int:
-        """Compute at which byte of its blob a cell of an extent lies, by its number."""
+    def cell_at(self, extent: Extent, number: int) -> StoredCell:
+        """Return a cell of an extent, by its number."""
         lo = max(extent.lo, (extent.lo // self.cell + number) * self.cell)
-        return extent.offset + (lo - extent.lo) * self.itemsize
+        return next(self._cells(extent, lo, lo + 1))
+
+    def stored_bytes(self, extent: Extent) -> int:
+        """Compute the bytes that an extent takes in its blob."""
+        return (extent.hi - extent.lo) * self.itemsize if extent.coding is None else sum(extent.coding.lengths)
 
     def _cells(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
         """Iterate over the cells of one extent that hold any of the elements [lo, hi)."""
+        cells = self._as_they_are(extent, lo, hi)
+        return cells if extent.coding is None else self._coded(extent, extent.coding, lo, hi, cells)
+
+    def _coded(
+        self, extent: Extent, coding: Coding, lo: int, hi: int, cells: Iterator[StoredCell]
+    ) -> Iterator[StoredCell]:
+        bases: Iterator[StoredCell | None] = repeat(None) if coding.base is None else self._cells(coding.base, lo, hi)
+        lengths, first = coding.lengths, max(lo, extent.lo) // self.cell - extent.lo // self.cell
+        offsets = accumulate(lengths, initial=extent.offset)
+        places = list(zip(offsets, lengths, strict=False))[first:]
+        for cell, base, (offset, nbytes) in zip(cells, bases, places, strict=False):
+            yield cell._replace(offset=offset, frame=Frame(nbytes, base))
+
+    def _as_they_are(self, extent: Extent, lo: int, hi: int) -> Iterator[StoredCell]:
         box, size, step, begin, end = self.boxes[extent.box], self.itemsize, self.cell, extent.lo, extent.hi
         first = begin // step
         for number in range((begin if lo < begin else lo) // step, -(-(end if hi > end else hi) // step)):
@@ -137,17 +217,32 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
             runs[-1].append(one)
         else:
             runs.append([one])
-    return ExtentTable(shape, itemsize, cell, boxes, tuple([_extent(number(run[0]), run) for run in runs]))
+    extents = tuple([_extent(number(run[0]), run[0].lo, run[-1].hi, run) for run in runs])
+    return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
-def _extent(box: int, run: Sequence[StoredCell]) -> Extent:
-    first = run[0]
-    return Extent(box, first.lo, run[-1].hi, first.blob, first.offset, b"".join([one.digest for one in run]))
+def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
+    first, digests = run[0], b"".join([one.digest for one in run])
+    if first.frame is None:
+        return Extent(box, lo, hi, first.blob, first.offset, digests)
+    bases = [one.base for one in run if one.base is not None]
+    frames = np.array([one.stored for one in run], "<u4").tobytes()
+    coding = Coding(frames, _extent(box, lo, hi, bases) if bases else None)
+    return Extent(box, lo, hi, first.blob, first.offset, digests, coding)
 
 
 def _follows(one: StoredCell, last: StoredCell, cell: int) -> bool:
-    together = last.blob == one.blob and last.offset + last.nbytes == one.offset
-    return together and last.hi == one.lo and not one.lo % cell and last.box == one.box
+    return _lies_behind(one, last) and last.hi == one.lo and not one.lo % cell and last.box == one.box
+
+
+def _lies_behind(one: StoredCell | None, last: StoredCell | None) -> bool:
+    """Do two cells follow each other in a blob, both coded or not, and do their bases?"""
+    if one is None or last is None:
+        return one is last
+    if last.blob != one.blob or last.offset + last.stored != one.offset:
+        return False
+    raw = one.frame is None
+    return raw == (last.frame is None) and (raw or _lies_behind(one.base, last.base))
 
 
 def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
@@ -161,11 +256,16 @@ def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
     extents: list[Extent] = []
     for table, numbers in parts:
         places = [number_of[box] for box in table.boxes]
-        extents += [
-            Extent(places[one.box], one.lo, one.hi, numbers[one.blob], one.offset, one.digests) for one in table.extents
-        ]
+        extents += [_renumbered(one, places[one.box], numbers) for one in table.extents]
     extents.sort(key=_begin)
     return ExtentTable(first.shape, first.itemsize, first.cell, boxes, tuple(extents))
+
+
+def _renumbered(one: Extent, box: int, blobs: Sequence[int]) -> Extent:
+    coding = one.coding
+    if coding is not None and coding.base is not None:
+        coding = Coding(coding.frames, _renumbered(coding.base, box, blobs))
+    return Extent(box, one.lo, one.hi, blobs[one.blob], one.offset, one.digests, coding)
 
 
 def _boxes(full: Box, others: Set[Box]) -> tuple[Box, ...]:

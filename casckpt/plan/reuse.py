@@ -10,10 +10,9 @@ from threading import Lock
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from casckpt.errors import Damaged, Refused
-from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
+from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Shape
@@ -104,12 +103,16 @@ class KnownCells:
         """Return the parent's extents of a stream, if dtype and shape are the same too."""
         return None if self._parent is None else self._parent.table(name, dtype, shape)
 
-    def find(self, digest: CellDigest) -> tuple[int, int] | None:
-        """Find (blob, offset) of a usable cell with this digest."""
+    def usable_cell(self, cell: StoredCell) -> bool:
+        """Tell whether a cell may be reused: all of its bases must be."""
+        return bool(self._usable[cell.blob]) and (cell.frame is None or all(self._usable[c.blob] for c in cell.chain))
+
+    def find(self, digest: CellDigest) -> StoredCell | None:
+        """Find a usable cell with this digest. Only its digest and its place are those that are asked for."""
         with self._lock:
             if self._index is None:
                 self._index = _DigestIndex(self._sources)
-        return self._index.find(digest, self._usable)
+        return self._index.find(digest, self.usable_cell)
 
 
 class _DigestIndex:
@@ -127,27 +130,35 @@ class _DigestIndex:
         self._prefixes = prefixes[self._order]
         self._ends = list(accumulate(len(extent.digests) for _, _, extent in self._extents))
 
-    def find(self, digest: CellDigest, usable: npt.NDArray[np.bool_]) -> tuple[int, int] | None:
+    def find(self, digest: CellDigest, usable: Callable[[StoredCell], bool]) -> StoredCell | None:
         prefix = np.uint64(int.from_bytes(digest[:8], "little"))
         row = int(np.searchsorted(self._prefixes, prefix))
         while row < len(self._prefixes) and self._prefixes[row] == prefix:
             at = int(self._order[row]) * DIGEST_BYTES
             number = bisect_right(self._ends, at)
             base, table, extent = self._extents[number]
-            if usable[base + extent.blob] and self._digests.startswith(digest, at):
+            if self._digests.startswith(digest, at):
                 begin = self._ends[number] - len(extent.digests)
-                return base + extent.blob, table.offset_of(extent, (at - begin) // DIGEST_BYTES)
+                found = _shifted(table.cell_at(extent, (at - begin) // DIGEST_BYTES), base)
+                if usable(found):
+                    return found
             row += 1
         return None
+
+
+def _shifted(cell: StoredCell, blobs: int) -> StoredCell:
+    """Return a cell whose blobs have numbers that are so much higher."""
+    return cell.moved(lambda one: (one.blob + blobs, one.offset)) if blobs else cell
 
 
 def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
     """Count the bytes of each blob that the extents of one manifest use; shared cells count once."""
     used, reached = [0] * blob_count, [0] * blob_count
     for blob, start, stop in sorted(
-        (one.blob, one.offset, one.offset + (one.hi - one.lo) * table.itemsize)
+        (one.blob, one.offset, one.offset + table.stored_bytes(one))
         for table in tables
-        for one in table.extents
+        for extent in table.extents
+        for one in ((extent,) if extent.coding is None else extent.chain)
     ):
         used[blob] += max(0, stop - max(start, reached[blob]))
         reached[blob] = max(stop, reached[blob])

@@ -16,7 +16,7 @@ from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reuse import KnownCells, ManifestCells, used_bytes
-from tests.support.geometry import cells_of, full_shapes, partitions, stored_cell, table_of
+from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
 
 UPLOADER = TxId(f"20260102T030405000000Z-{'0' * 16}-{'0' * 16}-0")
@@ -38,13 +38,19 @@ def _known(*manifests: Manifest, has_parent: bool = True) -> KnownCells:
     return KnownCells(parent, sources, lambda ref: ref.worn)
 
 
+def _place(known: KnownCells, digest: CellDigest) -> tuple[int, int] | None:
+    """Blob and offset of a known cell."""
+    found = known.find(digest)
+    return found and (found.blob, found.offset)
+
+
 def test_cells_are_found_by_digest_in_all_manifests() -> None:
     manifests = [_two_cells("w", "a", "b"), _two_cells("x", "c", "d")]
     known = _known(*manifests)
     assert known.any
-    assert known.find(d("a")) == (0, CELL)
-    assert known.find(d("b")) == (0, 2 * CELL)
-    assert known.find(d("d")) == (1, 2 * CELL)
+    assert _place(known, d("a")) == (0, CELL)
+    assert _place(known, d("b")) == (0, 2 * CELL)
+    assert _place(known, d("d")) == (1, 2 * CELL)
     assert known.find(d("e")) is None
     assert known.blobs == [manifest.blob(0) for manifest in manifests]
 
@@ -69,7 +75,7 @@ def test_only_the_parent_is_found_by_key() -> None:
     assert known.parent_table(("tensor", "w", 0, 1), "uint8", shape) is None
     without = _known(parent, base, has_parent=False)
     assert without.parent_table(("tensor", "w", 0, None), "uint8", shape) is None
-    assert without.find(d("a")) == (0, CELL)
+    assert _place(without, d("a")) == (0, CELL)
 
 
 def test_a_worn_blob_is_not_reused_but_another_copy_is() -> None:
@@ -77,14 +83,14 @@ def test_a_worn_blob_is_not_reused_but_another_copy_is() -> None:
     assert not known.usable(0)
     assert known.usable(1)
     assert known.find(d("a")) is None
-    assert known.find(d("b")) == (1, CELL)
+    assert _place(known, d("b")) == (1, CELL)
 
 
 def test_a_blob_that_turns_out_to_be_gone() -> None:
     known = _known(_two_cells("w", "a", "b"), _two_cells("x", "b", "c"))
-    assert known.find(d("b")) == (0, 2 * CELL)
+    assert _place(known, d("b")) == (0, 2 * CELL)
     known.exclude(0)
-    assert known.find(d("b")) == (1, CELL)
+    assert _place(known, d("b")) == (1, CELL)
     assert known.find(d("a")) is None
     known.exclude(1)
     assert not known.any
@@ -97,7 +103,7 @@ def test_digests_with_one_beginning_are_told_apart() -> None:
         {"w": ("uint8", 1, shape, list(zip(flat_cells(shape, [CELL, 2 * CELL, 3 * CELL]), digests, strict=True)))}
     )
     known = _known(one)
-    assert [known.find(digest) for digest in digests] == [(0, CELL), (0, 2 * CELL), (0, 3 * CELL)]
+    assert [_place(known, digest) for digest in digests] == [(0, CELL), (0, 2 * CELL), (0, 3 * CELL)]
     assert known.find(CellDigest(bytes(32))) is None
     assert known.find(CellDigest(b"\xff" * 32)) is None
 
@@ -109,7 +115,20 @@ def test_cells_are_located(shape: Shape, cell: int, data: st.DataObject) -> None
     refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(len(cells))]
     known = KnownCells(None, [Share({("tensor", "w", 0, None): ("int16", table)}, refs)], lambda _: False)
     for place in table.stored_cells():
-        assert known.find(place.digest) == (place.blob, place.offset)
+        assert _place(known, place.digest) == (place.blob, place.offset)
+
+
+@given(cases(), st.integers(0, 2), st.data())
+def test_coded_cells_are_found_with_their_bases(case: Case, before: int, data: st.DataObject) -> None:
+    """Behind another source with blobs of its own; and not at all if a blob of a base must not be reused."""
+    sizes = len(case.blob_sizes)
+    refs = [BlobRef(BlobHash(f"{n:064x}"), 1 << 20, UPLOADER) for n in range(before + sizes)]
+    worn = data.draw(st.integers(0, before + sizes))
+    share = Share({("tensor", "w", 0, None): ("int16", case.table)}, refs[before:])
+    known = KnownCells(None, [Share({}, refs[:before]), share], lambda ref: ref in refs[worn : worn + 1])
+    for cell in case.cells:
+        want = cell.moved(lambda one: (one.blob + before, one.offset))
+        assert known.find(cell.digest) == (None if worn in {one.blob for one in want.chain} else want)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 200), st.integers(1, 40)), max_size=12)

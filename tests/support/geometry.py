@@ -11,7 +11,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from casckpt.format.extents import ExtentTable, StoredCell, build
+from casckpt.format.extents import MAX_LINKS, ExtentTable, Frame, StoredCell, build
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box, Region, Shape, full_box, normalise
 from casckpt.plan.cells import Group, plan_cells
@@ -149,15 +149,28 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any tensor, in any cells, in any blobs."""
+def cases(draw: st.DrawFn, *, coded: bool = True) -> Case:
+    """Any tensor, in any cells, in any blobs. ``coded``: some of them may be."""
     shape, cell, itemsize = draw(full_shapes), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2, 4, 8, 16]))
     blobs = draw(st.integers(1, 3))
     ends = [draw(st.integers(4096, 5000)) for _ in range(blobs)]
-    cells = []
-    for region in draw(partitions(shape)):
-        for one in cells_of(plan_cells(region, shape, cell, None)):
-            blob, nbytes = draw(st.integers(0, blobs - 1)), one.numel * itemsize
-            cells.append(stored_cell(one, blob, ends[blob], nbytes, digest(one)))
-            ends[blob] += nbytes + draw(st.sampled_from([0, 0, 0, 64]))
+    regions = [one for part in draw(partitions(shape)) for one in cells_of(plan_cells(part, shape, cell, None))]
+    cells = [draw(_placed_cells(one, itemsize, ends, coded)) for one in regions]
     return Case(shape, itemsize, cell, cells, ends)
+
+
+@st.composite
+def _placed_cells(draw: st.DrawFn, region: Region, itemsize: int, ends: list[int], coded: bool) -> StoredCell:
+    """A cell behind what is in the blobs, which end at ``ends``; some are coded, with bases or without."""
+    nbytes = region.numel * itemsize
+    made: StoredCell | None = None
+    links = draw(st.sampled_from([0, 0, 0, 1, 2, 3, MAX_LINKS])) if coded else 0
+    for link in range(links, -1, -1):
+        frame = None
+        if link < links or (coded and draw(st.integers(0, 4)) == 0):
+            frame = Frame(draw(st.integers(1, nbytes)), made)
+        blob = draw(st.integers(0, len(ends) - 1))
+        made = stored_cell(region, blob, ends[blob], nbytes, digest(region, link))._replace(frame=frame)
+        ends[blob] += made.stored + draw(st.sampled_from([0, 0, 0, 64]))
+    assert made is not None
+    return made

@@ -155,13 +155,11 @@ def store_share(
     places = upload.place(work)
     while missing := _missing(repo, txid, known, places):
         lost = [
-            [cell for cell, place in zip(cells, placed, strict=True) if not place.new and place.blob in missing]
+            [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
             for cells, placed in zip(work, places, strict=True)
         ]
         anew = iter([place for placed in upload.place([cells for cells in lost if cells]) for place in placed])
-        places = [
-            [next(anew) if not place.new and place.blob in missing else place for place in placed] for placed in places
-        ]
+        places = [[place if missing.isdisjoint(place.needs) else next(anew) for place in placed] for placed in places]
     if any(upload.written):
         repo.storage.settle(uploader_folder(txid))
     return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)
@@ -169,7 +167,7 @@ def store_share(
 
 def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[PlacedCell]]) -> set[int]:
     """Reused blobs that are gone or cut short; marked, so that no later save trusts them."""
-    reused = {place.blob for placed in places for place in placed if not place.new}
+    reused = {number for placed in places for place in placed for number in place.needs}
     lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])
     if lost and repo.storage.size(commit_key(txid)) is not None:
         raise Revoked("a gc took this save for dead and deleted what it reused; save again")

@@ -12,7 +12,7 @@ from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.blob import most_data
-from casckpt.format.extents import ExtentTable, StoredCell, build, join
+from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
 from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.names import TxId
 from casckpt.format.regions import Region, Shape, intersect
@@ -61,16 +61,25 @@ def share_of(
     numbers: dict[BlobRef, int] = {}
     cells: list[list[StoredCell]] = [[] for _ in sources]
     unhashed: set[Name] = set()
+
+    def number(ref: BlobRef | None) -> int:
+        if ref is None:
+            raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
+        return numbers.setdefault(ref, len(numbers))
+
+    def of_known(cell: StoredCell) -> tuple[int, int]:
+        return number(known.blobs[cell.blob]), cell.offset
+
     for group, placed in zip(work, places, strict=True):
         for cell, place in zip(group, placed, strict=True):
-            ref = written[place.blob] if place.new else known.blobs[place.blob]
-            if ref is None:
-                raise InvalidInput("a cell was placed in a blob that was never written; this is a bug of casckpt")
-            number = numbers.setdefault(ref, len(numbers))
+            blob = number(written[place.blob] if place.new else known.blobs[place.blob])
             if place.unhashed:
                 unhashed.add(sources[cell.source].name)
+            frame = place.frame
+            if frame is not None and frame.base is not None:
+                frame = Frame(frame.nbytes, frame.base.moved(of_known))
             elements = cell.group.box, cell.cut.lo, cell.cut.hi
-            cells[cell.source].append(StoredCell(number, place.offset, cell.nbytes, *elements, place.digest))
+            cells[cell.source].append(StoredCell(blob, place.offset, cell.nbytes, *elements, place.digest, frame))
     extents = {}
     for source, mine in zip(sources, cells, strict=True):
         size = dtypes.itemsize(source.dtype)

@@ -27,7 +27,7 @@ from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
-from casckpt.format.extents import StoredCell
+from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.lazy import cached_property
@@ -54,14 +54,28 @@ _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, i
 class PlacedCell:
     """Where one cell lies. ``new``: ``blob`` counts this save's own blobs, else those of the known cells.
 
-    ``unhashed``: it was not looked at, since its tensor was declared frozen.
+    ``frame``: how it is coded; its base is a known cell. ``unhashed``: it was not looked at, since its tensor was
+    declared frozen.
     """
 
     digest: CellDigest
     new: bool
     blob: int
     offset: int
+    frame: Frame | None = None
     unhashed: bool = False
+
+    @property
+    def needs(self) -> list[int]:
+        """The numbers of the known blobs that it lies in, or its bases do."""
+        mine = [] if self.new else [self.blob]
+        base = None if self.frame is None else self.frame.base
+        return mine if base is None else mine + [one.blob for one in base.chain]
+
+    @classmethod
+    def known(cls, cell: StoredCell, *, unhashed: bool = False) -> PlacedCell:
+        """The place of a known cell."""
+        return cls(cell.digest, False, cell.blob, cell.offset, cell.frame, unhashed)
 
 
 @dataclass
@@ -115,14 +129,14 @@ class Upload:
                 log.warning("%r was declared frozen, but it changed; all of it is compared", key)
                 continue
             for cell, old in zip(cells, known, strict=True):
-                placed[id(cell)] = PlacedCell(old.digest, False, old.blob, old.offset, unhashed=True)
+                placed[id(cell)] = PlacedCell.known(old, unhashed=True)
                 self.progress(cell.nbytes)
 
     def _declared_frozen(self, cells: Sequence[Cell]) -> list[StoredCell]:
         """The parent's cells that the caller says ``cells`` to be; empty if one cannot be reused."""
         if not self.sources[cells[0].source].frozen:
             return []
-        known = [old for cell in cells if (old := cell.known) is not None and self.known.usable(old.blob)]
+        known = [old for cell in cells if (old := cell.known) is not None and self.known.usable_cell(old)]
         return known if len(known) == len(cells) else []
 
     def _changed(self, cells: Sequence[Cell]) -> set[int]:
@@ -146,16 +160,16 @@ class Upload:
             if view is None:
                 continue
             digest = cell_digest(view)
-            place = self._find(cell, digest)
-            if place is not None:
-                placed[id(cell)] = PlacedCell(digest, False, *place)
+            found = self._find(cell, digest)
+            if found is not None:
+                placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
-    def _find(self, cell: Cell, digest: CellDigest) -> tuple[int, int] | None:
-        """(blob, offset) of known bytes with the digest of ``cell``: first where the parent has that cell."""
+    def _find(self, cell: Cell, digest: CellDigest) -> StoredCell | None:
+        """A known cell with the digest of ``cell``: first where the parent has that."""
         old = cell.known
-        if old is not None and old.digest == digest and self.known.usable(old.blob):
-            return old.blob, old.offset
+        if old is not None and old.digest == digest and self.known.usable_cell(old):
+            return old
         return self.known.find(digest) if self.known.any else None
 
     # pack
@@ -184,7 +198,7 @@ class Upload:
 
         In one blob with what changes again it would be moved at every other save.
         """
-        moved = [cell for cell in unknown if cell.known is not None and not self.known.usable(cell.known.blob)]
+        moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
         rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
         return [_Queue(cells) for part in (rest, moved) for cells in self._by_branch(part)]
@@ -256,9 +270,9 @@ class Upload:
         found = self._find(cell, digest)
         with self._lock:
             earlier = self._claims.get(digest)
-            if earlier is not None and (earlier.new or self.known.usable(earlier.blob)):
+            if earlier is not None and all(map(self.known.usable, earlier.needs)):
                 return earlier, False
-            place = PlacedCell(digest, False, *found) if found else PlacedCell(digest, True, number, offset)
+            place = PlacedCell.known(found) if found else PlacedCell(digest, True, number, offset)
             self._claims[digest] = place
         return place, found is None
 

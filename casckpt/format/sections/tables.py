@@ -7,6 +7,7 @@ store that holds it. Each begins with a byte that tells its form.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from struct import Struct
 
 import msgspec
@@ -17,9 +18,10 @@ from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import Buffer
 from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
 from casckpt.format.regions import Box, Shape, full_box
+from casckpt.format.sections.coded_rows import decode_coded, encode_coded
 
 WHOLE, SPANS = b"\0", b"\1"
-ROWS = b"\0"
+ROWS, CODED_ROWS = b"\0", b"\1"
 ROW = Struct("<III")
 """So many cells, which are of one span, follow each other in a blob, by its number, from an offset of its file."""
 
@@ -59,6 +61,8 @@ def encode_cells(table: ExtentTable) -> bytes:
 
 def encode_rows(table: ExtentTable) -> bytes:
     """Encode where the cells lie."""
+    if any(one.coding for one in table.extents):
+        return CODED_ROWS + encode_coded(table.extents)
     rows = [ROW.pack(len(one.digests) // DIGEST_BYTES, one.blob, one.offset) for one in table.extents]
     return b"".join((ROWS, *rows)) if rows else b""
 
@@ -74,7 +78,12 @@ def decode_table(
     if bool(cells) != bool(rows):
         raise Refused("nothing says where the cells of a tensor lie (this checkpoint leaves it out), or it has none")
     boxes, spans, digests = _decoded_cells(cells, shape)
-    extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize=itemsize, cell=cell))
+    if bytes(rows[:1]) != CODED_ROWS:
+        extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize=itemsize, cell=cell))
+    else:
+        count, cut = len(digests) // DIGEST_BYTES, partial(_extents, spans, digests)
+        cut = partial(cut, blob_sizes=blob_sizes, itemsize=0, cell=cell)  # what frames take is known later
+        extents = decode_coded(rows[1:], cut, blob_sizes, cells=count, itemsize=itemsize, cell_bytes=cell * itemsize)
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
