@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.saving.coding import Coder, coder_for
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
@@ -20,7 +21,7 @@ from casckpt.format.keys import commit_key, uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.format.sections.index import PART, TENSOR
-from casckpt.parallel import usable_threads
+from casckpt.parallel import usable_cores, usable_threads
 from casckpt.plan.progress import Progress
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
@@ -136,13 +137,28 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
-        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, progress=progress)
+        coder = coder_for(
+            self.repo,
+            known,
+            self.memory.coding,
+            compress=self.options.compress,
+            run=self.options.run,
+            cores=usable_cores(),
+        )
+        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, coder=coder, progress=progress)
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         return FinishRequest(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
 
 
 def store_share(
-    repo: Repository, txid: TxId, prepared: Prepared, known: KnownCells, *, threads: int | None, progress: Progress
+    repo: Repository,
+    txid: TxId,
+    prepared: Prepared,
+    known: KnownCells,
+    *,
+    threads: int | None,
+    coder: Coder | None = None,
+    progress: Progress,
 ) -> Share:
     """Find or store every cell of this rank, under the transaction's name; durable when it returns.
 
@@ -151,7 +167,7 @@ def store_share(
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))
-    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), progress)
+    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, progress)
     places = upload.place(work)
     while missing := _missing(repo, txid, known, places):
         lost = [
