@@ -100,7 +100,7 @@ def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes:
 def _sparse(elements: Unsigned, base: Unsigned, indices: Indices) -> list[Buffer]:
     gaps, differences = encode_gaps(indices), _zigzag(elements[indices], base[indices])
     head = _head(Form.SPARSE, elements) + _SPARSE.pack(indices.size, gaps.size)
-    return [head, *encode_part(gaps), *encode_parts(differences, foresee(differences).noise)]
+    return [head, *encode_part(gaps), *encode_parts(differences)]
 
 
 def _diff(elements: Unsigned, base: Unsigned, *, or_planes: bool) -> list[Buffer] | None:

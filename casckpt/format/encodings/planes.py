@@ -6,7 +6,8 @@ to the left by one bit, which puts the sign below the mantissa.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -73,16 +74,16 @@ class Outlook(NamedTuple):
 
 
 def foresee(elements: Unsigned, *, rotated: bool = False) -> Outlook:
-    """Look at a sample of the elements, before anything is done with all of them; of a few, everything is tried."""
-    if elements.size <= 4 * SAMPLE:
-        return Outlook(0.0, [False] * elements.itemsize)
+    """Look at a sample of the elements, before anything is done with all of them."""
     bits = entropy(split(_some(elements), rotated=rotated))
     noise = bits > NOISE
     return Outlook(float(np.where(noise, 8.0, bits).mean()) / 8, noise.tolist())
 
 
 def _some(elements: Unsigned) -> Unsigned:
-    """`SAMPLE` elements, in pieces from all over."""
+    """`SAMPLE` elements, in pieces from all over; all of them where there are no more."""
+    if elements.size <= SAMPLE:
+        return elements
     rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)
     return rows[:, : SAMPLE // _PIECES].reshape(-1)
 
@@ -96,12 +97,10 @@ def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
     return bits
 
 
-def encode_parts(elements: Unsigned, noise: list[bool], *, rotated: bool = False) -> list[Buffer]:
+def encode_parts(elements: Unsigned, noise: Iterable[bool] = repeat(False), *, rotated: bool = False) -> list[Buffer]:
     """Encode the planes, a part for each; ``noise``: which of them are not worth trying."""
     planes = split(elements, rotated=rotated)
-    return [
-        buffer for plane, is_noise in zip(planes, noise, strict=True) for buffer in encode_part(plane, noise=is_noise)
-    ]
+    return [part for plane, is_noise in zip(planes, noise, strict=False) for part in encode_part(plane, noise=is_noise)]
 
 
 def read_parts(reader: Reader, width: int, count: int) -> list[Part]:

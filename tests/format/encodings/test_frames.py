@@ -202,8 +202,9 @@ def test_noise_is_worth_nothing() -> None:
         assert delta(one, width, other) is None
 
 
-def test_memory_that_is_not_aligned() -> None:
-    base, plain = (bytes(3) + elements(4, 5001, "normal", seed).tobytes() for seed in (1, 1))
+@pytest.mark.parametrize("count", [5001, 5002])
+def test_memory_that_is_not_aligned(count: int) -> None:
+    base, plain = (bytes(3) + elements(4, count, "normal", seed).tobytes() for seed in (1, 1))
     plain = plain[:-1] + b"\1"
     frame = encode(memoryview(plain)[3:], 4, memoryview(base)[3:])
     assert frame is not None
