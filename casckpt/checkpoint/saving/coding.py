@@ -14,7 +14,7 @@ from threading import Lock
 import numpy as np
 
 from casckpt.checkpoint.saving.held import CellName, HeldCell, HeldCells
-from casckpt.checkpoint.saving.options import Compress
+from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.errors import CasckptError
 from casckpt.format import dtypes
@@ -24,6 +24,7 @@ from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
+from casckpt.parallel import usable_cores
 from casckpt.plan.bases import choose
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.repository import Repository
@@ -59,15 +60,16 @@ class CodingMemory:
 
 
 def coder_for(
-    repo: Repository, known: KnownCells, memory: CodingMemory, *, compress: Compress, run: str, cores: int
+    repo: Repository, known: KnownCells, memory: CodingMemory, options: SaveOptions, *, told: Compress
 ) -> Coder | None:
-    """Return what encodes cells in a save of ``run``, as far as that is asked for, and worth it on so many cores."""
+    """Return what encodes cells in a save, as far as that is asked for, here or by what rank 0 has ``told``."""
+    compress = told if options.compress is None else options.compress
     if compress == "off":
         return None
-    memory.held.begin(run)
+    memory.held.begin(options.run)
     if compress == "always":
         return Coder(repo, known, memory, _FLOATS, alone=True)
-    alone = memory.is_slow(cores, repo.storage.traits.uploads)
+    alone = memory.is_slow(usable_cores(), repo.storage.traits.uploads)
     log.debug("cells without a base are %s", "encoded: the storage is slow" if alone else "stored as they are")
     return Coder(repo, known, memory, _HALVES, alone=alone)
 
@@ -96,8 +98,10 @@ class Coder:
     _opened: ExitStack = field(default_factory=ExitStack)
     _lock: Lock = field(default_factory=Lock)
 
-    def close(self) -> None:
-        """Close what was opened to read bases."""
+    def __enter__(self) -> Coder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._opened.close()
 
     def takes(self, source: Source, cell: Cell) -> bool:
