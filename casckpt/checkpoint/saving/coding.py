@@ -24,8 +24,9 @@ from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
+from casckpt.format.sections.index import Name
 from casckpt.parallel import usable_cores
-from casckpt.plan.bases import choose
+from casckpt.plan.bases import choose_base
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -94,6 +95,7 @@ class Coder:
     memory: CodingMemory
     deltas: frozenset[str]
     alone: bool
+    _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _opened: ExitStack = field(default_factory=ExitStack)
     _lock: Lock = field(default_factory=Lock)
@@ -112,7 +114,7 @@ class Coder:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
         width = _WIDTHS.get(source.dtype) or dtypes.itemsize(source.dtype)
         if source.dtype in self.deltas:
-            coded = self._delta(_name(source, cell), cell, plain, width, digest)
+            coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
                 return coded
             self.memory.held.keep(_name(source, cell), digest, plain)
@@ -128,15 +130,15 @@ class Coder:
         elif self.memory.held.find(name, digest) is None:
             self.memory.held.drop(name)  # the frames of this version are not at hand
 
-    def _delta(self, name: CellName, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
+    def _delta(self, source: Source, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
         """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
         old = cell.known
         if old is None or not self.known.usable_cell(old):
             return None
-        chain = list(old.chain)
-        link = choose([one.frame and one.frame.nbytes for one in chain], cell.nbytes)
+        link = self._link(source, cell)
         if link is None:
             return None
+        name, chain = _name(source, cell), list(old.chain)
         held = self.memory.held.find(name, old.digest)
         if held is None or len(held.frames) != len(chain) - 1:
             held = self._read(chain)
@@ -151,6 +153,22 @@ class Coder:
         else:
             self.memory.held.keep(name, digest, plain, (frame, *held.frames[link:]))
         return Coded(frame, chain[link])
+
+    def _link(self, source: Source, cell: Cell) -> int | None:
+        """Choose the base of a cell: how many links behind the parent's version. Those of one row have one answer."""
+        table = self.known.parent_table(source.name, source.dtype, source.shape)
+        if table is None:
+            return None
+        box = table.boxes.index(cell.group.box)
+        (extent,) = table.extents_in(box, cell.cut.lo, cell.cut.hi)
+        if extent.coding is None:
+            return 0
+        name = (source.name, box, extent.lo)
+        if name not in self._links:
+            *deltas, _ = [table.stored_bytes(one) for one in extent.chain]
+            nbytes = (extent.hi - extent.lo) * table.itemsize
+            self._links[name] = choose_base(deltas, nbytes, f"{source.key} {extent.box} {extent.lo}")
+        return self._links[name]
 
     def _read(self, chain: list[StoredCell]) -> HeldCell | None:
         """Read a cell from where that is cheap: a local store, or this host's cache."""
