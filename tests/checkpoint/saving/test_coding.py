@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 import casckpt
 from casckpt.checkpoint.saving import coding
 from casckpt.errors import InvalidInput
+from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import blob_key
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository import manifests
@@ -74,7 +75,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
     states = versions(20)
     written = [store.save(state, step=step, compress="auto").stats.bytes_written for step, state in enumerate(states)]
-    assert sum(written[1:]) < written[0] / 2
+    assert all(nbytes < written[0] / 8 for nbytes in written[1:])
     found = [max(links(store, f"default@{step}")) for step in range(20)]
     assert found[: MAX_DELTAS + 1] == list(range(MAX_DELTAS + 1))
     assert max(found) == MAX_DELTAS
@@ -206,7 +207,7 @@ def test_always_encodes_all_floats(store: Store, dtype: torch.dtype) -> None:
     check(store, states)
     if dtype.is_floating_point or dtype.is_complex:
         assert written[0].bytes_written < 0.95 * written[0].bytes_total
-        assert written[1].bytes_written < 0.05 * written[1].bytes_total
+        assert written[1].bytes_written < 0.05 * written[1].bytes_total + 2 * DATA_OFFSET
 
 
 def test_noise_is_stored_as_it_is(store: Store) -> None:
