@@ -14,6 +14,7 @@ from casckpt.format.proof import encode_proof
 
 LEAF_BYTES = 64 << 10
 _PAGE = DATA_OFFSET
+_FRAMES = "uint8"
 
 
 def place_behind(end: int, nbytes: int) -> int:
@@ -63,6 +64,17 @@ class BlobWriter:
             self._join(at)
             self._leaves.append((nbytes, digest))
             self._joined = at + nbytes
+        self._took(dtype, at, nbytes)
+
+    def add_frame(self, nbytes: int) -> None:
+        """Take up the frame of a coded cell, which begins at `end`. A large one is a leaf, with a hash of its own."""
+        at = self.end
+        if nbytes >= LEAF_BYTES:
+            self._join(at)
+            self._join(at + nbytes)
+        self._took(_FRAMES, at, nbytes)
+
+    def _took(self, dtype: str, at: int, nbytes: int) -> None:
         if dtype != self._dtype:
             self._runs.append((dtype, at))
             self._dtype = dtype
