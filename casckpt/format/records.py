@@ -108,6 +108,7 @@ class Settings(Record, frozen=True, kw_only=True):
     exclusive_create: bool | None = None
     mirror: str | None = None  # URL: gc neither forgets nor purges what is not noted as safe there
     requires: list[str] = []
+    compress: str | None = None  # for saves that do not say
 
 
 class Process(Record, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ def import_any(
     as_is: bool = False,
     **options: Unpack[ImportArguments],
 ) -> Checkpoint:
-    """Save what `look_at` found; see the function for its kind. ``options``: run, overwrite, metadata, progress.
+    """Save what `look_at` found; see the function for its kind. ``options``: those of `ImportArguments`.
 
     ``as_is``: of a file of torch.save; the others always are as they are.
     """

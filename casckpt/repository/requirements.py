@@ -16,15 +16,17 @@ from casckpt.repository.repository import Repository
 PREFIX = "settings/"
 
 
-def check_requirements(repo: Repository) -> None:
-    """Raise `Unsupported` if whoever writes to the store must know what this version does not.
+def check_requirements(repo: Repository) -> Settings:
+    """Return the settings; raise `Unsupported` if whoever writes to the store must know what this version does not.
 
     Raises `Damaged` or `Refused` if the settings cannot be read, `StorageError`.
     """
     listed = repo.storage.list(PREFIX, known=parse_settings)
     numbers = {number: entry for entry in listed if (number := parse_settings(entry.key)) is not None}
     if not numbers:
-        return
+        return Settings(created_at=0)
     newest = numbers[max(numbers)]
     found = read_records(repo, PREFIX, [newest], lambda _: Settings)[newest.key]
-    records.check_requirements(repo.settings if isinstance(found, CasckptError) else found, repo.storage.url)
+    settings = repo.settings if isinstance(found, CasckptError) else found
+    records.check_requirements(settings, repo.storage.url)
+    return settings

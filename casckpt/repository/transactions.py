@@ -17,7 +17,7 @@ from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, R
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log, transaction_key
 from casckpt.format.names import TxId
-from casckpt.format.records import Began, Committed, FirstRecord, SignOfLife
+from casckpt.format.records import Began, Committed, FirstRecord, Settings, SignOfLife
 from casckpt.repository.commits import Commit, commit, just_committed
 from casckpt.repository.processes import is_dead, this_process
 from casckpt.repository.repository import Repository
@@ -88,6 +88,7 @@ class Transaction:
         seen: int | None = None,
     ) -> None:
         self.began = began
+        self.settings = Settings(created_at=0)  # of the store, as they are once it is open
         self._seen = seen
         self.joined = joined is not None
         self._repo = repo
@@ -244,7 +245,7 @@ def join(repo: Repository, began: Began, *, seconds: float = SIGN_OF_LIFE_SECOND
 def _allowed(repo: Repository, one: Transaction) -> Transaction:
     """Ask whether this version may write: now that it is open, so that who demands more waits for its end."""
     try:
-        check_requirements(repo)
+        one.settings = check_requirements(repo)
     except CasckptError as error:
         if one.joined:
             one.leave()

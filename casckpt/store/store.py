@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from casckpt.checkpoint.handle import Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
-from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions
+from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions, usable_compress
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import ATTACHMENT
@@ -110,7 +110,10 @@ class Store:
         before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors that did not
         change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
         promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of
-        the whole store; "run": of this run only. ``check_replicas``: compare what several ranks hold, and refuse
+        the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the tensor,
+        where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too; "always":
+        of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It takes host
+        memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
         differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
         and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
         are to be.
@@ -420,6 +423,8 @@ class Store:
             fields["mirror"] = None if mirror is None else repository_of(mirror, None).storage.url
             if fields["mirror"] == self.url:
                 raise InvalidInput(f"mirror: {self.url} cannot be its own mirror; give another store")
+        if "compress" in changes:
+            fields["compress"] = None if changes["compress"] is None else usable_compress(changes["compress"])
         return settings_from(self.repository.change_settings(**fields))
 
     def transactions(self) -> list[SaveInProgress]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from casckpt.checkpoint.saving.options import Compress
 from casckpt.checkpoint.saving.shares import Share, Streams
 from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest
@@ -42,10 +43,12 @@ class Knowledge:
     """What rank 0 tells the others: whose cells may be reused, and which blobs not.
 
     ``commits``: of the run itself, if it has a parent, and of others; None where each rank remembers its own share.
+    ``compress``: as rank 0 was told, or else the store says.
     ``manifests``: of these, what the others need not read again.
     """
 
     commits: Sequence[Commit] | None = ()
+    compress: Compress = "off"
     damaged: DamagedBlobs = frozenset()
     manifests: Sequence[tuple[Commit, Manifest]] = ()
 
@@ -67,7 +70,7 @@ def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: 
     commits = [] if parent is None or held is None else [parent]
     if dedup == "store" and _lacks(held, streams):
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
-    return Knowledge(commits, frozenset(blobs.damaged_marks(repo) if commits else ()))
+    return Knowledge(commits, damaged=frozenset(blobs.damaged_marks(repo) if commits else ()))
 
 
 def known_from(repo: Repository, run: str, knowledge: Knowledge, remembered: Remembered | None = None) -> KnownCells:

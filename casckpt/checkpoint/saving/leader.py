@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.saving.coding import CodingMemory
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
-from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
 from casckpt.checkpoint.saving.shares import Share, Streams, mark_worn, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
@@ -56,6 +57,7 @@ class SaveMemory:
     duty: WriteRanges | None = None
     plan_number: int = 0
     remembered: dict[str, Remembered] = field(default_factory=dict)
+    coding: CodingMemory = field(default_factory=CodingMemory)
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,11 @@ class Leader:
 
     def knowledge(self, streams: Streams) -> Knowledge:
         """What these streams may be found in; nothing in the retry of a save that was revoked, which uploads all."""
-        if not self.reuse:
-            return Knowledge()
-        return reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
+        known = Knowledge()
+        if self.reuse:
+            known = reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
+        setting = None if self._transaction is None else self._transaction.settings.compress
+        return replace(known, compress=usable_compress(self.options.compress or setting or "off"))
 
     def _put_manifest(
         self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from casckpt.plan.progress import Shown
 
 Dedup: TypeAlias = Literal["store", "run"]
+Compress: TypeAlias = Literal["auto", "off", "always"]
 WhenBusy: TypeAlias = Literal["wait", "refuse"]
 
 
@@ -33,6 +34,7 @@ class WriterArguments(TypedDict, total=False):
     attachments: Mapping[str, bytes] | None
     frozen: Frozen
     dedup: Dedup
+    compress: Compress | None
     allow_pickle: bool
     threads: int | None
     progress: Shown | None
@@ -52,7 +54,17 @@ class ImportArguments(TypedDict, total=False):
     run: str
     overwrite: bool
     metadata: Mapping[str, Any] | None
+    compress: Compress | None
     progress: Shown | None
+
+
+def usable_compress(given: str) -> Compress:
+    """Return the same; raise InvalidInput for what is none of them."""
+    found = next((known for known in get_args(Compress) if known == given), None)
+    if found is None:
+        raise InvalidInput(f"compress={given!r} is not known; give 'auto', 'off' or 'always'")
+    compress: Compress = found
+    return compress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +81,7 @@ class SaveOptions:
     attachments: Mapping[str, bytes] | None = None
     frozen: Frozen = None
     dedup: Dedup = "store"
+    compress: Compress | None = None
     allow_pickle: bool = False
     threads: int | None = None
     progress: Shown | None = None
@@ -87,6 +100,8 @@ class SaveOptions:
         """The same, as it is stored. Called where all ranks learn of it. Raises InvalidInput."""
         if self.dedup not in get_args(Dedup):
             raise InvalidInput(f"dedup={self.dedup!r} is not known; give 'store' or 'run'")
+        if self.compress is not None:
+            usable_compress(self.compress)
         if self.healthy is not None and type(self.healthy) is not bool:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from casckpt.checkpoint.ranks import Ranks, telling
+from casckpt.checkpoint.saving.coding import Coder, coder_for
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared
 from casckpt.checkpoint.saving.shares import Share, share_of
-from casckpt.checkpoint.saving.sources import plan_work
+from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
 from casckpt.format.digest import Hasher, cell_digest
@@ -136,13 +138,21 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
-        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, progress=progress)
+        coder = coder_for(self.repo, known, self.memory.coding, self.options, told=knowledge.compress)
+        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, coder=coder, progress=progress)
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         return FinishRequest(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
 
 
 def store_share(
-    repo: Repository, txid: TxId, prepared: Prepared, known: KnownCells, *, threads: int | None, progress: Progress
+    repo: Repository,
+    txid: TxId,
+    prepared: Prepared,
+    known: KnownCells,
+    *,
+    threads: int | None,
+    coder: Coder | None = None,
+    progress: Progress,
 ) -> Share:
     """Find or store every cell of this rank, under the transaction's name; durable when it returns.
 
@@ -151,18 +161,24 @@ def store_share(
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))
-    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), progress)
+    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, progress)
+    with nullcontext() if coder is None else coder:
+        places = _placed(upload, work)
+    if any(upload.written):
+        repo.storage.settle(uploader_folder(txid))
+    return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)
+
+
+def _placed(upload: Upload, work: Sequence[Sequence[Cell]]) -> list[list[PlacedCell]]:
     places = upload.place(work)
-    while missing := _missing(repo, txid, known, places):
+    while missing := _missing(upload.repo, upload.uploader, upload.known, places):
         lost = [
             [cell for cell, place in zip(cells, placed, strict=True) if not missing.isdisjoint(place.needs)]
             for cells, placed in zip(work, places, strict=True)
         ]
         anew = iter([place for placed in upload.place([cells for cells in lost if cells]) for place in placed])
         places = [[place if missing.isdisjoint(place.needs) else next(anew) for place in placed] for placed in places]
-    if any(upload.written):
-        repo.storage.settle(uploader_folder(txid))
-    return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)
+    return places
 
 
 def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[PlacedCell]]) -> set[int]:

@@ -150,13 +150,17 @@ def _meets(region: Region, one: Region, other: Region) -> bool:
 def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list[BlobRef]:
     """The blobs, with those marked that the next save of the run is to leave behind.
 
-    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used.
+    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used. One
+    of frames is not: to leave it takes the cells whole.
     """
     used = used_bytes(described.tables(), len(described.refs))
+    framed = {
+        one.blob for table in described.tables() for extent in table.extents for one in extent.chain if one.coding
+    }
     mine, ours = run_hash(run), dict[TxId, bool]()
     marked = []
-    for ref, nbytes in zip(described.refs, used, strict=True):
-        half_empty = 2 * nbytes < most_data(ref.size)
+    for number, (ref, nbytes) in enumerate(zip(described.refs, used, strict=True)):
+        half_empty = 2 * nbytes < most_data(ref.size) and number not in framed
         if half_empty and ref.uploader not in ours:
             ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
         marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))

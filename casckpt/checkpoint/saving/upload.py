@@ -6,7 +6,8 @@ Two phases, each over all cores:
   (Of tensors that the caller declares frozen, a sample is. Small ones are not: they go on as if unknown, and no bytes
   of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
-  what was hashed), and put the full buffer as a blob. Cells that are moved out of worn blobs have a queue of their own,
+  what was hashed), and put the full buffer as a blob. What is coded gives way to the next cell; frames are gathered,
+  and fill blobs of their own. Cells that are moved out of worn blobs have a queue of their own,
   and so blobs; so has each branch of the state. As many workers fill at a time as there are cores: while some wait for
   the disk others copy and hash.
 
@@ -22,8 +23,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from threading import BoundedSemaphore, Event, Lock
+from time import perf_counter
 
 from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.saving.coding import Coder
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
@@ -87,6 +90,7 @@ class Upload:
     sources: Sequence[Source]
     known: KnownCells
     threads: int
+    coder: Coder | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
@@ -183,6 +187,9 @@ class Upload:
         packing = _Packing(self._queues(unknown), placed, min(capacity, padded(max(total, 1))))
         with _BUFFERS.pool(workers, buffer_bytes(packing.capacity)) as buffers:
             run_all(lambda _: self._work(packing, buffers), range(workers), workers)
+            with buffers.borrow() as borrowed:
+                for queue in packing.queues:
+                    self._put_frames(queue.frames.take(0), packing, borrowed.view)
 
     def _work(self, packing: _Packing, buffers: BufferPool) -> None:
         try:
@@ -231,32 +238,67 @@ class Upload:
         return frozenset(found)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
-        while not packing.stop.is_set():
+        while not packing.stop.is_set() and not queue.is_empty:
             with packing.turns:
                 blob = self._fill(queue, packing, buffer)
-            if blob is None:
-                return
-            blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
+            if blob is not None:
+                self._put(blob, buffer)
+            self._put_frames(queue.frames.take(packing.capacity), packing, buffer)
+
+    def _put(self, blob: BlobRef, buffer: memoryview) -> None:
+        start = perf_counter()
+        blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
+        if self.coder is not None:
+            self.coder.memory.note_put(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
-        """Fill one blob, whose bytes then begin the buffer, and name it. None when nothing new is left."""
+        """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
-        while end - writer.end > packing.capacity // _WORTH_FILLING:
-            cells = queue.take(writer.end, end)
+        while end - writer.end > packing.capacity // _WORTH_FILLING and queue.frames.nbytes < packing.capacity:
+            first, cells = queue.take(writer.end, end)
             if not cells:
                 break
-            for cell in cells:
-                at = writer.place(cell.nbytes)
-                target = buffer[at : at + cell.nbytes]
-                cell.memory.copy_out(cell.start, cell.stop, target)
-                digest = cell_digest(target)
-                packing.placed[id(cell)], is_new = self._claim(cell, digest, number, at)
-                if is_new:
-                    writer.add(self.sources[cell.source].dtype, cell.nbytes, digest)
+            for order, cell in enumerate(cells, first):
+                packing.placed[id(cell)], frame = self._write(cell, writer, buffer, number)
+                if frame is not None:
+                    queue.frames.add(order, packing.placed[id(cell)], frame)
                 self.progress(cell.nbytes)
-        if writer.is_empty:
-            return None
+        return None if writer.is_empty else self._finish(writer, number)
+
+    def _write(
+        self, cell: Cell, writer: BlobWriter, buffer: memoryview, number: int
+    ) -> tuple[PlacedCell, bytes | None]:
+        """Copy a cell into the buffer and hash it there. It stays there if it is new, and no frame is returned."""
+        source, at = self.sources[cell.source], writer.place(cell.nbytes)
+        target = buffer[at : at + cell.nbytes]
+        cell.memory.copy_out(cell.start, cell.stop, target)
+        digest = cell_digest(target)
+        place, is_new = self._claim(cell, digest, number, at)
+        coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
+        coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
+        if coded is not None:
+            place.frame = Frame(len(coded.frame), coded.base)
+            return place, coded.frame
+        if is_new:
+            writer.add(source.dtype, cell.nbytes, digest)
+        elif coder is not None:
+            coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
+        return place, None
+
+    def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
+        """Put frames into blobs of their own: of how many bytes they are is known late."""
+        for lot in lots(frames, lambda one: len(one[1]), packing.capacity):
+            with packing.turns:
+                writer, number = BlobWriter(buffer), self._next_number()
+                for place, frame in lot:
+                    place.blob, place.offset = number, writer.end
+                    buffer[writer.end : writer.end + len(frame)] = frame
+                    writer.add_frame(len(frame))
+                blob = self._finish(writer, number)
+            self._put(blob, buffer)
+
+    def _finish(self, writer: BlobWriter, number: int) -> BlobRef:
         ref = self.written[number] = BlobRef(*writer.finish(), self.uploader)
         return ref
 
@@ -289,12 +331,18 @@ class _Queue:
     """Cells in order, handed out by the buffer."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
+        self.frames = _Frames()
         self._cells = cells
         self._next = 0
         self._lock = Lock()
 
-    def take(self, begin: int, end: int) -> Sequence[Cell]:
-        """The next cells that have room in a blob from byte ``begin`` to byte ``end``."""
+    @property
+    def is_empty(self) -> bool:
+        """Are all cells handed out?"""
+        return self._next == len(self._cells)
+
+    def take(self, begin: int, end: int) -> tuple[int, Sequence[Cell]]:
+        """The next cells that have room in a blob from byte ``begin`` to byte ``end``, and the number of the first."""
         with self._lock:
             first = last = self._next
             while last < len(self._cells):
@@ -304,7 +352,30 @@ class _Queue:
                     break
                 last += 1
             self._next = last
-            return self._cells[first:last]
+            return first, self._cells[first:last]
+
+
+class _Frames:
+    """Frames that lie in no blob yet."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._found: list[tuple[int, PlacedCell, bytes]] = []
+        self._lock = Lock()
+
+    def add(self, order: int, place: PlacedCell, frame: bytes) -> None:
+        """Add the frame of a cell, whose ``place`` is told later."""
+        with self._lock:
+            self._found.append((order, place, frame))
+            self.nbytes += len(frame)
+
+    def take(self, least: int) -> list[tuple[PlacedCell, bytes]]:
+        """Take all, if they have so many bytes, in the order of their cells."""
+        with self._lock:
+            found = sorted(self._found, key=lambda one: one[0]) if self.nbytes >= least else []
+            if found:
+                self.nbytes, self._found = 0, []
+        return [(place, frame) for _, place, frame in found]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--run", default="default", show_default=True, type=RUN, help="The run to save it under.")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="The step to save it under.")
 @click.option("--overwrite", is_flag=True, help="Forget what is there under this run and step.")
+@click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
 @click.option("--as-is", is_flag=True, help="Leave what a file of torch.save holds in the nesting that it has there.")
 @click.option("--allow-pickle", is_flag=True, help="Unpickle what is in it, which runs code from it.")
 def command(

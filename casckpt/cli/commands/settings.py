@@ -12,7 +12,7 @@ from casckpt.cli.text import facts
 from casckpt.cli.types import TEXT_SETTING
 from casckpt.plan.durations import format_duration
 
-_DEFAULTS = {"min_age": "24h", "min_age_ephemeral": "15m", "revoke_after": "1h", "mirror": "none"}
+_DEFAULTS = {"min_age": "24h", "min_age_ephemeral": "15m", "revoke_after": "1h", "mirror": "none", "compress": "off"}
 
 
 @store_command("settings")
@@ -23,7 +23,8 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
 
     They hold for all who use the store. min_age: from forgetting to purging; min_age_ephemeral: the same for ephemeral
     checkpoints; revoke_after: how long a save shows no sign of life before a gc gives up on it; all three as 90s, 15m,
-    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet.
+    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet. compress: off,
+    auto or always: for saves that do not say.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.ranks import this_rank
+from casckpt.checkpoint.saving.coding import CodingMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WriterArguments
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -48,13 +49,13 @@ class StorageWriter(Protocol):
         self._place = _Target(run, None if step is None else check_step(step))
         check_keywords("StorageWriter", options, WriterArguments)
         self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here rather than in a save
-        self._here = _Here()
+        self._here, self._coding = _Here(), CodingMemory()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_here"}
+        return {name: value for name, value in self.__dict__.items() if name not in {"_here", "_coding"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _here=_Here())
+        self.__dict__.update(state, _here=_Here(), _coding=CodingMemory())
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -82,7 +83,8 @@ class StorageWriter(Protocol):
             raise InvalidInput("the writer was given no step; give step=, or checkpoint_id='RUN@STEP' to each save")
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
-        self._here.session = WriterSession(self._store.repository, options, rank=rank, alone=alone)
+        repo = self._store.repository
+        self._here.session = WriterSession(repo, options, rank=rank, alone=alone, coding=self._coding)
 
     @hook
     @override

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.checkpoint.saving.options import Compress, SaveArguments
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
@@ -33,7 +33,7 @@ class CasCheckpointIO(CheckpointIO):
     ``async_save``: save in the background, one at a time. What is removed meanwhile waits for that, so that
     ``save_top_k`` holds; what fails is logged, and raised at the end. (Lightning's own AsyncCheckpointIO must not be
     put around this one.) ``gc``: after a removal, delete what nobody needs. ``allow_pickle``: for hyperparameters and
-    states of callbacks that are not plain data.
+    states of callbacks that are not plain data. ``compress``: as for `Store.save`.
     """
 
     def __init__(
@@ -45,11 +45,12 @@ class CasCheckpointIO(CheckpointIO):
         gc: bool = False,
         allow_pickle: bool = False,
         threads: int | None = None,
+        compress: Compress | None = None,
     ) -> None:
         self.store = as_store(store)
         self._run_files = RunFiles(self.store, run, gc=gc)
         self._async = async_save
-        self._allow_pickle, self._threads = allow_pickle, threads
+        self._allow_pickle, self._threads, self._compress = allow_pickle, threads, compress
         self._torch_io = TorchCheckpointIO()
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -65,6 +66,7 @@ class CasCheckpointIO(CheckpointIO):
         run, overwrite = self._run_files.place(pointer, step)
         options: SaveArguments = {
             "overwrite": overwrite, "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads,
+            "compress": self._compress,
         }  # fmt: skip
         if not self._async:
             self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))

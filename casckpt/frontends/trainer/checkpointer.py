@@ -70,6 +70,7 @@ class Checkpointer(OneRun):
     ranks of a node upload at the same time. ``work_dir``: a folder of this node for the locks of that (default: in the
     folder for temporary files). ``pre_download``: fetch a checkpoint into the cache of this node before it is loaded.
     ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
+    ``compress``: store what changed of each tensor, as for `Store.save`.
     ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
     """
 
@@ -323,6 +324,7 @@ class Checkpointer(OneRun):
             "healthy": told.get("healthy"),
             "attachments": config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given,
             "frozen": self.config.frozen,
+            "compress": self.config.compress,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,

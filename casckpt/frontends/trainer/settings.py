@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from casckpt.checkpoint.saving.options import Compress, usable_compress
 from casckpt.checkpoint.saving.prepare import Frozen
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -36,6 +37,7 @@ class TrainerArguments(TypedDict, total=False):
     max_steps_at_risk: int | None
     gc: bool
     frozen: Frozen
+    compress: Compress | None
     allow_pickle: bool
 
 
@@ -75,6 +77,7 @@ class TrainerSettings:
     max_steps_at_risk: int | None = None
     gc: bool = False
     frozen: Frozen = None
+    compress: Compress | None = None
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +94,8 @@ class TrainerSettings:
         steps = None if self.fixed_steps is None else frozenset(check_step(step) for step in self.fixed_steps)
         object.__setattr__(self, "fixed_steps", steps)
         policy_of(self.keep)
+        if self.compress is not None:
+            usable_compress(self.compress)
         self._check_risk()
 
     def _check_risk(self) -> None:

@@ -1,0 +1,241 @@
+"""What is stored of a cell that changed: its bytes, or a frame, which is less.
+
+A frame is told from a version of the cell that the parent checkpoint has, and is decoded and compared before it counts:
+a bad one behind a good hash would be found only by the load that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from threading import Lock
+
+import numpy as np
+
+from casckpt.checkpoint.saving.held import CellName, HeldCell, HeldCells
+from casckpt.checkpoint.saving.options import Compress, SaveOptions
+from casckpt.checkpoint.saving.sources import Cell, Source
+from casckpt.errors import CasckptError
+from casckpt.format import dtypes
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import MIN_CELL, decode, encode_delta, encode_planes, undo
+from casckpt.format.encodings.scratch import scratch
+from casckpt.format.extents import StoredCell
+from casckpt.format.keys import blob_key
+from casckpt.format.names import CellDigest
+from casckpt.format.sections.index import Name
+from casckpt.parallel import usable_cores
+from casckpt.plan.bases import choose_base
+from casckpt.plan.reuse import KnownCells
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader, ShortObject
+from casckpt.tensors.memory import copy_bytes
+
+log = logging.getLogger(__name__)
+
+
+_HALVES = frozenset({"bfloat16", "float16"})
+_FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
+_WIDTHS = {"complex32": 2, "complex64": 4, "complex128": 8}  # bytes of one of two numbers
+_CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
+_SAVED = 0.2  # share of the bytes that planes save of most states
+
+
+@dataclass
+class CodingMemory:
+    """What one process keeps for its next save: cells, and how fast the storage took the blobs of the last one."""
+
+    held: HeldCells = field(default_factory=HeldCells)
+    put_bytes: int = 0
+    put_seconds: float = 0.0
+
+    def note_put(self, nbytes: int, seconds: float) -> None:
+        """Take up how long a blob took, of those that were put beside each other."""
+        self.put_bytes, self.put_seconds = self.put_bytes + nbytes, self.put_seconds + seconds
+
+    def is_slow(self, cores: int, writers: int) -> bool:
+        """Would a save end earlier if its cells were encoded by themselves, as far as is known?"""
+        rate = writers * self.put_bytes / self.put_seconds if self.put_seconds else float("inf")
+        return rate < _SAVED * _CODER_RATE * cores
+
+
+def coder_for(
+    repo: Repository, known: KnownCells, memory: CodingMemory, options: SaveOptions, *, told: Compress
+) -> Coder | None:
+    """Return what encodes cells in a save, as far as that is asked for, here or by what rank 0 has ``told``."""
+    compress = told if options.compress is None else options.compress
+    if compress == "off":
+        return None
+    memory.held.begin(options.run)
+    if compress == "always":
+        return Coder(repo, known, memory, _FLOATS, alone=True)
+    alone = memory.is_slow(usable_cores(), repo.storage.traits.uploads)
+    log.debug("cells without a base are %s", "encoded: the storage is slow" if alone else "stored as they are")
+    return Coder(repo, known, memory, _HALVES, alone=alone)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A frame, and the known cell that it is told from."""
+
+    frame: bytes
+    base: StoredCell | None
+
+
+@dataclass
+class Coder:
+    """Encodes cells in one save by one rank. Safe for use by threads.
+
+    ``deltas``: dtypes of which to tell what changed. ``alone``: encode cells, too, that have no base.
+    """
+
+    repo: Repository
+    known: KnownCells
+    memory: CodingMemory
+    deltas: frozenset[str]
+    alone: bool
+    _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
+    _readers: dict[int, Reader] = field(default_factory=dict)
+    _opened: ExitStack = field(default_factory=ExitStack)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __enter__(self) -> Coder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def takes(self, source: Source, cell: Cell) -> bool:
+        """Is a cell worth a try?"""
+        return cell.nbytes >= MIN_CELL and (source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS))
+
+    def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
+        """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
+        width = _WIDTHS.get(source.dtype) or dtypes.itemsize(source.dtype)
+        if source.dtype in self.deltas:
+            coded = self._delta(source, cell, plain, width, digest)
+            if coded is not None:
+                return coded
+            self.memory.held.keep(_name(source, cell), digest, plain)
+        frame = encode_planes(plain, width) if self.alone else None
+        found = scratch("version", plain.nbytes).data
+        return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
+
+    def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
+        """Keep the bytes of a cell that is stored already, for the next save."""
+        name = _name(source, cell)
+        if source.dtype in self.deltas and not is_coded:
+            self.memory.held.keep(name, digest, plain)
+        elif self.memory.held.find(name, digest) is None:
+            self.memory.held.drop(name)  # the frames of this version are not at hand
+
+    def _delta(self, source: Source, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
+        """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
+        old = cell.known
+        if old is None or not self.known.usable_cell(old):
+            return None
+        link = self._link(source, cell)
+        if link is None:
+            return None
+        name, chain = _name(source, cell), list(old.chain)
+        held = self.memory.held.find(name, old.digest)
+        if held is None or len(held.frames) != len(chain) - 1:
+            held = self._read(chain)
+        if held is None:
+            return None
+        base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
+        frame = None if base is None else encode_delta(plain, width, base)
+        if base is None or frame is None or not _decodes(frame, base, plain):
+            return None
+        if not link:  # what is held has become the new version, in place
+            self.memory.held.take(name, HeldCell(digest, held.plain, (frame, *held.frames)))
+        else:
+            self.memory.held.keep(name, digest, plain, (frame, *held.frames[link:]))
+        return Coded(frame, chain[link])
+
+    def _link(self, source: Source, cell: Cell) -> int | None:
+        """Choose the base of a cell: how many links behind the parent's version. Those of one row have one answer."""
+        table = self.known.parent_table(source.name, source.dtype, source.shape)
+        if table is None:
+            return None
+        box = table.boxes.index(cell.group.box)
+        (extent,) = table.extents_in(box, cell.cut.lo, cell.cut.hi)
+        if extent.coding is None:
+            return 0
+        name = (source.name, box, extent.lo)
+        if name not in self._links:
+            *deltas, _ = [table.stored_bytes(one) for one in extent.chain]
+            nbytes = (extent.hi - extent.lo) * table.itemsize
+            self._links[name] = choose_base(deltas, nbytes, f"{source.key} {extent.box} {extent.lo}")
+        return self._links[name]
+
+    def _read(self, chain: list[StoredCell]) -> HeldCell | None:
+        """Read a cell from where that is cheap: a local store, or this host's cache."""
+        try:
+            *frames, key = [self._bytes_of(one) for one in chain]
+            plain = key if chain[-1].frame is None else bytearray(chain[0].nbytes)
+            if chain[-1].frame is not None:
+                decode(memoryview(key), memoryview(plain), None)
+            for frame in reversed(frames):
+                decode(memoryview(frame), memoryview(plain), memoryview(plain))
+        except (CasckptError, ShortObject, _TooFar) as error:
+            log.debug("a base is not used: %s", error)
+            return None
+        if cell_digest(plain) != chain[0].digest:
+            log.warning("a cell of blob %s is not what was written; see `casckpt verify`", chain[0].blob)
+            return None
+        return HeldCell(chain[0].digest, plain, tuple(map(bytes, frames)))
+
+    def _bytes_of(self, cell: StoredCell) -> bytearray:
+        found = bytearray(cell.stored)
+        self._reader(cell.blob).read_into(cell.offset, [memoryview(found)])
+        return found
+
+    def _reader(self, blob: int) -> Reader:
+        with self._lock:
+            if blob not in self._readers:
+                self._readers[blob] = self._opened.enter_context(self._open(blob))
+            return self._readers[blob]
+
+    def _open(self, blob: int) -> AbstractContextManager[Reader]:
+        ref = self.known.blobs[blob]
+        cached = self.repo.blob_cache.open(ref)
+        if cached is not None:
+            return cached
+        if self.repo.storage.traits.remote:
+            raise _TooFar
+        return self.repo.storage.open(blob_key(ref.uploader, ref.hash))
+
+
+class _TooFar(Exception):
+    """A base would have to be read over a network."""
+
+
+def _name(source: Source, cell: Cell) -> CellName:
+    return source.name, cell.group.box, cell.cut.lo, cell.cut.hi
+
+
+def _older(held: HeldCell, link: int, digest: CellDigest) -> memoryview | None:
+    """Return a copy of the version that stands so many links before the one that is held."""
+    base = scratch("version", len(held.plain)).data
+    copy_bytes(base, memoryview(held.plain))
+    for frame in held.frames[:link]:
+        undo(memoryview(frame), base)
+    return base if cell_digest(base) == digest else None
+
+
+def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
+    """Does a frame decode to ``plain``, in the memory of its base, which becomes that?"""
+    decode(memoryview(frame), base, base)
+    if _equal(base, plain):
+        return True
+    log.error("a cell that was encoded decodes to something else, and is stored as it is; please report this bug")
+    return False
+
+
+def _equal(one: memoryview, other: memoryview) -> bool:
+    """Are the bytes the same? Eight at a time, and without the GIL."""
+    words = one.nbytes // 8
+    same = np.array_equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words))
+    return same and one[8 * words :] == other[8 * words :]
