@@ -13,7 +13,7 @@ from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob import DATA_OFFSET, decode_header, encode_header, order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import Buffer, cell_digest, proof_name
-from casckpt.format.dtypes import itemsize, stored_name
+from casckpt.format.dtypes import coded_width, stored_name
 from casckpt.format.encodings import decode, encode_delta, encode_planes
 from casckpt.format.keys import blob_key
 from casckpt.format.names import CellDigest
@@ -127,7 +127,7 @@ class Source:
         base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
         plain = bytearray(coded.nbytes)
         try:
-            decode(frame, memoryview(plain), base and memoryview(base))
+            decode(frame, memoryview(plain), None if base is None else memoryview(base))
         except InvalidInput:
             return False
         return cell_digest(plain) == cell.digest
@@ -146,7 +146,7 @@ class Source:
         plain = self.plain(cell)
         if plain is None or (base is None and coded.base is not None):
             return False
-        frame = _encode(memoryview(plain), min(8, itemsize(coded.dtype)), base)
+        frame = _encode(memoryview(plain), coded_width(coded.dtype), base)
         if frame is None or len(frame) != cell.nbytes:
             return False
         part[:] = frame

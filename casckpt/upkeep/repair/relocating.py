@@ -22,6 +22,7 @@ from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.plan.lots import lots
+from casckpt.plan.reuse import coded_bytes
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
@@ -80,7 +81,9 @@ class Relocation:
             for entry in manifest.entries
             if (made := _moved_table(manifest.extents(entry), moved, numbers)) is not None
         }
-        return record_of(self.repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
+        record = record_of(self.repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
+        every = (tables.get(entry.number) or manifest.extents(entry) for entry in manifest.entries)
+        return changed(record, **coded_bytes(every)._asdict())
 
     def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef, needed: Set[LiveCell]) -> Places | None:
         """Return where the cells of ``ref`` lie in new blobs; None if some of ``needed`` are missing.
