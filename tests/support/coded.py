@@ -114,9 +114,8 @@ class _Coding:
         for entry in mine.manifest.entries:
             table, new = mine.table(entry), list[StoredCell]()
             for cell in table.stored_cells():
-                name = (entry.name, cell.region)
-                made = _numbered(cell, mine.refs, numbers)
-                new.append(self._coded(made, bases[name], places, numbers) if name in bases else made)
+                where, made = (entry.name, cell.region), _numbered(cell, mine.refs, numbers)
+                new.append(self._coded(made, bases[where], places, numbers) if where in bases else made)
             moved[entry.number] = build(table.shape, table.itemsize, table.cell, new)
         return record_of(self.repo, txid, mine.commit, placed(mine.manifest, encode_blobs(numbers), moved))
 

@@ -1,0 +1,258 @@
+"""Saves that store what changed: every version loads as it was, from any base, whatever went wrong in between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import casckpt
+from casckpt.checkpoint.saving import coding
+from casckpt.errors import InvalidInput
+from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.keys import blob_key
+from casckpt.plan.bases import MAX_DELTAS
+from casckpt.repository import manifests
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support.far import far
+from tests.support.saves import CELL, reopened, same_state, small, small_folder
+from tests.support.together import line, spread
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+
+NUMEL = 40 * CELL // 2  # of 2 bytes
+
+
+def weights(seed: int = 0, numel: int = NUMEL, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def stepped(tensor: torch.Tensor, step: int, share: float = 0.01) -> torch.Tensor:
+    """What a step of a training makes of it: some elements are another number, next to the one before."""
+    bits = tensor.clone().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    generator = torch.Generator().manual_seed(step)
+    at = torch.randperm(bits.numel(), generator=generator)[: max(1, int(share * bits.numel()))]
+    bits.view(-1)[at] += 1
+    return bits.view(tensor.dtype)
+
+
+def versions(count: int, **more: Any) -> list[dict[str, Any]]:
+    """Of a state of which only "w" changes, and "n" a little."""
+    state: dict[str, Any] = {"w": weights(), "still": weights(1), "n": torch.arange(5), **more}
+    found = [state]
+    for step in range(1, count):
+        state = state | {"w": stepped(state["w"], step), "n": state["n"] + 1}
+        found.append(state)
+    return found
+
+
+def links(store: Store, ref: str, key: str = "w") -> list[int]:
+    """How many bases the cells of a tensor have."""
+    manifest = manifests.get(store.repository, store.get(ref).commit)
+    entry = next(entry for entry in manifest.entries if entry.key == key)
+    return [len(list(cell.chain)) - 1 for cell in manifest.extents(entry).stored_cells()]
+
+
+def check(store: Store, states: list[dict[str, Any]]) -> None:
+    """Each version is what was saved, for who opens the store anew."""
+    for step, state in enumerate(states):
+        assert same_state(reopened(store).read(f"default@{step}"), state), step
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return small() if request.param == "memory" else small_folder(tmp_path / "store")
+
+
+def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
+    states = versions(20)
+    written = [store.save(state, step=step, compress="auto").stats.bytes_written for step, state in enumerate(states)]
+    assert all(nbytes < written[0] / 8 for nbytes in written[1:])
+    found = [max(links(store, f"default@{step}")) for step in range(20)]
+    assert found[: MAX_DELTAS + 1] == list(range(MAX_DELTAS + 1))
+    assert max(found) == MAX_DELTAS
+    check(store, states)
+
+
+def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
+    for step, state in enumerate(versions(3)):
+        store.save(state, step=step, **({"compress": "off"} if step == 2 else {}))
+    assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
+
+
+def test_a_setting_counts_where_nothing_is_said(store: Store) -> None:
+    store.change_settings(compress="auto")
+    states = versions(4)
+    for step, state in enumerate(states):
+        store.save(state, step=step, compress="off" if step == 2 else None)
+    assert [max(links(store, f"default@{step}")) for step in range(4)] == [0, 1, 0, 1]
+    check(store, states)
+
+
+@pytest.mark.parametrize("given", ["zstd", "", True, 1])
+def test_what_is_no_way_to_compress_is_refused(store: Store, given: Any) -> None:
+    with pytest.raises(InvalidInput, match="auto"):
+        store.save({"w": weights()}, step=0, compress=given)
+    assert not store.checkpoints()
+
+
+def test_another_process_goes_on_from_what_a_folder_holds(tmp_path: Path) -> None:
+    states = versions(8)
+    for step, state in enumerate(states):
+        casckpt.open(small_folder(tmp_path / "s").url).save(state, step=step, compress="auto")
+    store = casckpt.open(tmp_path / "s")
+    assert [max(links(store, f"default@{step}")) for step in range(5)] == [0, 1, 2, 3, 4]
+    check(store, states)
+
+
+def test_over_a_network_only_what_is_held_is_a_base() -> None:
+    storage, states = far(), versions(4)
+    store = small(storage)
+    for step, state in enumerate(states):
+        if step == 2:
+            store = Store(Repository(storage))
+        before = storage.reads_of_blobs()
+        store.save(state, step=step, compress="auto")
+        assert storage.reads_of_blobs() == before, "nothing is read over the network in order to save"
+    assert [max(links(store, f"default@{step}")) for step in range(4)] == [0, 1, 0, 1]
+    check(store, states)
+
+
+def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) -> None:
+    """After a run that was rolled back, a save that failed, one of another process, and one of another run."""
+    states = versions(9)
+    for step in (0, 1, 2):
+        store.save(states[step], step=step, compress="auto")
+    store.forget("default@2")
+    store.save(states[3], step=3, compress="auto")
+    with pytest.raises(InvalidInput), patch.object(coding, "encode_delta", side_effect=InvalidInput("a fault")):
+        store.save(states[4], step=4, compress="auto")
+    store.save(states[4], step=4, compress="auto")
+    reopened(store).save(states[5], step=5, compress="auto")
+    store.save(states[0], run="other", step=0, compress="auto")
+    for step in (6, 7):
+        store.save(states[step], step=step, compress="auto")
+    store.save(states[8], step=7, compress="auto", overwrite=True)
+    assert all(max(links(store, f"default@{step}")) for step in range(3, 8))
+    for step in (0, 1, 3, 4, 5, 6):
+        assert same_state(reopened(store).read(f"default@{step}"), states[step]), step
+    assert same_state(reopened(store).read("default@7"), states[8])
+
+
+def test_a_frame_that_decodes_to_something_else_is_not_stored(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    states, encode = versions(3), coding.encode_delta
+
+    def wrong(plain: memoryview, width: int, base: memoryview) -> bytes | None:
+        other = bytearray(plain)
+        other[-1] ^= 1
+        return encode(memoryview(other), width, base)
+
+    store.save(states[0], step=0, compress="auto")
+    with patch.object(coding, "encode_delta", wrong), caplog.at_level(logging.ERROR):
+        store.save(states[1], step=1, compress="auto")
+    assert "decodes to something else" in caplog.text
+    assert set(links(store, "default@1")) == {0}
+    store.save(states[2], step=2, compress="auto")
+    assert max(links(store, "default@2")) == 1
+    check(store, states)
+
+
+@pytest.mark.parametrize("lost", [0, -1])
+def test_a_base_that_is_gone_is_no_base(store: Store, lost: int) -> None:
+    """``lost``: the blob of the newest version's frames, or of the key."""
+    states = versions(4)
+    for step in range(3):
+        store.save(states[step], step=step, compress="auto")
+    manifest = manifests.get(store.repository, store.get("default@2").commit)
+    entry = next(entry for entry in manifest.entries if entry.key == "w")
+    cells = [cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None]
+    ref = manifest.blob(list(cells[0].chain)[lost].blob)
+    store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
+    again = reopened(store)
+    again.save(states[3], step=3, compress="auto")
+    assert same_state(reopened(store).read("default@3"), states[3])
+    assert 0 in links(store, "default@3")
+
+
+def test_equal_tied_and_strided_tensors(store: Store) -> None:
+    w, matrix = weights(), weights(3).view(64, -1)
+    for step in range(4):
+        state = {"w": w, "again": w, "copy": w.clone(), "t": matrix.t(), "part": matrix[:, 5:77], "empty": w[:0]}
+        before = len(store.checkpoints())
+        store.save(state, step=step, compress="auto")
+        assert len(store.checkpoints()) == before + 1
+        assert same_state(reopened(store).read(f"default@{step}"), state)
+        w, matrix = stepped(w, step), stepped(matrix, step)
+    assert max(links(store, "default@3")) == 3
+    assert max(links(store, "default@3", "t")) == 3
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.float64, torch.complex64, torch.int64, torch.uint8, torch.bool]
+)
+def test_always_encodes_all_floats(store: Store, dtype: torch.dtype) -> None:
+    first = weights(2, 9 * CELL).to(dtype)
+    second = first.clone()
+    second[7::1000] = 0
+    states = [{"w": first, "x": 1}, {"w": second, "x": 2}]
+    written = [store.save(state, step=step, compress="always").stats for step, state in enumerate(states)]
+    check(store, states)
+    if dtype.is_floating_point or dtype.is_complex:
+        assert written[0].bytes_written < 0.95 * written[0].bytes_total
+        assert written[1].bytes_written < 0.05 * written[1].bytes_total + 2 * DATA_OFFSET
+
+
+def test_noise_is_stored_as_it_is(store: Store) -> None:
+    noise = [torch.randint(0, 255, (10 * CELL,), dtype=torch.uint8).view(torch.bfloat16) for _ in range(3)]
+    for step, tensor in enumerate(noise):
+        store.save({"w": tensor}, step=step, compress="always")
+    assert set(links(store, "default@2")) == {0}
+    check(store, [{"w": tensor} for tensor in noise])
+
+
+def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
+    """What was declared frozen, and changed where nobody looked, is not what the manifest says."""
+    states = versions(3)
+    store.save(states[0], step=0, compress="auto")
+    store.save(states[1], step=1, compress="auto", frozen=["w"])
+    reopened(store).save(states[2], step=2, compress="auto")
+    assert same_state(reopened(store).read("default@2"), states[2])
+
+
+def test_in_the_background(store: Store) -> None:
+    state = {"w": weights()}
+    copies = []
+    for step in range(4):
+        copies.append({"w": state["w"].clone()})
+        future = store.save_async(state, step=step, compress="auto")
+        future.result()
+        state["w"].copy_(stepped(state["w"], step))
+    assert max(links(store, "default@3")) == 3
+    check(store, copies)
+
+
+def save_version(rank: int, size: int, url: str, step: int, spread_by: Callable[[int], Any]) -> int:
+    state = {"w": versions(step + 1)[step]["w"].view(128, -1)}
+    store = casckpt.open(url)
+    return store.save(spread(state, line(size), [spread_by(0)]), step=step, compress="auto").stats.bytes_written
+
+
+def test_other_ranks_and_columns_go_on(ranks: Pool, tmp_path: Path) -> None:
+    """By rows on 2 ranks, then 4, by columns on 2, and 1: whatever has the cells of before goes on, all is right."""
+    url = small_folder(tmp_path / "s").url
+    written = [
+        ranks.run(size, save_version, url, step, by)[0]
+        for step, (size, by) in enumerate([(2, Shard), (2, Shard), (4, Shard), (1, Shard), (2, Shard)])
+    ]
+    assert all(nbytes < written[0] / 4 for nbytes in written[1:])
+    store = casckpt.open(url)
+    for step, state in enumerate(versions(5)):
+        assert torch.equal(store.read(f"default@{step}")["w"], state["w"].view(128, -1))
