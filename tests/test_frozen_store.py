@@ -48,6 +48,8 @@ def store(folder: Path) -> casckpt.Store:
 
 def assert_equal(found: Any, saved: Any) -> None:
     """Everything is what it was, to the bit."""
+    if type(saved) is list and any(isinstance(one, torch.Tensor) for one in saved):
+        found, saved = dict(enumerate(found)), dict(enumerate(saved))
     if isinstance(saved, torch.Tensor):
         assert found.dtype == saved.dtype
         assert found.shape == saved.shape
