@@ -124,8 +124,9 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        digests = {cell.digest for cells in work.live.values() for cell in cells} | work.leaves
-        source = Source(Cells((repo, *sources), digests), copies)
+        needed = [cell for cells in work.live.values() for cell in cells]
+        bases = {cell.coded.base for cell in needed if cell.coded and cell.coded.base}
+        source = Source(Cells((repo, *sources), {cell.digest for cell in needed} | bases | work.leaves), copies)
         rest = work.from_cells(rest, source)
         rewritten = _relocate(Relocation(repo, work.live, source), users, rest)
     still = [one for one in wrong if one.ref in rest]
