@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _HALVES = frozenset({"bfloat16", "float16"})
 _FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
+_TRIES = 8
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
@@ -94,6 +95,7 @@ class Coder:
     memory: CodingMemory
     deltas: frozenset[str]
     alone: bool
+    _in_vain: dict[Name, int] = field(default_factory=dict)  # cells that were tried; -1 once one was worth it
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _opened: ExitStack = field(default_factory=ExitStack)
@@ -107,7 +109,8 @@ class Coder:
 
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
-        return cell.nbytes >= MIN_CELL and (source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS))
+        asked = source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS)
+        return asked and cell.nbytes >= MIN_CELL and self._in_vain.get(source.name, 0) < _TRIES
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
@@ -117,9 +120,15 @@ class Coder:
             if coded is not None:
                 return coded
             self.memory.held.keep(_name(source, cell), digest, plain)
-        frame = encode_planes(plain, width) if self.alone else None
+        frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         found = scratch("version", plain.nbytes).data
         return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
+
+    def _tried(self, source: Source, frame: bytes | None) -> bytes | None:
+        """Return the same, and note whether it was worth it: where no cell of a stream is, the others are left."""
+        tries = self._in_vain.get(source.name, 0)
+        self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
+        return frame
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""
@@ -144,7 +153,7 @@ class Coder:
         if held is None:
             return None
         base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
-        frame = None if base is None else encode_delta(plain, width, base)
+        frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
         if base is None or frame is None or not _decodes(frame, base, plain):
             return None
         if not link:  # what is held has become the new version, in place
