@@ -164,7 +164,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a watch tells. ``late``: one that began later had been told, or was there before; so it is not the newest."""
+    """What a watch tells. ``late``: one that began later had been told, or was there before: it is not the newest."""
 
     checkpoint: Checkpoint
     late: bool

@@ -575,7 +575,6 @@ class Store:
         warn_if_forgotten(commit)
         return commit
 
-
     def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
         try:
             return held.enter_context(self.lease(ref)).commit

@@ -132,12 +132,12 @@ def empty() -> dict[str, Any]:
 def test_a_load_holds_what_it_reads_until_its_end(store: Store) -> None:
     held: list[int] = []
 
-    def meanwhile(done: int, total: int) -> None:
+    def look(done: int, total: int | None) -> None:
         held.append(len(store.tags()))
         assert gc(store) in ([1], [])
 
     found = empty()
-    loaded = store.load(found, "run@0", lease=True, progress=meanwhile)
+    loaded = store.load(found, "run@0", lease=True, progress=look)
     assert same_state(found, state(0))
     assert set(held) == {1}
     assert loaded.step == 0
@@ -190,10 +190,10 @@ def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
     """How many leases there were meanwhile, and are now."""
     store, found, most = casckpt.open(path), empty(), [0]
 
-    def meanwhile(done: int, total: int) -> None:
+    def look(done: int, total: int | None) -> None:
         most.append(len(store.tags()))
 
-    store.load(found, "run@0", lease=True, progress=meanwhile)
+    store.load(found, "run@0", lease=True, progress=look)
     assert same_state(found, state(0))
     torch.distributed.barrier()
     return max(most), len(store.tags())

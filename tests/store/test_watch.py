@@ -15,7 +15,6 @@ from casckpt.errors import InvalidInput, NotFound
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.watching import Watcher, watch
 from casckpt.storage.local.store import LocalStore
-from casckpt.store.store import Store
 from tests.support.saves import cells, reopened, same_state, small
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,15 @@ def test_a_store_that_is_made_later_is_watched(store: casckpt.Store, store_path:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"poll": 0}, {"poll": "0.05s"}, {"poll": 1}, {"timeout": 5}, {"timeout": "soon"}, {"after": "begin"}, {"after": 1.5}],
+    [
+        {"poll": 0},
+        {"poll": "0.05s"},
+        {"poll": 1},
+        {"timeout": 5},
+        {"timeout": "soon"},
+        {"after": "begin"},
+        {"after": 1.5},
+    ],
 )
 def test_what_makes_no_sense_is_refused_at_once(wrong: dict[str, Any]) -> None:
     store = small()
@@ -81,11 +88,16 @@ def test_what_makes_no_sense_is_refused_at_once(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("commits", [60, pytest.param(1000, marks=pytest.mark.soak)])
 def test_each_commit_of_four_processes_is_told_once(tmp_path: Path, commits: int) -> None:
-    storage, polls = LocalStore(tmp_path / "store"), []
+    storage, polls = LocalStore(tmp_path / "store"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        time.sleep(seconds)
+
     Repository(storage, tmp_path / "cache").create()
     watcher = Watcher(Repository(storage, tmp_path / "cache"), "run", latest_only=False)
     before = storage.counts.requests
-    told = watch(watcher, poll=0.05, timeout=60, sleep=lambda seconds: (polls.append(seconds), time.sleep(seconds))[1])
+    told = watch(watcher, poll=0.05, timeout=60, sleep=sleep)
     arguments = [(str(tmp_path), str(first), str(commits)) for first in range(WRITERS)]
     writers = [subprocess.Popen([sys.executable, "-c", WRITE, *given], cwd=ROOT) for given in arguments]
     found = [next(told) for _ in range(commits)]

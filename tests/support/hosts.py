@@ -74,9 +74,6 @@ class Hosts:
             commit_bare(repo, run, step, txid=old_txid(self.draw, run, step))
         elif what == "end" and self.open:
             finish(*self.open.pop(self.draw.randrange(len(self.open))))
-        elif what == "announce" and self.open:
-            repo, save = self.draw.choice(self.open)
-            announce(repo, [(save.txid, 0)])
         elif what == "give up" and self.open:
             self.open.pop(self.draw.randrange(len(self.open)))[1].abort("given up")
         elif what == "undo" and (old := [one for one in list_commits(repo).live() if one.last == "replaced"]):
@@ -91,6 +88,12 @@ class Hosts:
                 LATER[what](repo, self.draw.choice(live))
             except Conflict:
                 return
+
+    def announce(self) -> None:
+        """Of a save in progress: that it is about to commit."""
+        if self.open:
+            repo, save = self.draw.choice(self.open)
+            announce(repo, [(save.txid, 0)])
 
     def close(self) -> None:
         for _, save in self.open:

@@ -17,7 +17,6 @@ from casckpt.format.keys import announcement_key, check_run, commit_key, parse_l
 from casckpt.format.names import ManifestId, TxId
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, follow, list_commits, read_log
-from casckpt.repository.folding import UNSETTLED
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import look, read_back
@@ -70,7 +69,6 @@ class Expected:
     def begin_anew(self) -> None:
         """Of all that is announced from now on, only what was begun after ``newest`` is new."""
         self._floor = self.newest
-        self._awaited.clear()
 
     def note(self, txid: TxId, number: int = 0) -> None:
         """Expect a record of a log. Only what was expected from its first record on is ever told."""
@@ -98,7 +96,7 @@ class Expected:
             self.drop(txid)
         elif stands.visible:
             return stands
-        elif seen.live and (seen.standing == UNSETTLED or seen.number < self._awaited[txid].number):
+        elif seen.live and seen.number < self._awaited[txid].number:
             self._wait(txid)
         else:
             del self._awaited[txid]  # until a record more is announced, such as one that restores it

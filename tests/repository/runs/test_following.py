@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.errors import Conflict, Damaged, NotFound
+from casckpt.errors import Damaged, NotFound
 from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
-from casckpt.format.names import TxId
 from casckpt.format.records import time_of
 from casckpt.repository import commits as log
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import list_commits
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import look
@@ -31,13 +30,11 @@ from casckpt.repository.runs.following import (
     newest_of_runs,
     newest_reusable,
 )
-from casckpt.repository.transactions import Transaction, begin
-from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
-from casckpt.upkeep.gc.settling import settle
 from tests.support.faulty import FaultyStore
 from tests.support.hosts import AHEAD, CHANGES, RUNS, Hosts, Meddled, finish, saved
 from tests.support.repositories import START, Ticks, commit_bare, memory, repository
+
 
 def check(repo: Repository, run: str) -> None:
     """What following shows is what a listing shows."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError
+from casckpt.errors import InvalidInput, NotFound, StorageError
 from casckpt.format.keys import announcement_key, commit_key, make_txid, run_hash
-from casckpt.format.names import TxId
+from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import time_of
 from casckpt.repository import commits as log
-from casckpt.repository.commits import Commit, just_committed, list_commits
+from casckpt.repository.commits import Commit, CommitList, just_committed, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import announce
-from casckpt.repository.runs.watching import LONGEST_PAUSE, START, Expected, Told, Watcher, watch
+from casckpt.repository.runs.watching import LONGEST_PAUSE, Expected, Told, Watcher, watch
+from casckpt.repository.runs.watching import START as WHOLE
 from casckpt.repository.transactions import revoke
+from casckpt.storage.base import ObjectStore
 from casckpt.storage.memory import MemoryStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.hosts import CHANGES, RUNS, Hosts, Meddled, finish, saved
-from tests.support.repositories import START as THEN
 from tests.support.repositories import (
+    START,
     Ticks,
     commit_bare,
     committed,
@@ -96,7 +98,7 @@ def test_it_counts_from_the_call_and_not_from_the_first_look(repo: Repository) -
 
 def test_from_the_start_or_behind_a_checkpoint(repo: Repository) -> None:
     made = [commit_bare(repo, step=step) for step in range(12)]
-    assert Seen(repo, START)() == on_time(*range(12))
+    assert Seen(repo, WHOLE)() == on_time(*range(12))
     for number in (0, 4, 10, 11):
         commit = made[number]
         for after in (commit, commit.id, commit.id[:10], f"run@{number}"):
@@ -152,14 +154,19 @@ def test_late_is_what_began_earlier_not_what_was_announced_earlier(repo: Reposit
 def test_a_save_in_progress_is_new_whenever_it_was_announced(repo: Repository, announced: bool) -> None:
     slow = begun(repo, 1) if announced else saved(repo, "run", 1)
     one = commit_bare(repo, step=2)
-    watches = [Seen(repo), Seen(repo, one), Seen(repo, START)]
+    watches = [Seen(repo), Seen(repo, one), Seen(repo, WHOLE)]
     finish(repo, slow)
-    assert [seen(4) for seen in watches] == [[(1, True)], [(1, True)], [(2, False), (1, True)] if not announced else [(1, False), (2, False)]]
+    assert [seen(4) for seen in watches] == [
+        [(1, True)],
+        [(1, True)],
+        [(2, False), (1, True)] if not announced else [(1, False), (2, False)],
+    ]
 
 
 def test_a_transaction_that_was_left_behind_is_not_new(repo: Repository, faults: FaultyStore) -> None:
     faults.inject(fail_before("delete", key="transactions/*", times=9))
     finish(repo, saved(repo, "run", 1))
+    commit_bare(repo, step=2)
     assert list(repo.storage.list("transactions/"))
     assert Seen(repo)(4) == []
 
@@ -188,6 +195,16 @@ def test_what_was_forgotten_before_is_told_when_it_is_restored(repo: Repository)
     assert seen(4) == []
 
 
+def test_a_restore_that_is_announced_is_waited_for(repo: Repository) -> None:
+    seen = Seen(repo)
+    gone = log.forget(repo, commit_bare(repo, step=1))
+    assert seen(4) == []
+    announce(repo, [(gone.txid, gone.number + 1)])
+    assert seen(1) == []
+    log.restore(repo, gone)
+    assert seen(4) == on_time(1)
+
+
 def test_a_restored_one_from_before_is_not_new(repo: Repository) -> None:
     gone = log.forget(repo, commit_bare(repo, step=1))
     seen = Seen(repo)
@@ -196,9 +213,10 @@ def test_a_restored_one_from_before_is_not_new(repo: Repository) -> None:
 
 
 def test_a_rewrite_is_told_in_place_of_what_it_replaces_and_only_once(repo: Repository) -> None:
-    old = commit_bare(repo, step=1)
+    old = commit_bare(repo, step=0)
+    commit_bare(repo, step=1)
     seen = Seen(repo)
-    rewrite_bare(repo, old)
+    rewrite_bare(repo, rewrite_bare(repo, old))
     one, two = commit_bare(repo, step=2), commit_bare(repo, step=3)
     moved = rewrite_bare(repo, rewrite_bare(repo, one))
     half_rewrite(repo, two)
@@ -221,7 +239,7 @@ def test_behind_a_rewritten_one_is_what_was_saved_behind_it(repo: Repository) ->
 def test_a_copy_of_an_older_one_is_new_and_late(repo: Repository) -> None:
     commit_bare(repo, step=1)
     seen, latest = Seen(repo), Seen(repo, latest_only=True)
-    commit_bare(repo, step=0, txid=make_txid(time_of(THEN) - timedelta(days=1), bytes(8), "run", 0))
+    commit_bare(repo, step=0, txid=make_txid(time_of(START) - timedelta(days=1), bytes(8), "run", 0))
     assert seen() == [(0, True)]
     assert latest() == []
 
@@ -243,11 +261,22 @@ def test_only_the_latest_by_the_time_of_the_look(repo: Repository) -> None:
     assert seen(4) == []
 
 
-@pytest.mark.parametrize("after", [START, 0, 2])
+def test_the_latest_goes_by_the_first_save_and_not_by_the_transaction(repo: Repository) -> None:
+    """That of the copy of a rewrite is later."""
+    seen, latest = Seen(repo), Seen(repo, latest_only=True)
+    old = make_txid(time_of(START), bytes(8), "run", 1)
+    commit_bare(repo, step=2)
+    commit_bare(repo, step=1, origin=old)
+    assert latest() == on_time(2)
+    assert latest(4) == []
+    assert seen() == [(2, False), (1, True)]
+
+
+@pytest.mark.parametrize("after", [WHOLE, 0, 2])
 def test_the_latest_that_is_there_is_new_if_it_is_behind(repo: Repository, after: Any) -> None:
     made = [commit_bare(repo, step=step) for step in range(3)]
     rewrite_bare(repo, made[2])
-    seen = Seen(repo, after if after == START else made[after], latest_only=True)
+    seen = Seen(repo, after if after == WHOLE else made[after], latest_only=True)
     assert seen() == ([] if after == 2 else on_time(2))
     rewrite_bare(repo, list_commits(repo).visible()[-1])
     assert seen(4) == []
@@ -258,7 +287,7 @@ def test_the_latest_that_is_there_is_new_if_it_is_behind(repo: Repository, after
 # stores that are not there, that fail, and that are others
 
 
-@pytest.mark.parametrize("after", [None, START])
+@pytest.mark.parametrize("after", [None, WHOLE])
 @pytest.mark.parametrize("latest_only", [False, True])
 def test_a_store_need_not_be_there_yet(tmp_path: Path, after: str | None, latest_only: bool) -> None:
     storage = memory()
@@ -339,7 +368,7 @@ def test_of_a_store_that_was_put_back_what_is_saved_then_is_new(tmp_path: Path) 
     slow.leave()
     put_in_place(storage, before)
     assert seen(40) == []
-    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(THEN + 10**9))
+    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(START + 10**9))
     commit_bare(other, step=3)
     assert seen(20) == on_time(3)
 
@@ -349,7 +378,7 @@ def test_of_another_store_in_its_place_all_is_new(tmp_path: Path) -> None:
     commit_bare(repository(tmp_path / "writer", storage), step=1)
     seen = Seen(repository(tmp_path / "reader", storage))
     put_in_place(storage, {})
-    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(THEN + 10**9))
+    other = repository(tmp_path / "other", storage, seed=7, clock=Ticks(START + 10**9))
     for step in range(3):
         commit_bare(other, step=step)
     assert seen(20) == on_time(0, 1, 2)
@@ -370,7 +399,7 @@ def test_what_a_torn_announcement_may_have_told_of_is_looked_for(tmp_path: Path)
     spoil(repo, announcement_key(RUN, 2))
     assert seen() == [(2, False), (4, False), (3, True)]
     host = repository(tmp_path / "new", storage)
-    assert Seen(host, START)() == [(1, False), (2, False), (4, False), (3, True)]
+    assert Seen(host, WHOLE)() == [(1, False), (2, False), (4, False), (3, True)]
     assert Seen(host, one)() == [(2, False), (4, False), (3, True)]
 
 
@@ -418,7 +447,7 @@ def test_to_begin_costs_a_handful_and_to_go_on_what_is_new(tmp_path: Path, lengt
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     made = [finish(writer, saved(writer, "run", step)) for step in range(length)]
-    for after, latest_only in ((None, False), (made[-1], False), (START, True)):
+    for after, latest_only in ((None, False), (made[-1], False), (WHOLE, True)):
         storage.calls.clear()
         seen = Seen(repository(tmp_path / f"reader {after} {latest_only}", storage), after, latest_only=latest_only)
         seen()
@@ -433,55 +462,73 @@ def test_to_begin_costs_a_handful_and_to_go_on_what_is_new(tmp_path: Path, lengt
 # whatever happens
 
 
-CHANGE = [*CHANGES, "announce", "announce", "end"]
+@dataclass
+class Watched:
+    """A watch among others. ``before``: ids of what there was, unless that is new to it; ``told``: all so far."""
+
+    run: str
+    latest_only: bool
+    before: set[ManifestId]
+    watcher: Watcher
+    told: list[Told] = field(default_factory=list)
+
+    def look(self) -> None:
+        found = self.watcher.next()
+        self.told += [] if found is None else [found]
+
+    def drain(self) -> None:
+        polls = iter(range(10**6))
+        self.told += watch(self.watcher, poll=1, timeout=40, sleep=lambda _: None, now=polls.__next__)
+
+    def check(self, listed: CommitList) -> None:
+        ids = [one.commit.id for one in self.told]
+        ended = {one.id for one in listed.commits.values() if one.last != "revoked" and one.run == self.run}
+        assert len(ids) == len(set(ids))
+        assert set(ids) <= ended - self.before
+        for number, one in enumerate(self.told):
+            earlier = [other.commit.origin for other in self.told[:number]]
+            assert one.late or one.commit.origin > max(earlier, default="")
+            assert not (one.late and self.latest_only)
+        visible = {one.id for one in listed.visible() if one.run == self.run}
+        assert self.latest_only or visible - self.before <= set(ids)
 
 
-def ids(commits: list[Commit], run: str) -> set[str]:
-    return {one.id for one in commits if one.run == run}
+def begin_watch(hosts: Hosts, number: int, storage: ObjectStore) -> Watched:
+    run, after = hosts.draw.choice(RUNS), hosts.draw.choice([None, WHOLE])
+    latest_only = hosts.draw.random() < 0.3
+    before = {one.id for one in list_commits(hosts.fresh()).live() if one.run == run} if after is None else set()
+    reader = repository(hosts.folder / f"reader {number}", storage, seed=number)
+    return Watched(run, latest_only, before, Watcher(reader, run, after, latest_only=latest_only))
+
+
+CHANGE = [*CHANGES, "end", "announce", "announce", "look", "watch"]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from([*CHANGE, "look", "watch"]), max_size=30), st.integers(0, 1 << 30))
+@given(st.lists(st.sampled_from(CHANGE), max_size=30), st.integers(0, 1 << 30))
 def test_each_is_told_once_and_none_is_missed(changes: list[str], seed: int) -> None:
-    """Others act between and during the calls of the watchers."""
+    """Others act between and during the looks of the watchers."""
     with tempfile.TemporaryDirectory() as folder:
         storage = MemoryStore(f"watching-{seed}-{folder}")
         hosts = Hosts(Path(folder), storage, random.Random(seed))
         meddled = Meddled(storage, hosts)
-        watches: list[tuple[str, bool, set[str], list[Told], Watcher]] = []
+        watches: list[Watched] = []
         for number, change in enumerate(["watch", *changes, "watch"]):
             if change == "watch" and len(watches) < 4:
-                run, after = hosts.draw.choice(RUNS), hosts.draw.choice([None, START])
-                latest_only = hosts.draw.random() < 0.3
-                reader = repository(Path(folder) / f"reader {number}", meddled, seed=number)
-                before = ids(list_commits(hosts.hosts[0]).live(), run) if after is None else set()
-                watches.append((run, latest_only, before, [], Watcher(reader, run, after, latest_only=latest_only)))
+                watches.append(begin_watch(hosts, number, meddled))
+            elif change == "announce":
+                hosts.announce()
             elif change == "look":
                 meddled.is_on = True
-                for run, _, _, told, watcher in watches:
-                    told += [found for found in (watcher.next(),) if found]
+                for one in watches:
+                    one.look()
                 meddled.is_on = False
             else:
                 hosts.act(change)
-        for run, latest_only, before, told, watcher in watches:
-            told += watch(watcher, poll=1, timeout=40, sleep=lambda _: None, now=iter(range(10**6)).__next__)
-            check(list_commits(hosts.fresh()), run, latest_only, before, told)
+        for one in watches:
+            one.drain()
+            one.check(list_commits(hosts.fresh()))
         hosts.close()
-
-
-def check(listed: log.CommitList, run: str, latest_only: bool, before: set[str], told: list[Told]) -> None:
-    found = [one.commit.id for one in told]
-    assert len(found) == len(set(found))
-    assert set(found) <= {one.id for one in listed.commits.values() if one.last != "revoked" and one.run == run}
-    assert not set(found) & before
-    newest = None
-    for one in told:
-        assert not one.late or not latest_only
-        assert one.late or newest is None or one.commit.origin > newest
-        newest = max(newest or one.commit.origin, one.commit.origin)
-    new = [one for one in listed.visible() if one.run == run and one.id not in before]
-    if not latest_only:
-        assert {one.id for one in new} <= set(found)
 
 
 # the part that does no I/O
@@ -493,7 +540,7 @@ def bare(txid: TxId, **fields: Any) -> Commit:
 
 
 def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
-    expected, txid = Expected(), make_txid(time_of(THEN), bytes(8), "run", 1)
+    expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
     asked = []
     for poll in range(200):
@@ -512,9 +559,9 @@ def test_what_is_not_there_is_asked_for_at_longer_intervals() -> None:
 
 
 def test_of_what_was_told_no_record_is_looked_at() -> None:
-    expected, txid = Expected(), make_txid(time_of(THEN), bytes(8), "run", 1)
+    expected, txid = Expected(), make_txid(time_of(START), bytes(8), "run", 1)
     expected.note(txid)
     expected.tell(txid, bare(txid))
     expected.note(txid, 1)
-    expected.note(make_txid(time_of(THEN), bytes(8), "run", 2), 3)
+    expected.note(make_txid(time_of(START), bytes(8), "run", 2), 3)
     assert expected.due() == []
