@@ -221,11 +221,12 @@ class Watcher:
         if self._known not in (None, known):  # another store is in its place, or an older copy of it
             self._next = 0
             self._expected.begin_anew()
-        self._known = read_back(self._repo, self._hash, self._next)
-        head = known.head
-        for number in range(self._next, head + 1):
-            for announced in told_by(known, number):
-                self._expected.note(*announced)
+        with known.lock.get():  # who adds an announcement raises the head before
+            self._known = read_back(self._repo, self._hash, self._next)
+            head = known.head
+            announced = [one for number in range(self._next, head + 1) for one in told_by(known, number)]
+        for one in announced:
+            self._expected.note(*one)
         for txid in sorted(hidden_from(self._repo, self._hash, known, self._next)):
             if self._expected.newest is None or txid > self._expected.newest:
                 self._expected.note(txid)

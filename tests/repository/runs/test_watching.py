@@ -447,11 +447,17 @@ def test_to_begin_costs_a_handful_and_to_go_on_what_is_new(tmp_path: Path, lengt
     storage = FaultyStore(memory())
     writer = repository(tmp_path / "writer", storage)
     made = [finish(writer, saved(writer, "run", step)) for step in range(length)]
-    for after, latest_only in ((None, False), (made[-1], False), (WHOLE, True)):
+
+    def begin(name: str, after: str | Commit | None, *, latest_only: bool = False) -> Seen:
         storage.calls.clear()
-        seen = Seen(repository(tmp_path / f"reader {after} {latest_only}", storage), after, latest_only=latest_only)
+        seen = Seen(repository(tmp_path / name, storage), after, latest_only=latest_only)
         seen()
         assert len(requests(storage)) <= 14
+        return seen
+
+    begin("new", None)
+    begin("behind", made[-1])
+    seen = begin("latest", WHOLE, latest_only=True)
     for step in range(20):
         finish(writer, saved(writer, "run", length + step))
     storage.calls.clear()
