@@ -268,6 +268,39 @@ PLANTED = (
         "tests/repository/runs/test_announcements.py",
     ),
     Planted(
+        "a watch gives up on what is announced and not there yet",
+        "casckpt/repository/runs/watching.py",
+        """            self._wait(txid)
+        elif self._is_over""",
+        """            self.drop(txid)
+        elif self._is_over""",
+        "tests/repository/runs/test_watching.py",
+    ),
+    Planted(
+        "a watch does not expect the saves that are in progress",
+        "casckpt/repository/runs/watching.py",
+        """        self._note_open()
+        last = newest""",
+        """        last = newest""",
+        "tests/repository/runs/test_watching.py",
+    ),
+    Planted(
+        "another store in the place of one is not noticed by who watches it",
+        "casckpt/repository/runs/watching.py",
+        "self._expected.polls % _CHECK == 0",
+        "False",
+        "tests/repository/runs/test_watching.py",
+    ),
+    Planted(
+        "a load lets go of what it holds before it reads",
+        "casckpt/store/store.py",
+        "            return held.enter_context(self.lease(ref)).commit\n",
+        """            with self.lease(ref) as let_go:
+                return let_go.commit
+""",
+        "tests/store/test_leases.py",
+    ),
+    Planted(
         "nobody takes a number that was announced and never came",
         "casckpt/upkeep/gc/settling.py",
         "            if number:\n                keep(repo, txid, number)\n",

@@ -169,6 +169,14 @@ class Checkpoint:
         return hash(self.commit.txid)
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a watch tells. ``late``: one that began later had been told, or was there before: it is not the newest."""
+
+    checkpoint: Checkpoint
+    late: bool
+
+
 def html_of(url: str, found: Sequence[Checkpoint]) -> str:
     """What a notebook shows of the store at ``url``, which holds the checkpoints ``found``: the last of them."""
     rows = [

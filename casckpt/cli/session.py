@@ -38,7 +38,7 @@ class Output:
     def give(self, result: Any, text: Callable[[Any], None]) -> None:
         """Print a result, which is plain data."""
         if self.as_json:
-            click.echo(json.dumps(_finite(result), indent=2, allow_nan=False))
+            click.echo(json.dumps(finite(result), indent=2, allow_nan=False))
         else:
             text(result)
 
@@ -69,13 +69,13 @@ class Session(Output):
         return Store(self.repository)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """``value`` with null for NaN and infinities, which JSON lacks: a loss may well be one."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)

@@ -10,14 +10,14 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from casckpt.checkpoint.handle import Checkpoint, html_of, warn_if_forgotten
+from casckpt.checkpoint.handle import Arrival, Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions, usable_compress
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
@@ -32,6 +32,7 @@ from casckpt.repository.leases import Lease, hold
 from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs import watching
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.saving.saver import Saver, State
 
 WAIT: Duration = "60s"  # of a gc for saves in progress
+_MOST_OFTEN = 0.1  # seconds between two polls of a watch
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +166,9 @@ class Store:
         run; ``unread``: "ignore" says that it is meant ("warn" is the default). ``rename``: from a key of ``state``
         to one of the checkpoint, a callable or a dict from regular expression (matched against the whole key) to
         replacement. ``cast``: convert dtypes. ``verify`` (unless False): compare every cell read with its digest.
-        ``allow_pickle``: unpickle what only a pickle could hold. ``threads``, ``progress``: as for `save`. Every rank
-        of ``process_group`` makes the call, with its own shards, whatever ranks and shards it was saved from;
-        ``no_dist``: this process loads alone.
+        ``allow_pickle``: unpickle what only a pickle could hold. ``threads``, ``progress``: as for `save`. ``lease``:
+        rank 0 holds the checkpoint meanwhile, as `lease` does. Every rank of ``process_group`` makes the call, with its
+        own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
 
         Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
         all before anything changes. Damaged (naming key, blob and checkpoints) or StorageError during the read, after
@@ -179,7 +181,9 @@ class Store:
         check_keywords("Store.load", options, LoadArguments)
         given = LoadOptions(**options)
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
-        loaded = load_together(self.repository, ranks, state, ref, given, resolve=lambda: self._resolve_to_load(ref))
+        with ExitStack() as held:
+            resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)
+            loaded = load_together(self.repository, ranks, state, ref, given, resolve=resolve)
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
@@ -277,6 +281,37 @@ class Store:
         """The names of all runs that have a visible checkpoint, sorted. Raises NotFound where there is no store."""
         return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
 
+    def watch(
+        self,
+        run: str,
+        *,
+        after: str | int | Checkpoint | None = None,
+        latest_only: bool = False,
+        timeout: Duration | None = None,
+        poll: Duration = "1s",
+    ) -> Iterator[Arrival]:
+        """New checkpoints of ``run``, each once and never before its commit, in the order in which they were announced.
+
+        ``after``: None for what is committed once this has returned; "start" for all there are; a step or another
+        reference to one of the run, be it forgotten or purged since, for those announced behind it. ``latest_only``:
+        of several that are new only the one saved last, and none that is late. A rewrite or a restored checkpoint is
+        not told again.
+
+        It asks each ``poll`` (0.1s or more): one small request, and more only for what is new. Ends once nothing new
+        has come for ``timeout``. There need be neither store nor run yet; a storage that fails is a warning in the
+        log, and asked again. Nothing is held: what was told may be forgotten before it is loaded.
+
+        Raises InvalidInput, NotFound for a reference to nothing, StorageError; from the iteration StorageError where
+        the storage still fails at its end, Damaged or Refused for a store that cannot be read.
+        """
+        seconds, limit = seconds_of(poll, "poll"), _optional(timeout, "timeout")
+        if seconds < _MOST_OFTEN:
+            raise InvalidInput(f"poll: {poll!r} is too often; give 0.1s or more")
+        behind = f"{run}@{after}" if isinstance(after, int) else None if after is None else _plain(after)
+        watcher = watching.Watcher(self.repository, run, behind, latest_only=latest_only)
+        told = watching.watch(watcher, poll=seconds, timeout=limit)
+        return (Arrival(Checkpoint(self.repository, one.commit), one.late) for one in told)
+
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
         """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
         one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
@@ -327,8 +362,17 @@ class Store:
         which ends it; after a kill it ends by itself. What keeps it from being renewed is told in the log: as a warning
         while it is tried again, as an error when the lease is lost. Raises NotFound if the checkpoint is not visible.
         """
-        with Lease(self.repository, self._resolve(ref), seconds_of(expires, "expires")) as held:
+        with self._lease(ref, seconds_of(expires, "expires")) as held:
             yield Checkpoint(self.repository, held.commit)
+
+    def _lease(self, ref: str | Checkpoint, seconds: float) -> Lease:
+        commit = self._resolve(ref)
+        try:
+            return Lease(self.repository, commit, seconds)
+        except NotFound:
+            if self._resolve(ref) == commit:
+                raise
+        return self._lease(ref, seconds)  # RUN@latest is another one by now
 
     def tags(self) -> dict[str, Checkpoint]:
         """All tags, and the checkpoints that they name; without those whose records are damaged."""
@@ -542,6 +586,13 @@ class Store:
         commit = self._resolve(ref)
         warn_if_forgotten(commit)
         return commit
+
+    def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
+        try:
+            return held.enter_context(self.lease(ref)).commit
+        except (StorageError, Unsupported) as error:
+            more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
+            raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -42,7 +42,7 @@ def test_commands_that_need_no_tensor_do_not_import_torch(saved: Path) -> None:
         ["list", s], ["show", s, "a@1", "--tensors"], ["diff", s, "a@1", "a@2"], ["stats", s], ["verify", s],
         ["tag", s, "best", "a@2"], ["tag", s], ["forget", s, "a@1"], ["list", s, "--all"], ["restore", s, id],
         ["transactions", s], ["reindex", s], ["repair", s], ["gc", s, "--keep-last", "1"], ["init", f"{s}-new"],
-        ["copy", s, f"{s}-copy"],
+        ["copy", s, f"{s}-copy"], ["watch", s, "a", "--after", "start", "--timeout", "0"],
     ]  # fmt: skip
     code = (
         "import sys\n"

@@ -22,6 +22,7 @@ from casckpt.format.records import Committed, Record, Settings, TagRecord
 from casckpt.plan.reads import Batch, plan_batches
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
+from casckpt.repository.runs.watching import Watcher
 from casckpt.storage.remote.patience import Backoff
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
@@ -347,6 +348,26 @@ def test_requests_of_one_save_and_one_load(moto_server: Server, tmp_path: Path) 
         store.load({"w": torch.empty(MIB)}, "default@2")
         gets = ["GET"] * 5  # what was announced last, and next; the commit's record, and the next; a range
         assert [one.method for one in proxy.seen[before:]] == gets
+
+
+def test_requests_of_a_watch(moto_server: Server, tmp_path: Path) -> None:
+    url = f"s3://{moto_server.new_place()}/store"
+    writer = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "a")
+    writer.save({"w": torch.zeros(3)}, step=0)
+    with Proxy(moto_server.endpoint) as proxy:
+        options = moto_server.options | {"endpoint_url": proxy.endpoint}
+        store = casckpt.open(url, storage_options=options, cache_dir=tmp_path / "b")
+        watcher = Watcher(store.repository, "default", latest_only=False)
+        before = len(proxy.seen)
+        assert [watcher.next() for _ in range(3)] == [None] * 3
+        assert [one.method for one in proxy.seen[before:]] == ["HEAD"] * 3
+        writer.save({"w": torch.ones(3)}, step=1)
+        before = len(proxy.seen)
+        told = watcher.next()
+        assert told is not None
+        assert told.commit.step == 1
+        # is there another; the announcement known last, the new one, and none behind it (two at once); its log
+        assert [one.method for one in proxy.seen[before:]] == ["HEAD", *["GET"] * 6]
 
 
 @pytest.mark.parametrize("trouble", list(Trouble))

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from casckpt.errors import Conflict, InvalidInput, NotFound
+import casckpt
+from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.repository.tags import list_tags
 from casckpt.store.store import Store
-from tests.support.saves import cells, same_state, small, steps
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.repositories import meanwhile, memory
+from tests.support.saves import cells, same_state, small, small_folder, steps
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 
 @pytest.fixture
@@ -107,3 +120,155 @@ def test_a_lease_leaves_one_small_record_behind(store: Store) -> None:
     gc(store)
     assert list_tags(store.repository).tags == {}
     assert len(list(store.repository.storage.list("tags/"))) == 3
+
+
+# loads that hold what they read
+
+
+def empty() -> dict[str, Any]:
+    return {"w": torch.zeros_like(state(0)["w"])}
+
+
+def test_a_load_holds_what_it_reads_until_its_end(store: Store) -> None:
+    held: list[int] = []
+
+    def look(done: int, total: int | None) -> None:
+        held.append(len(store.tags()))
+        assert gc(store) in ([1], [])
+
+    found = empty()
+    loaded = store.load(found, "run@0", lease=True, progress=look)
+    assert same_state(found, state(0))
+    assert set(held) == {1}
+    assert loaded.step == 0
+    assert store.tags() == {}
+    assert gc(store) == [0]
+
+
+def test_a_load_that_fails_lets_go(store: Store) -> None:
+    with pytest.raises(MissingKey):
+        store.load({"other": torch.zeros(1)}, "run@0", lease=True)
+    assert store.tags() == {}
+
+
+def test_what_is_forgotten_is_not_loaded_with_a_lease(store: Store) -> None:
+    (gone,) = store.forget("run@0")
+    with pytest.raises(NotFound, match="only what is visible can be held"):
+        store.load(empty(), gone.id, lease=True)
+
+
+@pytest.mark.parametrize("error", [StorageError("access denied"), Unsupported("it can only be read")])
+def test_where_no_lease_can_be_written_a_load_says_so_before_it_changes_anything(error: Exception) -> None:
+    storage = FaultyStore(memory())
+    store = small(storage)
+    store.save(state(0), run="run", step=0)
+    storage.inject(fail_before("put", key="tags/*", times=99, error=error))
+    found = empty()
+    with pytest.raises(type(error), match=f"{error}. A lease is a small record .* load without lease=True"):
+        store.load(found, "run@0", lease=True)
+    assert same_state(found, empty())
+    store.load(found, "run@0")
+    assert same_state(found, state(0))
+
+
+def test_who_wants_the_latest_holds_what_is_the_latest_then(store: Store) -> None:
+    """It was forgotten between the look and the lease."""
+    storage = FaultyStore(store.repository.storage)
+    reader = small(storage)
+
+    def rotate() -> None:
+        store.save(state(3), run="run", step=3)
+        gc(store)
+
+    storage.inject(call_first("put", meanwhile(rotate), key="tags/*"))
+    with reader.lease("run@latest") as held:
+        assert held.step == 3
+    assert steps(store) == [("run", 3)]
+
+
+def leases_of(rank: int, size: int, path: Path) -> tuple[int, int]:
+    """How many leases there were meanwhile, and are now."""
+    store, found, most = casckpt.open(path), empty(), [0]
+
+    def look(done: int, total: int | None) -> None:
+        most.append(len(store.tags()))
+
+    store.load(found, "run@0", lease=True, progress=look)
+    assert same_state(found, state(0))
+    torch.distributed.barrier()
+    return max(most), len(store.tags())
+
+
+def test_of_several_ranks_the_first_holds_a_lease_for_all(ranks: Pool, tmp_path: Path) -> None:
+    small_folder(tmp_path / "store").save(state(0), run="run", step=0)
+    assert ranks.run(2, leases_of, tmp_path / "store") == [(1, 0)] * 2
+    assert len(list((tmp_path / "store" / "tags").iterdir())) == 1
+
+
+# beside a gc
+
+
+HOLD = """
+import sys, casckpt
+with casckpt.open(sys.argv[1]).lease("run@0"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lease_whose_holder_was_killed_ends(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    for step in range(2):
+        store.save(state(step), run="run", step=step)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "store")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert gc(store) == []
+        holder.send_signal(signal.SIGKILL)
+    (tag,) = list_tags(store.repository).tags.values()
+    assert tag.holder.endswith(f":{holder.pid}")
+    later(store, 1.9)
+    assert gc(store) == [], "for a gc it counts an hour longer"
+    later(store, 0.2)
+    assert gc(store) == [0]
+    assert store.stats().blobs == 1
+
+
+def later(store: Store, hours: float) -> None:
+    now = store.repository.clock
+    store.repository.clock = lambda: now() + round(hours * 3600e6)
+
+
+def test_nothing_that_is_held_goes_while_gcs_go_on(tmp_path: Path) -> None:
+    """Two readers and a gc in a loop, as a training saves."""
+    store, over = small_folder(tmp_path / "store"), threading.Event()
+    store.save(state(0), run="run", step=0)
+    read: list[int] = []
+
+    def reads() -> None:
+        mine = casckpt.open(tmp_path / "store")
+        while not over.is_set():
+            with mine.lease("run@latest") as ckpt:
+                assert same_state(mine.read(ckpt), state(ckpt.step))
+            found = empty()
+            loaded = mine.load(found, "run@latest", lease=True)
+            assert same_state(found, state(loaded.step))
+            read.append(ckpt.step)
+
+    def collects() -> None:
+        mine = casckpt.open(tmp_path / "store")
+        while not over.is_set():
+            mine.gc(keep_last=1, min_age=0, wait=0)
+
+    with ThreadPoolExecutor() as pool:
+        tasks = [pool.submit(call) for call in (reads, reads, collects)]
+        for step in range(1, 15):
+            store.save(state(step), run="run", step=step)
+        over.set()
+        for task in tasks:
+            task.result()
+    assert len(read) > 2
+    gc(store)
+    assert steps(store) == [("run", 14)]
+    assert store.stats().blobs == 1

@@ -64,6 +64,7 @@ class LoadArguments(RankArguments, MatchArguments, total=False):
 
     unread: Unread
     cast: bool
+    lease: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class LoadOptions:
     unread: Unread = "warn"
     rename: Rename = None
     cast: bool = False
+    lease: bool = False
     verify: bool = True
     allow_pickle: bool = False
     process_group: ProcessGroup | None = None

@@ -7,7 +7,7 @@ So what is returned here was live after the call began, as a listing of commits/
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_txid, run_hash
@@ -16,7 +16,7 @@ from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, follow, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import announce, look, read_back, runs
+from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""
@@ -55,14 +55,15 @@ def announce_lost(repo: Repository) -> bool:
     return bool(lost)
 
 
-def newest(repo: Repository, run: str, wanted: Wanted) -> Commit | None:
+def newest(repo: Repository, run: str, wanted: Wanted, *, skip_doubtful: bool = False) -> Commit | None:
     """Return the one of ``run`` that was saved last of those that are ``wanted``; None if there is none.
 
-    A handful of requests, however long the run is, as long as what was announced last was saved last. Raises `Damaged`
-    or `Refused` if a log on the way cannot be read, `NotFound` where there is no store, `StorageError`.
+    A handful of requests, however long the run is, as long as what was announced last was saved last.
+    ``skip_doubtful``: leave out those whose log cannot be read, else that raises `Damaged` or `Refused`. `NotFound`
+    where there is no store, `StorageError`.
     """
     hashed = run_hash(run)
-    return _newest(repo, hashed, look(repo, hashed), wanted)
+    return _newest(repo, hashed, look(repo, hashed), wanted, skip_doubtful=skip_doubtful)
 
 
 def newest_reusable(repo: Repository, run: str, *, anew: bool = False) -> Commit | None:
@@ -105,7 +106,7 @@ def at_step(
 
     ``skip_doubtful``: leave out those whose log cannot be read, else that raises as in `newest`.
     """
-    hidden = (txid for txid in _hidden(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
+    hidden = (txid for txid in hidden_from(repo, run_hash(run), known, 0) if parse_txid(txid).step == step)
     logs = (_logs_of(repo, known, txid, skip_doubtful=skip_doubtful) for txid in {*known.at.get(step, ()), *hidden})
     found = {commit.txid: commit for some in logs for commit in some if wanted(commit)}
     return sorted(found.values(), key=lambda commit: commit.order)
@@ -113,7 +114,7 @@ def at_step(
 
 def greatest(repo: Repository, known: RunCache, run: str) -> TxId | None:
     """Return the greatest transaction that `look_at_all` has read of; None if there is none. Raises `StorageError`."""
-    hidden = _hidden(repo, run_hash(run), known, 0)
+    hidden = hidden_from(repo, run_hash(run), known, 0)
     return max([*hidden, *([] if known.newest is None else [known.newest])], default=None)
 
 
@@ -130,8 +131,8 @@ def _newest(
         low, count = max(0, low - count), 2 * count
         known = read_back(repo, run, low)
         bound = _bound(known, low)
-        found = {txid for number in range(low, known.head + 1) for txid in _told(known, number)}
-        for txid in sorted((found | _hidden(repo, run, known, low)) - tried, reverse=True):
+        found = {txid for number in range(low, known.head + 1) for txid, _ in told_by(known, number)}
+        for txid in sorted((found | hidden_from(repo, run, known, low)) - tried, reverse=True):
             if low > 0 and (bound is None or txid < bound):
                 break
             tried.add(txid)
@@ -144,9 +145,10 @@ def _newest(
     return best
 
 
-def _told(known: RunCache, number: int) -> Iterator[TxId]:
+def told_by(known: RunCache, number: int) -> Sequence[Announcement]:
+    """Return what an announcement tells of that was read; nothing where it could not be."""
     record = known.records.get(number)
-    return iter(()) if record is None else (txid for txid, _ in record.announced)
+    return () if record is None else record.announced
 
 
 def _bound(known: RunCache, low: int) -> TxId | None:
@@ -156,8 +158,11 @@ def _bound(known: RunCache, low: int) -> TxId | None:
     return max((txid for one in saves for txid, _ in one.announced), default=None)
 
 
-def _hidden(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
-    """Return what announcements from ``low`` on may have told of that cannot be read: whatever has a record."""
+def hidden_from(repo: Repository, run: str, known: RunCache, low: int) -> set[TxId]:
+    """Return what announcements from ``low`` on may have told of that cannot be read: whatever has a record.
+
+    ``run``: its hash. A listing, where there is any such announcement. Raises `StorageError`.
+    """
     if max(known.unreadable, default=-1) < low:
         return set()
     return {txid for txid in list_names(repo) if parse_txid(txid).run_hash == run}

@@ -1,0 +1,112 @@
+"""Watches from the outside: what is told can be loaded, beside writers that are processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casckpt
+from casckpt.errors import InvalidInput, NotFound
+from casckpt.repository.repository import Repository
+from casckpt.repository.runs.watching import Watcher, watch
+from casckpt.storage.local.store import LocalStore
+from tests.support.saves import cells, reopened, same_state, small
+
+ROOT = Path(__file__).parents[2]
+WRITERS = 4
+WRITE = """
+import sys
+from pathlib import Path
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from tests.support.hosts import finish, saved
+
+path, first, most = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+repo = Repository(LocalStore(path / "store"), path / f"cache {first}")
+for step in range(first, most, 4):
+    finish(repo, saved(repo, "run", step))
+"""
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": cells(1, seed=step)}
+
+
+def test_what_is_told_can_be_loaded() -> None:
+    store = small()
+    told = store.watch("run", timeout=0)
+    for step in (1, 2):
+        store.save(state(step), run="run", step=step)
+    for arrival, step in zip(told, (1, 2), strict=True):
+        assert same_state(store.read(arrival.checkpoint), state(step))
+        assert not arrival.late
+    assert list(told) == []
+
+
+def test_a_watch_goes_on_behind_any_reference() -> None:
+    store = small()
+    made = [store.save(state(step), run="run", step=step) for step in range(3)]
+    store.tag("seen", made[0])
+    for after in (0, "run@0", made[0], made[0].id, "tag:seen"):
+        assert [one.checkpoint for one in reopened(store).watch("run", after=after, timeout=0)] == made[1:]
+    assert [one.checkpoint for one in store.watch("run", after="start", timeout=0, latest_only=True)] == made[2:]
+    assert [one.checkpoint for one in store.watch("run", after="latest", timeout=0)] == []
+
+
+def test_a_store_that_is_made_later_is_watched(store: casckpt.Store, store_path: Path) -> None:
+    told = casckpt.open(store_path).watch("run", timeout="60s", poll="0.1s")
+    made = store.save(state(1), run="run", step=1)
+    assert next(told).checkpoint == made
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"poll": 0},
+        {"poll": "0.05s"},
+        {"poll": 1},
+        {"timeout": 5},
+        {"timeout": "soon"},
+        {"after": "begin"},
+        {"after": 1.5},
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_once(wrong: dict[str, Any]) -> None:
+    store = small()
+    with pytest.raises(InvalidInput):
+        store.watch("run", **wrong)
+    with pytest.raises(InvalidInput):
+        store.watch("a run")
+    with pytest.raises(NotFound):
+        store.watch("run", after=7)
+
+
+@pytest.mark.parametrize("commits", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_each_commit_of_four_processes_is_told_once(tmp_path: Path, commits: int) -> None:
+    storage, polls = LocalStore(tmp_path / "store"), list[float]()
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        time.sleep(seconds)
+
+    Repository(storage, tmp_path / "cache").create()
+    watcher = Watcher(Repository(storage, tmp_path / "cache"), "run", latest_only=False)
+    before = storage.counts.requests
+    told = watch(watcher, poll=0.05, timeout=60, sleep=sleep)
+    arguments = [(str(tmp_path), str(first), str(commits)) for first in range(WRITERS)]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITE, *given], cwd=ROOT) for given in arguments]
+    found = [next(told) for _ in range(commits)]
+    assert [writer.wait(60) for writer in writers] == [0] * WRITERS
+    assert sorted(one.commit.step for one in found) == list(range(commits))
+    newest = ""
+    for one in found:
+        assert one.late == (one.commit.txid < newest)
+        newest = max(newest, one.commit.txid)
+    assert watcher.next() is None
+    # of each its announcement and its log, and a look at what comes behind; and a poll each time
+    assert storage.counts.requests - before <= 8 * commits + 3 * len(polls)
