@@ -450,16 +450,16 @@ PLANTED = (
     ),
     Planted(
         "cells that a load wants in part are not compared",
-        "casckpt/checkpoint/loading/download.py",
-        "        if unit.digest is not None and cell_digest(data) != unit.digest:",
-        "        if direct and unit.digest is not None and cell_digest(data) != unit.digest:",
+        "casckpt/checkpoint/loading/transfer.py",
+        "            elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:",
+        "            elif in_place and unit.digest is not None and cell_digest(data) != unit.digest:",
         "tests/store/test_damage.py",
     ),
     Planted(
         "only half of a digest is compared",
-        "casckpt/checkpoint/loading/download.py",
-        "        if unit.digest is not None and cell_digest(data) != unit.digest:",
-        "        if unit.digest is not None and cell_digest(data)[:16] != unit.digest[:16]:",
+        "casckpt/checkpoint/loading/transfer.py",
+        "            elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:",
+        "            elif self.verify and unit.digest is not None and cell_digest(data)[:16] != unit.digest[:16]:",
         "tests/store/test_damage.py",
     ),
     Planted(

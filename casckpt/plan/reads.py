@@ -1,7 +1,7 @@
 """Reads of a load: the bytes of each blob that it needs, merged into few requests. Pure; nothing here reads.
 
 The unit of a verified read is the cell: what is wanted is rounded out to whole cells. Unverified, it is the wanted
-bytes themselves, in pieces of a few cells.
+bytes themselves, in pieces of a few cells. Where any of a tensor is coded, it is the cell, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SMALL_GAP = 64 << 10  # bytes: an unverified read does not take runs apart that
 class Piece(NamedTuple):
     """Consecutive elements [lo, hi), in the row-major order of ``box``, that lie at ``offset`` of a blob.
 
-    ``nbytes`` = (hi - lo) * itemsize. The bytes cannot be verified: they have no ``digest``.
+    ``nbytes`` = (hi - lo) * itemsize. The bytes cannot be verified: they have no ``digest``. They are never coded.
     """
 
     blob: int
@@ -36,6 +36,7 @@ class Piece(NamedTuple):
     lo: int
     hi: int
     digest: None = None
+    frame: None = None
 
     @property
     def region(self) -> Region:
@@ -55,12 +56,13 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
     wanted = normalise(wanted, table.shape)
     if not wanted.numel:
         return
-    find: Callable[[int, int, int], Iterator[Unit]] = table.cells_in if verify else partial(_pieces, table)
+    by_cell = verify or any(extent.coding is not None for extent in table.extents)
+    find: Callable[[int, int, int], Iterator[Unit]] = table.cells_in if by_cell else partial(_pieces, table)
     for number, box in enumerate(table.boxes):
         if box is wanted.box or box == wanted.box:
             yield from find(number, wanted.lo, wanted.hi)
         elif box.intersect(wanted.box) is not None:
-            worth = table.cell if verify else max(1, _SMALL_GAP // table.itemsize)
+            worth = table.cell if by_cell else max(1, _SMALL_GAP // table.itemsize)
             for lo, hi in _spans(box, wanted, worth):
                 units = find(number, lo, hi)
                 # what is as long as the longest gap within a span holds some of what is wanted

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import casckpt
-from casckpt.checkpoint.loading import download
+from casckpt.checkpoint.loading import items
 from casckpt.errors import Conflict, StorageError
 from casckpt.format.keys import commit_key, settings_key, tag_key
 from casckpt.format.names import TxId
@@ -308,7 +308,7 @@ def test_an_eighth_of_a_checkpoint_costs_an_eighth(
         planned.extend(plan_batches(*arguments, **options))
         return planned
 
-    monkeypatch.setattr(download, "plan_batches", noted)
+    monkeypatch.setattr(items, "plan_batches", noted)
     with Proxy(server.endpoint) as proxy:
         through = server.options | {"endpoint_url": proxy.endpoint}
         store = casckpt.open(url, storage_options=through, cache_dir=tmp_path / "b")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from casckpt.checkpoint.loading import download
+from casckpt.checkpoint.loading import transfer
 from casckpt.checkpoint.saving import upload
 from casckpt.format.digest import cell_digest
 from casckpt.repository.repository import Repository
@@ -30,11 +30,11 @@ class Meter:
         self.store = Store(Repository(self.storage))
         self.store.create(cell_bytes=CELL, blob_bytes=1 << 20)
         self.hashed = self.copied = 0
-        for module in (upload, download):
+        for module in (upload, transfer):
             monkeypatch.setattr(module, "cell_digest", self._digest)
         monkeypatch.setattr(TensorMemory, "copy_out", self._copying(TensorMemory.copy_out))
         monkeypatch.setattr(Destination, "copy_in", self._copying(Destination.copy_in))
-        monkeypatch.setattr(download, "copy_bytes", self._copying(copy_bytes))
+        monkeypatch.setattr(transfer, "copy_bytes", self._copying(copy_bytes))
 
     def _digest(self, data: Any) -> bytes:
         self.hashed += len(data)

@@ -452,6 +452,6 @@ def test_all_of_a_digest_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -
         found = cell_digest(data)
         return found[:-1] + bytes([found[-1] ^ 1])
 
-    monkeypatch.setattr("casckpt.checkpoint.loading.download.cell_digest", last_byte_wrong)
+    monkeypatch.setattr("casckpt.checkpoint.loading.transfer.cell_digest", last_byte_wrong)
     with pytest.raises(Damaged):
         store.read("b@1")

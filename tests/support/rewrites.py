@@ -19,7 +19,7 @@ from casckpt.upkeep.rewriting import rewrite
 
 
 def _renumbered(table: ExtentTable, count: int) -> ExtentTable:
-    cells = [cell._replace(blob=count - 1 - cell.blob) for cell in table.stored_cells()]
+    cells = [cell.moved(lambda one: (count - 1 - one.blob, one.offset)) for cell in table.stored_cells()]
     return build(table.shape, table.itemsize, table.cell, cells)
 
 

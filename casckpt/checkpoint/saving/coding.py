@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
-_WIDTHS = {"complex32": 2, "complex64": 4, "complex128": 8}  # bytes of one of two numbers
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
 _TRIES = 8
 _SAVED = 0.2  # share of the bytes that planes save of most states
@@ -115,7 +114,7 @@ class Coder:
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
-        width = _WIDTHS.get(source.dtype) or dtypes.itemsize(source.dtype)
+        width = dtypes.coded_width(source.dtype)
         if source.dtype in self.deltas:
             coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
