@@ -20,6 +20,7 @@ from casckpt.errors import CasckptError
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import MIN_CELL, decode, encode_delta, encode_planes, undo
+from casckpt.format.encodings.chains import decode_chain
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
@@ -149,7 +150,7 @@ class Coder:
         name, chain = _name(source, cell), list(old.chain)
         held = self.memory.held.find(name, old.digest)
         if held is None or len(held.frames) != len(chain) - 1:
-            held = self._read(chain)
+            held = self._read(old)
         if held is None:
             return None
         base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
@@ -178,22 +179,20 @@ class Coder:
             self._links[name] = choose_base(deltas, nbytes, f"{source.key} {extent.box} {extent.lo}")
         return self._links[name]
 
-    def _read(self, chain: list[StoredCell]) -> HeldCell | None:
-        """Read a cell from where that is cheap: a local store, or this host's cache."""
+    def _read(self, cell: StoredCell) -> HeldCell | None:
+        """Read a cell, with its frames, from where that is cheap: a local store, or this host's cache."""
+        stored: list[bytearray] = []
+
+        def read(one: StoredCell) -> bytearray:
+            stored.append(self._bytes_of(one))
+            return stored[-1]
+
         try:
-            *frames, key = [self._bytes_of(one) for one in chain]
-            plain = key if chain[-1].frame is None else bytearray(chain[0].nbytes)
-            if chain[-1].frame is not None:
-                decode(memoryview(key), memoryview(plain), None)
-            for frame in reversed(frames):
-                decode(memoryview(frame), memoryview(plain), memoryview(plain))
+            plain = decode_chain(cell, read)
         except (CasckptError, ShortObject, _TooFar) as error:
             log.debug("a base is not used: %s", error)
             return None
-        if cell_digest(plain) != chain[0].digest:
-            log.warning("a cell of blob %s is not what was written; see `casckpt verify`", chain[0].blob)
-            return None
-        return HeldCell(chain[0].digest, plain, tuple(map(bytes, frames)))
+        return HeldCell(cell.digest, plain, tuple(map(bytes, reversed(stored[1:]))))
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:
         found = bytearray(cell.stored)

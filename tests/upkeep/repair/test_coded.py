@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,10 +12,12 @@ from casckpt.format.encodings import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
+from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
+from casckpt.upkeep.repair import frames
 from casckpt.upkeep.repair.salvage import locate
 from tests.support.coded import Encode, chain, code
-from tests.support.saves import CELL, cells, flip, reopened, small
+from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
 
 STEPS = (1, 2, 3)
 
@@ -232,3 +236,42 @@ def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
     damage(store, 1, 0)
     with pytest.raises(Damaged, match="'hit'"):
         store.copy_to(small(), "r@3")
+
+
+def test_few_cells_are_told_of_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(small())
+    whole = store.verify(decode=True)
+    monkeypatch.setattr(frames, "_AT_ONCE", 5)
+    found = store.verify(decode=True)
+    assert not found.is_damaged
+    assert whole.decoded_bytes < found.decoded_bytes, "bases once for each lot"
+
+
+def test_copies_and_differences_are_those_of_the_cells() -> None:
+    store, other = saved(small()), small()
+    store.copy_to(other, tags=True)
+    assert not other.verify(decode=True).is_damaged
+    assert [plain(other, step) for step in STEPS] == [content(step) for step in STEPS]
+    assert ids(other, *STEPS) == ids(store, *STEPS)
+    found = store.diff("r@1", "r@3")
+    assert list(found.changed) == ["hit", "other"]
+    assert found.bytes_changed == 2 * len(content(1)["hit"])
+    forgetful = reopened(other)
+    forgetful.forget("r@1")
+    forgetful.gc(min_age=0)
+    assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
+
+
+def test_a_mirror_mends_a_key_that_is_forgotten_there_too(tmp_path: Path) -> None:
+    local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
+    local.create(cell_bytes=CELL, blob_bytes=BLOB)
+    for step in STEPS:
+        local.save(state(step), run="r", step=step, compress="auto")
+    local.forget("r@1")
+    local.wait_for_mirror()
+    local.gc(min_age=0)
+    damage(local, 3, 2)
+    assert local.verify().damaged[0].checkpoints == ids(local, 2, 3)
+    assert not local.repair(tmp_path / "mirror").is_damaged
+    assert not local.verify(decode=True).is_damaged
+    assert [plain(local, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
