@@ -6,7 +6,7 @@ Nothing here is trusted: bytes count if they have the digest that they should ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
@@ -179,6 +179,19 @@ def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRe
         for cell in manifest.extents(entry).cells_within(wanted):
             found[wanted[cell.blob]].add(_live(cell, entry.dtype))
     return found
+
+
+def related(manifest: Manifest, wanted: Container[int]) -> set[CellDigest]:
+    """Return the digests of the cells in blobs ``wanted``, of their bases, and what is told from them."""
+    return {
+        one.digest
+        for entry in manifest.entries
+        for table in [manifest.extents(entry)]
+        for extent in table.extents
+        if any(one.blob in wanted for one in extent.chain)
+        for cell in table.stored_cells([extent])
+        for one in cell.chain
+    }
 
 
 def _live(cell: StoredCell, dtype: str) -> LiveCell:
