@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from casckpt.errors import Damaged, Refused
+from casckpt.format.blob import most_data
 from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable
+from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import CellDigest
+from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name, StreamEntry
@@ -152,3 +154,21 @@ def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
         used[blob] += max(0, stop - max(start, reached[blob]))
         reached[blob] = max(stop, reached[blob])
     return used
+
+
+def mark_worn(
+    tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
+) -> list[BlobRef]:
+    """Return ``refs``, which ``tables`` count, with those marked that the next save of the run is to leave behind.
+
+    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used.
+    """
+    used = used_bytes(tables, len(refs))
+    mine, ours = run_hash(run), dict[TxId, bool]()
+    marked = []
+    for ref, nbytes in zip(refs, used, strict=True):
+        half_empty = 2 * nbytes < most_data(ref.size)
+        if half_empty and ref.uploader not in ours:
+            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
+        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
+    return marked

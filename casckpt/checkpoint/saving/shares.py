@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,15 +11,12 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.blob import most_data
 from casckpt.format.extents import ExtentTable, StoredCell, build, join
-from casckpt.format.keys import parse_txid, run_hash
-from casckpt.format.names import TxId
 from casckpt.format.regions import Region, Shape, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.plan.coverage import holes_and_overlaps
-from casckpt.plan.reuse import KnownCells, used_bytes
+from casckpt.plan.reuse import KnownCells
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 """Dtype and shape of streams, in the order in which the manifest is to hold them."""
@@ -136,19 +133,3 @@ def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> Non
 
 def _meets(region: Region, one: Region, other: Region) -> bool:
     return bool(intersect(region, one) and intersect(region, other)) or region in (one, other)
-
-
-def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list[BlobRef]:
-    """The blobs, with those marked that the next save of the run is to leave behind.
-
-    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used.
-    """
-    used = used_bytes(described.tables(), len(described.refs))
-    mine, ours = run_hash(run), dict[TxId, bool]()
-    marked = []
-    for ref, nbytes in zip(described.refs, used, strict=True):
-        half_empty = 2 * nbytes < most_data(ref.size)
-        if half_empty and ref.uploader not in ours:
-            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
-        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
-    return marked

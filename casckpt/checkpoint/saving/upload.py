@@ -16,7 +16,6 @@ Memory is bounded by the workers' buffers, whatever the size of the state; they 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from threading import BoundedSemaphore, Event, Lock
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
+from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import StoredCell
 from casckpt.format.names import CellDigest, TxId
@@ -33,6 +32,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.lots import lots
+from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
@@ -45,8 +45,6 @@ _TASK_CELLS = 4096
 _SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
 _SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
 _BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
-_MAX_BRANCHES = 16
-_MIXED = 1 << 20  # bytes: branches that have no more together share a blob
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
@@ -179,7 +177,7 @@ class Upload:
             packing.stop.set()  # the other workers need not write what will never be committed
             raise
 
-    def _queues(self, unknown: Sequence[Cell]) -> list[_Queue]:
+    def _queues(self, unknown: Sequence[Cell]) -> list[Queue[Cell]]:
         """What may have changed, and apart from it what is moved out of a worn blob: likely to stay as it is.
 
         In one blob with what changes again it would be moved at every other save.
@@ -187,36 +185,15 @@ class Upload:
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable(cell.known.blob)]
         ids = {id(cell) for cell in moved}
         rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
-        return [_Queue(cells) for part in (rest, moved) for cells in self._by_branch(part)]
-
-    def _by_branch(self, cells: Sequence[Cell]) -> list[Sequence[Cell]]:
-        """Keep the branches of the state apart, for who wants one of them alone; small ones lie together."""
-        if not cells or len(self._branches) == 1:
-            return [cells] if cells else []
-        branch_of = [source.branch for source in self.sources]
-        nbytes: dict[str, int] = defaultdict(int)
-        for cell in cells:
-            nbytes[branch_of[cell.source]] += cell.nbytes
-        parts: list[list[Cell]] = []
-        part_of: dict[str, list[Cell]] = {}
-        for lot in lots(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
-            parts.append([])
-            part_of.update((branch, parts[-1]) for branch in lot)
-        for cell in cells:
-            part_of[branch_of[cell.source]].append(cell)
-        return list(parts)
+        branch = [source.branch for source in self.sources] if len(self._branches) > 1 else []
+        parts = (by_branch(part, lambda cell: branch[cell.source], self._branches) for part in (rest, moved))
+        return [Queue(cells) for part in parts for cells in part]
 
     @cached_property
     def _branches(self) -> frozenset[str]:
-        """All branches; where they are many, they count as one."""
-        found: set[str] = set()
-        for source in self.sources:
-            found.add(source.branch)
-            if len(found) > _MAX_BRANCHES:
-                return frozenset({""})
-        return frozenset(found)
+        return branches_of(source.branch for source in self.sources)
 
-    def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
+    def _empty(self, queue: Queue[Cell], packing: _Packing, buffer: memoryview) -> None:
         while not packing.stop.is_set():
             with packing.turns:
                 blob = self._fill(queue, packing, buffer)
@@ -224,7 +201,7 @@ class Upload:
                 return
             blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
 
-    def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
+    def _fill(self, queue: Queue[Cell], packing: _Packing, buffer: memoryview) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it. None when nothing new is left."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
@@ -271,33 +248,11 @@ def _digest_of(cell: Cell) -> CellDigest:
     return cell_digest(view)
 
 
-class _Queue:
-    """Cells in order, handed out by the buffer."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self._cells = cells
-        self._next = 0
-        self._lock = Lock()
-
-    def take(self, begin: int, end: int) -> Sequence[Cell]:
-        """The next cells that have room in a blob from byte ``begin`` to byte ``end``."""
-        with self._lock:
-            first = last = self._next
-            while last < len(self._cells):
-                nbytes = self._cells[last].nbytes
-                begin = (begin if nbytes < LEAF_BYTES else place_behind(begin, nbytes)) + nbytes
-                if begin > end:
-                    break
-                last += 1
-            self._next = last
-            return self._cells[first:last]
-
-
 @dataclass(frozen=True)
 class _Packing:
     """What the workers share. ``turns``: or all would fill at once, and then all wait for the disk at once."""
 
-    queues: Sequence[_Queue]
+    queues: Sequence[Queue[Cell]]
     placed: dict[int, PlacedCell]
     capacity: int  # bytes of data in a blob
     stop: Event = field(default_factory=Event)
