@@ -8,7 +8,7 @@ new extent. How they are stored is said in `casckpt.format.sections.tables`.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 import msgspec
@@ -138,6 +138,20 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
         else:
             runs.append([one])
     return ExtentTable(shape, itemsize, cell, boxes, tuple([_extent(number(run[0]), run) for run in runs]))
+
+
+def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
+    """Return a table of the same cells at other places: ``place`` tells blob and offset of each."""
+    runs: list[tuple[int, list[StoredCell]]] = []
+    for extent in table.extents:
+        for cell in table.stored_cells([extent]):
+            blob, offset = place(cell)
+            one = cell._replace(blob=blob, offset=offset)
+            if runs and runs[-1][0] == extent.box and _follows(one, runs[-1][1][-1], table.cell):
+                runs[-1][1].append(one)
+            else:
+                runs.append((extent.box, [one]))
+    return msgspec.structs.replace(table, extents=tuple(_extent(box, run) for box, run in runs))
 
 
 def _extent(box: int, run: Sequence[StoredCell]) -> Extent:
