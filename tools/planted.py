@@ -559,8 +559,8 @@ PLANTED = (
     Planted(
         "reused blobs are not looked at before the commit",
         "casckpt/checkpoint/saving/save.py",
-        "    lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])",
-        "    lost = blobs.check(repo, [])",
+        "    lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])",
+        "    lost = blobs.check_reused(repo, txid, [])",
         "tests/store/test_damage.py tests/checkpoint/saving/test_reuse.py",
     ),
     Planted(

@@ -228,6 +228,20 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
+def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
+    """Return a table of the same cells at other places: ``place`` tells blob and offset of each, and of their bases."""
+    runs: list[tuple[int, list[StoredCell]]] = []
+    for extent in table.extents:
+        for cell in table.stored_cells([extent]):
+            one = cell.moved(place)
+            if runs and runs[-1][0] == extent.box and _follows(one, runs[-1][1][-1], table.cell):
+                runs[-1][1].append(one)
+            else:
+                runs.append((extent.box, [one]))
+    extents = tuple(_extent(box, run[0].lo, run[-1].hi, run) for box, run in runs)
+    return msgspec.structs.replace(table, extents=extents)
+
+
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
     first, digests = run[0], b"".join([one.digest for one in run])
     if first.frame is None:

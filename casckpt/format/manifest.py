@@ -130,7 +130,7 @@ class Manifest:
     @property
     def blobs(self) -> Iterator[BlobRef]:
         """All blobs, in order."""
-        return (self.blob_list[index] for index in range(len(self.blob_list)))
+        return iter(self.blob_list)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:

@@ -532,6 +532,7 @@ class Store:
         tags: bool = False,
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
+        blob_bytes: int | None = None,
         dry_run: bool = False,
         check: bool = True,
         progress: Shown | None = None,
@@ -542,15 +543,16 @@ class Store:
         ``target`` once it is whole and durable there. ``target`` is made, with the cell and blob size of this store, if
         there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
         it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
-        ``part``: (rank, number of ranks), where several processes share the work. ``check``: raise what went wrong
-        once all others are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that
-        are there now.
+        ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
+        anew, into files of so many bytes; then ``target`` may be this very store, of which small and worn files are
+        packed together. ``check``: raise what went wrong once all others are copied; else it stands in ``failed`` of
+        the result. ``progress`` is called with bytes that are there now.
 
         Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
         and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
-        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run)
+        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes)
         if dry_run:
             return copying.preview(self.repository, other, plan)
         shown = Progress(progress)

@@ -16,7 +16,7 @@ from casckpt.errors import Damaged
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import Buffer
-from casckpt.format.draft import Encoded, placed
+from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.keys import uploader_folder
 from casckpt.format.manifest import Manifest
@@ -30,7 +30,7 @@ from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.repair.mending import Source, put
 from casckpt.upkeep.repair.salvage import LiveCell
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 
 
 class Place(NamedTuple):
@@ -137,7 +137,7 @@ class Relocation:
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
     ) -> dict[K, tuple[BlobRef, int]]:
         """Put cells, of which ``data`` gives the bytes, into new blobs; return where each lies."""
-        places = {}
+        places = dict[K, tuple[BlobRef, int]]()
         ordered = sorted(cells.items(), key=lambda one: _order(one[1]))
         for lot in lots(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for _, cell in lot)))))
@@ -154,13 +154,6 @@ class Relocation:
         if found is None:
             raise Damaged("a cell that could be had just now cannot any more; repair again")
         return found
-
-
-def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
-    manifests.put_encoded(repo, txid, made)
-    places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
-    return changed(commit.committed, time=repo.clock(), **places)
 
 
 def _bare(cell: LiveCell) -> LiveCell:

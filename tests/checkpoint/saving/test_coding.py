@@ -16,6 +16,7 @@ import casckpt
 from casckpt.checkpoint.saving import coding
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.encodings import encode_delta
 from casckpt.format.keys import blob_key
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository import manifests
@@ -84,7 +85,7 @@ def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
 
 def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
     for step, state in enumerate(versions(3)):
-        store.save(state, step=step, **({"compress": "off"} if step == 2 else {}))
+        store.save(state, step=step, compress="off" if step == 2 else None)
     assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
 
 
@@ -148,12 +149,12 @@ def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) 
 
 
 def test_a_frame_that_decodes_to_something_else_is_not_stored(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    states, encode = versions(3), coding.encode_delta
+    states = versions(3)
 
     def wrong(plain: memoryview, width: int, base: memoryview) -> bytes | None:
         other = bytearray(plain)
         other[-1] ^= 1
-        return encode(memoryview(other), width, base)
+        return encode_delta(memoryview(other), width, base)
 
     store.save(states[0], step=0, compress="auto")
     with patch.object(coding, "encode_delta", wrong), caplog.at_level(logging.ERROR):

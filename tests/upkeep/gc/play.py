@@ -23,8 +23,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
-from casckpt.upkeep.repair.relocating import record_of
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 from tests.support import repositories as support
 from tests.support.gcs import collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save

@@ -5,13 +5,12 @@ At every instant the id means one commit, and in the end nothing is left of what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from casckpt.errors import CasckptError, StorageError
+from casckpt.errors import CasckptError
 from casckpt.format.keys import manifest_key
 from casckpt.format.names import ManifestId
 from casckpt.repository import commits, manifests, tags
@@ -23,36 +22,11 @@ from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import undecided
 from tests.support.checkpoints import array, content, read_arrays, save_arrays
-from tests.support.faulty import FaultyStore
+from tests.support.dying import WAYS, Dying, Killed
 from tests.support.gcs import collect
 from tests.support.repositories import memory, repository
 
-CHANGES = {"put", "replace", "delete"}
 KEPT = {"a": array(1, 3), "new": array(7)}
-
-
-class Killed(BaseException):
-    """The process is gone."""
-
-
-class Dying(FaultyStore):
-    """Fails at its change number ``at``; a process that is killed there makes no call after it."""
-
-    def __init__(self, inner: ObjectStore, at: int, way: str) -> None:
-        super().__init__(inner)
-        self.at, self.way, self.changes = at, way, 0
-
-    @contextmanager
-    def faults(self, method: str, key: str) -> Iterator[set[object]]:  # type: ignore[override]  # there are none
-        if self.way.startswith("killed") and self.changes >= self.at:
-            raise Killed
-        self.changes += method in CHANGES
-        is_now = method in CHANGES and self.changes == self.at
-        if is_now and self.way.endswith("before"):
-            raise Killed if self.way.startswith("killed") else StorageError("no answer")
-        yield set()
-        if is_now:
-            raise Killed if self.way.startswith("killed") else StorageError("no answer")
 
 
 class Damaged:
@@ -107,7 +81,7 @@ def check_now(repo: Repository, id: ManifestId) -> None:
             assert one.id != id or read_arrays(repo, one) == content(KEPT)
 
 
-@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", ["blob", "manifest"])
 def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str) -> None:
     damaged = Damaged(tmp_path, what)
