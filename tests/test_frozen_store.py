@@ -13,14 +13,23 @@ import torch
 
 import casckpt
 from casckpt.errors import Damaged
+from casckpt.format.encodings import Form, form_of
+from casckpt.repository import manifests
+from casckpt.upkeep.repair.salvage import locate
+from tests.format.test_plain_reader import assert_same
 from tests.support import frozen_store
 from tests.support.exact import same
 from tests.support.frozen_store import NAMES, told, value_of
+from tests.support.plain_reader import Checkpoint
 from tests.support.plain_reader import Store as PlainStore
 
 DATA = Path(__file__).parent / "data" / "frozen_store"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 WHOLE = [(one["run"], one["step"]) for one in EXPECTED if one["visible"] and one["run"] != "hurt"]
+
+
+CODED = DATA.with_name("frozen_store_coded")
+CODED_STEPS = (2, 3, 4, 5)
 
 
 @pytest.fixture
@@ -39,6 +48,8 @@ def store(folder: Path) -> casckpt.Store:
 
 def assert_equal(found: Any, saved: Any) -> None:
     """Everything is what it was, to the bit."""
+    if type(saved) is list and any(isinstance(one, torch.Tensor) for one in saved):
+        found, saved = dict(enumerate(found)), dict(enumerate(saved))
     if isinstance(saved, torch.Tensor):
         assert found.dtype == saved.dtype
         assert found.shape == saved.shape
@@ -136,3 +147,49 @@ def test_it_is_pruned_once_its_mirror_is_given_up(store: casckpt.Store) -> None:
     assert not store.verify().is_damaged
     for run, step in left:
         assert_equal(store.read(f"{run}@{step}"), value_of(run, step))
+
+
+@pytest.fixture
+def coded(tmp_path: Path) -> Path:
+    """The files of the store whose cells lie as frames, to be written to."""
+    shutil.copytree(CODED, tmp_path / "coded")
+    (tmp_path / "coded" / "expected.json").unlink()
+    return tmp_path / "coded"
+
+
+def test_frames_of_every_form_are_stored_and_small(coded: Path) -> None:
+    store, forms, links = casckpt.open(coded), set[Form](), set[int]()
+    for step in CODED_STEPS:
+        manifest = manifests.get(store.repository, store.get(f"coded@{step}").commit)
+        for cell in (cell for entry in manifest.entries for cell in manifest.extents(entry).stored_cells()):
+            frame = locate(store.repository, manifest, cell).stored(cell)
+            forms.add(Form.RAW if cell.frame is None else form_of(memoryview(frame)))
+            links.add(len([*cell.chain]))
+    assert forms == set(Form)
+    assert links == {1, 2, 3, 4, 5}
+    assert told(store) == json.loads((CODED / "expected.json").read_text())
+    assert not store.verify(decode=True).is_damaged
+    assert sum(path.stat().st_size for path in CODED.rglob("*") if path.is_file()) < 250_000
+
+
+@pytest.mark.parametrize("step", CODED_STEPS)
+def test_frames_are_decoded_to_the_bit(coded: Path, step: int) -> None:
+    assert_equal(casckpt.open(coded).read(f"coded@{step}"), value_of("coded", step))
+
+
+@pytest.mark.parametrize("step", CODED_STEPS)
+def test_the_reader_of_the_page_decodes_them(coded: Path, step: int) -> None:
+    store = PlainStore(coded)
+    read = Checkpoint(coded, store.log(store.visible()["coded", step])[1])
+    assert_same(read.read(), value_of("coded", step))
+    assert all(sound for leaves in read.leaves().values() for _, _, sound in leaves)
+
+
+def test_a_save_goes_on_from_frames_and_a_gc_leaves_their_bases(coded: Path) -> None:
+    store = casckpt.open(coded)
+    again = store.save(value_of("coded", 5), run="coded", step=6)
+    assert again.stats.blobs_written == 0
+    assert again.stats.bytes_coded == store.get("coded@5").stats.bytes_coded > 0
+    store.gc(keep_last=1, min_age=0)
+    assert not store.verify(decode=True).is_damaged
+    assert_equal(store.read("coded@6"), value_of("coded", 5))

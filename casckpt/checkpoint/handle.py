@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class SaveStats:
-    """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable."""
+    """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
+
+    ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
+    of that, what only tells how another checkpoint's cells changed.
+    """
 
     bytes_total: int
     bytes_written: int
@@ -45,6 +49,9 @@ class SaveStats:
     blobs_written: int
     blobs_reused: int
     seconds: float
+    bytes_coded: int
+    bytes_frames: int
+    bytes_deltas: int
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class Checkpoint:
     def stats(self) -> SaveStats:
         """What its save did."""
         r = self._record
-        return SaveStats(r.bytes_total, r.bytes_written, r.bytes_reused, r.blobs_written, r.blobs_reused, r.seconds)
+        return SaveStats(**{one.name: getattr(r, one.name) for one in fields(SaveStats)})
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.run}@{self.step} {self.id[:12]}>"

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -174,3 +174,9 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
     width = max((len(title) for title, _ in given), default=0)
     for title, value in given:
         say(f"{title:<{width}}  {printable(value)}".rstrip())
+
+
+def coded(told: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Say what is stored smaller than it is; nothing if nothing is."""
+    plain, frames, deltas = (told[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))
+    return [("smaller", f"{size(plain)} in {size(frames)}, {size(deltas)} of it deltas")] if plain else []

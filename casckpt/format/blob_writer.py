@@ -35,7 +35,8 @@ def buffer_bytes(data: int) -> int:
 class BlobWriter:
     """Makes one blob in ``buffer``, of `buffer_bytes`. ``end``: the byte of the file behind its last cell.
 
-    For each cell, in the order of `casckpt.format.blob.order`: put its bytes at `place`, and then `add` it, or not.
+    For each cell, in the order of `casckpt.format.blob.order`: put its bytes at `place`, and then `add` it, or not;
+    then for each frame of a coded cell: put it at `end`, and `add_frame`.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -64,23 +65,13 @@ class BlobWriter:
             self._join(at)
             self._leaves.append((nbytes, digest))
             self._joined = at + nbytes
-        self._took(dtype, at, nbytes)
+        self._extend(dtype, at, nbytes)
 
     def add_frame(self, nbytes: int) -> None:
-        """Take up the frame of a coded cell, which begins at `end`. A large one is a leaf, with a hash of its own."""
-        at = self.end
+        """Take up the frame of a coded cell, put at `end`. Behind it there are only frames."""
         if nbytes >= LEAF_BYTES:
-            self._join(at)
-            self._join(at + nbytes)
-        self._took(_FRAMES, at, nbytes)
-
-    def _took(self, dtype: str, at: int, nbytes: int) -> None:
-        if dtype != self._dtype:
-            self._runs.append((dtype, at))
-            self._dtype = dtype
-        self.end = at + nbytes
-        if self.end - self._joined >= LEAF_BYTES:
             self._join(self.end)
+        self._extend(_FRAMES, self.end, nbytes)
 
     def finish(self) -> tuple[BlobHash, int]:
         """Put header and proof, and return name and size: so many bytes of the buffer are the blob.
@@ -95,6 +86,14 @@ class BlobWriter:
         size = self.end + len(proof)
         self._buffer[self.end : size] = proof
         return proof_name(self._buffer[self.end : size]), size
+
+    def _extend(self, dtype: str, at: int, nbytes: int) -> None:
+        if dtype != self._dtype:
+            self._runs.append((dtype, at))
+            self._dtype = dtype
+        self.end = at + nbytes
+        if self.end - self._joined >= LEAF_BYTES:
+            self._join(self.end)
 
     def _join(self, stop: int) -> None:
         """Make a leaf of what is in none, up to byte ``stop``."""

@@ -60,3 +60,8 @@ def stored_name(dtype: str) -> str:
 def stored_itemsize(dtype: str) -> int:
     """Return the bytes of an element as the header of a blob counts them: 1 for what is stored as U8."""
     return 1 if stored_name(dtype) == _RAW else itemsize(dtype)
+
+
+def coded_width(dtype: str) -> int:
+    """Return the bytes of what a frame takes for an element: of a complex number each part is one."""
+    return itemsize(dtype) // 2 if dtype.startswith("complex") else itemsize(dtype)

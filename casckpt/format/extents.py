@@ -12,7 +12,7 @@ never among those that cover the tensor.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -148,6 +148,13 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         """Iterate over the cells that hold any of the elements [lo, hi) of a box (by its number), in order."""
         for extent in self.extents_in(box, lo, hi):
             yield from self._cells(extent, lo, hi)
+
+    def cells_within(self, blobs: Container[int]) -> Iterator[StoredCell]:
+        """Iterate over the cells that lie in these blobs, by number; over those that are but bases, too."""
+        for extent in self.extents:
+            for one in extent.chain:
+                if one.blob in blobs:
+                    yield from self._cells(one, one.lo, one.hi)
 
     def extents_in(self, box: int, lo: int, hi: int) -> Sequence[Extent]:
         """Find the extents that hold any of the elements [lo, hi) of a box (by its number), in order."""

@@ -152,7 +152,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
     The manifest lies in the folder of ``txid``. It has ``manifest_bytes``, and begins with a head that has the hash
-    ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory.
+    ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory; ``bytes_coded``: of
+    their cells that lie as frames; ``bytes_frames``, ``bytes_deltas``: of these frames, and of those with bases.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
     None for none.
 
@@ -172,6 +173,9 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     bytes_total: int
     bytes_written: int = 0
     bytes_reused: int = 0
+    bytes_coded: int = 0
+    bytes_frames: int = 0
+    bytes_deltas: int = 0
     blobs_written: int = 0
     blobs_reused: int = 0
     seconds: float = 0.0

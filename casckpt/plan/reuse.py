@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -163,3 +163,19 @@ def used_bytes(tables: Iterable[ExtentTable], blob_count: int) -> list[int]:
         used[blob] += max(0, stop - max(start, reached[blob]))
         reached[blob] = max(stop, reached[blob])
     return used
+
+
+class CodedBytes(NamedTuple):
+    """Cells that are coded: their bytes, those of their frames, and of these the ones that are told from bases."""
+
+    bytes_coded: int
+    bytes_frames: int
+    bytes_deltas: int
+
+
+def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
+    """Count what of these tables is coded, each cell where it stands; bases do not count for what is told from them."""
+    coded = [(table, one, one.coding) for table in tables for one in table.extents if one.coding is not None]
+    plain = sum((one.hi - one.lo) * table.itemsize for table, one, _ in coded)
+    frames = sum(table.stored_bytes(one) for table, one, _ in coded)
+    return CodedBytes(plain, frames, sum(table.stored_bytes(one) for table, one, how in coded if how.base is not None))

@@ -453,16 +453,23 @@ class Store:
         return manifests.reindex(self.repository)
 
     def verify(
-        self, *refs: str | Checkpoint, mode: Mode = "full", sample: float = 1.0, progress: Shown | None = None
+        self,
+        *refs: str | Checkpoint,
+        mode: Mode = "full",
+        sample: float = 1.0,
+        decode: bool = False,
+        progress: Shown | None = None,
     ) -> VerifyResult:
         """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
 
         ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
-        fraction of the blobs to look at, drawn at random. ``progress`` is called with the bytes read so far, and all
-        that are to be read. What is damaged stands in the result. Raises NotFound, InvalidInput, StorageError.
+        fraction of the blobs to look at, drawn at random. ``decode``: decode coded cells, too, and compare them.
+        ``progress`` is called with the bytes read so far, and all that are to be read. What is damaged stands in the
+        result. Raises NotFound, InvalidInput, StorageError.
         """
         chosen = [_plain(ref) for ref in refs] or None
-        return verify(self.repository, refs=chosen, mode=mode, sample=sample, progress=Progress(progress))
+        told = Progress(progress)
+        return verify(self.repository, refs=chosen, mode=mode, sample=sample, decode=decode, progress=told)
 
     def repair(self, *sources: Store | str | os.PathLike[str], progress: Shown | None = None) -> RepairResult:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.

@@ -69,10 +69,11 @@ class StoreStats:
     """Counts and bytes of a store.
 
     ``bytes_stored``: of all its objects. ``bytes_logical``: of the tensors of all visible checkpoints, each counted in
-    full. ``forgotten``: checkpoints that wait to be purged. ``bytes_freed_now``, ``bytes_freed_later``: what a gc
-    without a rule deletes, and what it deletes when all that is forgotten now cannot be restored any more. ``mirror``:
-    URL of the store's mirror, None if it has none; ``unmirrored``: checkpoints, forgotten ones too, that are not safe
-    there yet.
+    full; ``bytes_coded``: of that, what is stored as frames; ``bytes_frames``: what these take; ``bytes_deltas``: of
+    that, what only tells how other cells changed. ``forgotten``: checkpoints that wait to be purged.
+    ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it deletes when all that is
+    forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if it has none;
+    ``unmirrored``: checkpoints, forgotten ones too, that are not safe there yet.
     """
 
     checkpoints: int
@@ -83,6 +84,9 @@ class StoreStats:
     bytes_blobs: int
     bytes_manifests: int
     bytes_logical: int
+    bytes_coded: int = 0
+    bytes_frames: int = 0
+    bytes_deltas: int = 0
     bytes_freed_now: int = 0
     bytes_freed_later: int = 0
     mirror: str | None = None
@@ -137,6 +141,9 @@ def measure(repo: Repository) -> StoreStats:
         bytes_blobs=found.blob_bytes,
         bytes_manifests=found.manifest_bytes,
         bytes_logical=sum(commit.committed.bytes_total for commit in current),
+        bytes_coded=sum(commit.committed.bytes_coded for commit in current),
+        bytes_frames=sum(commit.committed.bytes_frames for commit in current),
+        bytes_deltas=sum(commit.committed.bytes_deltas for commit in current),
         bytes_freed_now=freed.now,
         bytes_freed_later=freed.later,
         mirror=mirror,

@@ -15,12 +15,16 @@ import torch
 
 import casckpt
 from casckpt.cli.text import printable
+from casckpt.plan.sizes import format_size
 from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
 from tests.support.rewrites import move
 
 BRIEF = {"id", "run", "step"}
-STATS = {"bytes_total", "bytes_written", "bytes_reused", "blobs_written", "blobs_reused", "seconds"}
+STATS = {
+    "bytes_total", "bytes_written", "bytes_reused", "bytes_coded", "bytes_frames", "bytes_deltas", "blobs_written",
+    "blobs_reused", "seconds",
+}  # fmt: skip
 
 
 def named(rows: list[dict[str, Any]]) -> list[str]:
@@ -214,6 +218,21 @@ def test_stats_count(saved: Path, as_json: AsJson) -> None:
     assert (found["checkpoints"], found["blobs"]) == (4, len(blobs))
     assert found["bytes_stored"] == sum(path.stat().st_size for path in files)
     assert found["bytes_logical"] == 3 * 24_000 + 20_012
+
+
+def test_what_is_stored_smaller_is_told(store: casckpt.Store, store_path: Path, as_json: AsJson, run: Run) -> None:
+    weights = torch.linspace(1, 2, 8192, dtype=torch.bfloat16)
+    store.save({"w": weights}, run="r", step=1)
+    assert "smaller" not in run("stats", store_path).stdout + run("show", store_path, "r@1").stdout
+    store.save({"w": weights + 0.5}, run="r", step=2, compress="always")
+    found, shown = as_json("stats", store_path), as_json("show", store_path, "r@2")["stats"]
+    for told in (found, shown):
+        assert told["bytes_coded"] == weights.nbytes
+        assert 0 < told["bytes_deltas"] <= told["bytes_frames"] < weights.nbytes
+    line = f"16.0 KiB in {format_size(found['bytes_frames'])}, {format_size(found['bytes_deltas'])} of it deltas"
+    assert all(line in run(*args).stdout for args in (("stats", store_path), ("show", store_path, "r@2")))
+    assert as_json("verify", store_path, "--decode")["decoded_bytes"] > weights.nbytes
+    assert "decoded 32.0 KiB" in run("verify", store_path, "--decode").stdout
 
 
 def test_report_tells_where_the_bytes_are(saved: Path, as_json: AsJson, run: Run) -> None:

@@ -11,7 +11,7 @@ import casckpt
 from casckpt.errors import InvalidInput, NotFound
 from tests.cli.conftest import AsJson, Run
 
-UNSET = {"min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None}
+UNSET = {"min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None, "compress": None}
 
 
 def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
@@ -22,7 +22,7 @@ def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: 
     lines = run("settings", saved, "--set", "min_age=36h").stdout.splitlines()
     assert [line.split() for line in lines] == [
         ["min_age", "36h"], ["min_age_ephemeral", "15m", "(default)"], ["revoke_after", "0"],
-        ["mirror", "none", "(default)"],
+        ["mirror", "none", "(default)"], ["compress", "off", "(default)"],
     ]  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def test_a_mirror_is_stored_as_the_url_that_opening_gives(saved: Path, tmp_path:
         (["--unset", "exclusive_create"], 1, "no setting 'exclusive_create'"),
         (["--set", "min_age=3"], 1, "min_age: '3' is not a duration"),
         (["--set", "revoke_after=-1s"], 1, "revoke_after: '-1s' is not a duration"),
+        (["--set", "compress=zstd"], 1, "give 'auto', 'off' or 'always'"),
         (["--set", "min_age"], 2, "'min_age' is not NAME=VALUE"),
         (["--set", "min_age="], 2, "'min_age=' is not NAME=VALUE"),
         (["--set", "min_age=1d", "--unset", "min_age"], 2, "both name min_age"),

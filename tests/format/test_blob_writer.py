@@ -107,6 +107,37 @@ def test_no_large_cell_is_hashed_again(given: list[tuple[str, bytes]]) -> None:
     assert len(file) <= buffer_bytes(padded(sum(len(data) for _, data in given)))
 
 
+@settings(deadline=None)
+@given(cells(), st.lists(LENGTHS, min_size=1, max_size=8))
+def test_frames_lie_behind_as_bytes_and_large_ones_are_leaves(
+    given: list[tuple[str, bytes]], lengths: list[int]
+) -> None:
+    frames = [bytes([200 + number]) * nbytes for number, nbytes in enumerate(lengths)]
+    buffer = memoryview(bytearray(b"\xaa" * buffer_bytes(padded(sum(len(data) for _, data in given)) + sum(lengths))))
+    writer = BlobWriter(buffer)
+    for dtype, data in given:
+        buffer[writer.place(len(data)) :][: len(data)] = data
+        writer.add(dtype, len(data), cell_digest(data))
+    begin = writer.end
+    for frame in frames:
+        buffer[writer.end :][: len(frame)] = frame
+        writer.add_frame(len(frame))
+    name, size = writer.finish()
+    file = bytes(buffer[:size])
+    assert file[begin : begin + sum(lengths)] == b"".join(frames), "nothing between them"
+    assert decode_header(file, size)[-1][0] == "U8"
+    leaves, check = leaves_of(name, file), LeafCheck(leaves_of(name, file))
+    check.update(memoryview(file))
+    assert not check.wrong
+    at = begin
+    for frame in frames:
+        assert len(frame) < LEAF_BYTES or Leaf(at, len(frame), cell_digest(frame)) in leaves
+        at += len(frame)
+    assert all(
+        leaf.nbytes < 2 * LEAF_BYTES or leaf.nbytes in [*lengths, *(len(data) for _, data in given)] for leaf in leaves
+    )
+
+
 def test_tiny_blobs_stay_tiny() -> None:
     _, file, places = written([("float32", b"1234")])
     assert (len(file), places) == (DATA_OFFSET + 4 + 2 * 36, [DATA_OFFSET])

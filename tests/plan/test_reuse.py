@@ -15,7 +15,7 @@ from casckpt.format.names import BlobHash, CellDigest, TxId
 from casckpt.format.regions import Region, Shape, full_box
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.cells import plan_cells
-from casckpt.plan.reuse import KnownCells, ManifestCells, used_bytes
+from casckpt.plan.reuse import KnownCells, ManifestCells, coded_bytes, used_bytes
 from tests.support.geometry import Case, cases, cells_of, full_shapes, partitions, stored_cell, table_of
 from tests.support.manifests import CELL, flat_cells, manifest
 
@@ -147,6 +147,16 @@ def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]
     used = used_bytes([_table(rows) for rows in tables], 3)
     bytes_ = {(blob, i) for rows in tables for blob, offset, n in rows for i in range(offset, offset + n)}
     assert used == [sum(blob == number for blob, _ in bytes_) for number in range(3)]
+
+
+@given(cases())
+def test_coded_bytes_are_those_of_frames(case: Case) -> None:
+    coded = [cell for cell in case.cells if cell.frame is not None]
+    assert coded_bytes([case.table, case.table]) == (
+        2 * sum(cell.nbytes for cell in coded),
+        2 * sum(cell.stored for cell in coded),
+        2 * sum(cell.stored for cell in coded if cell.base is not None),
+    )
 
 
 def test_used_bytes_of_nothing() -> None:

@@ -1,7 +1,8 @@
 """The store in tests/data/frozen_store: what a version wrote once, and every later one reads, saves to and prunes.
 
 It was made by ``python -m tests.support.frozen_store FOLDER``. Made again it would test nothing: add another one beside
-it when a later version writes something that no store has yet.
+it when a later version writes something that no store has yet. So there is tests/data/frozen_store_coded, made by
+``python -m tests.support.frozen_store FOLDER coded``: cells that lie as frames.
 """
 
 from __future__ import annotations
@@ -89,9 +90,28 @@ def hurt() -> dict[str, Any]:
     return {"whole": of_dtype(torch.uint8, (70_000,), 70), "hit": of_dtype(torch.int64, (9_000,), 71)}
 
 
+def coded(step: int) -> dict[str, Any]:
+    """Return floats of which a few change at each step, others a little, and others wholly; and what is never coded."""
+    few = pattern(20_000, 80).view(torch.int16) % 512 + 0x3F00
+    for later in range(2, step + 1):
+        few[later :: 60 * later] += later - 3
+    little = pattern(12_288, 81).view(torch.int32) % 2**20 + 0x3F000000
+    wholly = pattern(8192, 82 + step).view(torch.int16) % 1024 * 64 + 0x1C00  # of either sign
+    drift = pattern(3072, 82).int() % 16 * (step - 1)
+    return {
+        "few": few.view(torch.bfloat16).reshape(100, 100),
+        "little": (little + drift).view(torch.float32),
+        "wholly": wholly.view(torch.float16),
+        "double": (pattern(8192, 90).view(torch.int64) % 2**40 + step + 0x3FF0 * 2**48).view(torch.float64),
+        "complex": torch.complex((little + drift).view(torch.float32)[:1024], torch.full((1024,), 1.0 * step)),
+        "never": [of_dtype(torch.int32, (1024,), 91), torch.full((3,), step)],
+    }
+
+
 def value_of(run: str, step: int) -> dict[str, Any]:
     """Return what was saved under this run and step."""
-    return {"kinds": kinds, "train": lambda: train(step), "moved": lambda: moved(step), "hurt": hurt}[run]()
+    made = {"train": train, "moved": moved, "coded": coded}
+    return made[run](step) if run in made else {"kinds": kinds, "hurt": hurt}[run]()
 
 
 def told(store: casckpt.Store) -> list[dict[str, Any]]:
@@ -128,6 +148,19 @@ def make(folder: Path) -> None:
     (folder / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
+def make_coded(folder: Path) -> None:
+    """Write a store of coded cells: the first checkpoint is purged, and what others are told from is left of it."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch("socket.gethostname", return_value="host"):
+        store = casckpt.open(folder, cache_dir=cache)
+        store.repository.clock = itertools.count(_BEGIN, 1000).__next__
+        store.create(cell_bytes=CELL, blob_bytes=BLOB)
+        for step in range(1, 6):
+            store.save(coded(step), run="coded", step=step, compress="always")
+        store.gc(keep_last=4, min_age=0)
+    found = told(casckpt.open(folder))
+    (folder / "expected.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def _move(store: casckpt.Store, folder: Path) -> None:
     """Let the blob of moved@1 lose a byte that only that one needs, which is gone: so moved@2 is rewritten."""
     store.forget("moved@1")
@@ -152,4 +185,4 @@ def _flip(folder: Path, tensor: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    (make_coded if sys.argv[2:] == ["coded"] else make)(Path(sys.argv[1]))

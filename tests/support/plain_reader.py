@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import importlib
 import json
 import pathlib
 import re
 import struct
+import sys
 import types
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -20,6 +22,7 @@ import numpy as np
 from blake3 import blake3
 from msgspec.msgpack import decode
 
+zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 SECTIONS = ["index", "places", "blobs", "objects", "cells", "rows"]
 PROOF_CONTEXT = "casckpt 2026-11-23 the proof of a blob"
 NUMPY_HAS = r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
@@ -43,21 +46,20 @@ def proved(raw: bytes, digest: bytes, what: str) -> bytes:
     return raw
 
 
+def split(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + 32] for i in range(0, len(hashes), 32)]
+
+
 def column(raw: bytes) -> list[int]:
     return list(np.frombuffer(raw, f"<u{raw[0]}", offset=1).tolist())
 
 
-def columns(*raw: bytes) -> list[Any]:
-    return list(zip(*map(column, raw), strict=True))
-
-
 def pieces(table: list[Any], section: bytes, what: str) -> list[bytes]:
-    """Cut a section into its pieces, each proved with its group."""
-    lengths, each, hashes = column(table[0]), table[1], table[2]
+    lengths, each = column(table[0]), table[1]
     at, first = [*accumulate(lengths, initial=0)], [*range(0, len(lengths), each), len(lengths)]
-    check(at[-1] == len(section) and len(hashes) == 32 * (len(first) - 1), f"the table of {what} does not fit it")
-    for number, (a, b) in enumerate(pairwise(first)):
-        proved(section[at[a] : at[b]], hashes[32 * number : 32 * number + 32], f"group {number} of {what}")
+    check(at[-1] == len(section), f"the table of {what} does not fit it")
+    for (a, b), digest in zip(pairwise(first), split(table[2]), strict=True):
+        proved(section[at[a] : at[b]], digest, f"groups {a} to {b} of {what}")
     return [section[a:b] for a, b in pairwise(at)]
 
 
@@ -88,8 +90,44 @@ def cells_of(entry: Entry, cell_bytes: int) -> list[tuple[np.ndarray[Any, Any], 
         inside = places[tuple(slice(a, a + b) for a, b in zip(offset, shape, strict=True))].reshape(-1)
         check(lo < hi <= len(inside) == prod(shape), f"a span of {entry.key}")
         found += [inside[a:b] for a, b in pairwise([lo, *range(lo // c * c + c, hi, c), hi])]
-    check(len(digests) == 32 * len(found), f"the digests of {entry.key}")
-    return [(where, digests[32 * i : 32 * i + 32]) for i, where in enumerate(found)]
+    return list(zip(found, split(digests), strict=True))
+
+
+def chains(entry: Entry, cells: list[Any]) -> list[list[Any]]:
+    """Give for each cell where it and its bases lie: blob, offset, bytes, kind of the row, digest."""
+    is_coded = entry.rows[:1] == b"\1"
+    rows, lengths, digests = decode(entry.rows[1:]) if is_coded else (entry.rows[1:], b"", b"")
+    sizes, bases = iter(np.frombuffer(lengths, "<u4").tolist()), iter(split(digests))
+    found, step = [list[Any]() for _ in cells], entry.width
+    queue = deque((links, step * len(where), digest) for links, (where, digest) in zip(found, cells, strict=True))
+    for count, blob, begin, *kinds in struct.iter_unpack("<IIIB" if is_coded else "<III", rows):
+        at, kind = begin, sum(kinds)
+        for links, nbytes, digest in [queue.popleft() for _ in range(count)]:
+            links.append((blob, at, next(sizes) if kind else nbytes, kind, digest))
+            queue.extend([(links, nbytes, next(bases))] if kind == 2 else [])
+            at += links[-1][2]
+    check(entry.rows[:1] <= b"\1" and not any(map(list, (queue, sizes, bases))), f"the rows of {entry.key}")
+    return found
+
+
+def decoded(frame: bytes, nbytes: int, base: bytes) -> bytes:
+    """Decode the frame of a cell; ``base``: the bytes of its base, where the form needs one."""
+    form, w, rotated, zero, told = struct.unpack_from("<BBBBI", frame)
+    check(form in {1, 2, 3} and rotated <= (form == 1) and (zero, told) == (0, nbytes), "a frame of another form")
+    (count, *gaps), at = (struct.unpack_from("<II", frame, 8), 16) if form == 2 else ([nbytes // w], 8)
+    parts = list[np.ndarray[Any, Any]]()
+    for length in [*gaps, *[count] * w]:
+        kind, size = struct.unpack_from("<BI", frame, at)
+        raw, at = frame[at + 5 : at + 5 + size], at + 5 + size
+        parts.append(np.frombuffer(zstd.decompress(raw) if kind == 2 else raw * (length if kind else 1), np.uint8))
+        check(kind <= 2 and len(parts[-1]) == length, "a part of a frame")
+    numbers, ends = np.stack(parts[-w:], -1).reshape(-1).view(f"<u{w}"), parts[0] < 255
+    check(at == len(frame), "the end of a frame")
+    if form == 1:
+        return bytes(numbers >> 1 | numbers << 8 * w - 1 if rotated else numbers)
+    out = np.frombuffer(base, numbers.dtype).copy()
+    out[(np.cumsum(parts[0] + ends.astype(int)) - 1)[ends] if gaps else slice(None)] += numbers >> 1 ^ -(numbers & 1)
+    return bytes(out)
 
 
 def by_key(rows: Sequence[Any], rank: int) -> dict[str, Any]:
@@ -106,33 +144,35 @@ class Checkpoint:
         fits = (len(raw), self.sections["index"][2].hex()) == (record["manifest_bytes"], record["manifest"])
         same = (index[name] == record.get(name) for name in ("run", "step", "created_at", "parent"))
         check(fits and all(same), "the index is not that of the commit record")
-        self.blobs = [
-            (f"{blobs['uploaders'][number]}/{blobs['hashes'][32 * i : 32 * i + 32].hex()}.safetensors", size)
-            for i, (number, size) in enumerate(columns(blobs["index"], blobs["sizes"]))
-        ]
+        owners = (blobs["uploaders"][number] for number in column(blobs["index"]))
+        names = (
+            f"{owner}/{name.hex()}.safetensors" for owner, name in zip(owners, split(blobs["hashes"]), strict=True)
+        )
+        self.blobs = list(zip(names, column(blobs["sizes"]), strict=True))
         table, shape = index["entries"], iter(column(index["entries"]["shape"]))
-        numbers = columns(*(table[name] for name in ("kind", "index", "rank", "dtype", "dimensions")))
+        numbers = zip(*(column(table[name]) for name in ("kind", "index", "rank", "dtype", "dimensions")), strict=True)
         stored = [pieces(index["cells"], part["cells"], "cells"), pieces(places["rows"], part["rows"], "rows")]
         self.entries = [
             Entry._make((table["kinds"][kind], key, i, rank, *table["dtypes"][dtype], tuple(islice(shape, n)), *parts))
             for key, (kind, i, rank, dtype, n), *parts in zip(table["keys"], numbers, *stored, strict=True)
         ]
         table, data = index["objects"], iter(pieces(index["data"], part["objects"], "objects"))
-        owners = zip(table["keys"], columns(table["rank"], table["pickled"]), strict=True)
-        self.objects = [Object._make((key, *numbers, next(data))) for key, numbers in owners]
+        rows = zip(table["keys"], column(table["rank"]), column(table["pickled"]), data, strict=False)
+        self.objects = [Object._make(row) for row in rows]
         self.index, self.short = index, dict(zip(index["attachments"], data, strict=True))
 
     def array(self, entry: Entry) -> np.ndarray[Any, Any]:
         """Read an entry, each cell compared with its digest. What numpy has no dtype for is given as bytes."""
         dtype = np.dtype(entry.dtype if re.fullmatch(NUMPY_HAS, entry.dtype) else f"V{entry.width}")
         out, hits = np.empty(prod(entry.shape), dtype), np.zeros(prod(entry.shape), int)
-        cells = iter(cells_of(entry, self.index["cell_bytes"]))
-        for count, blob, begin in struct.iter_unpack("<III", entry.rows[1:]):
-            stored, at = (self.root / self.blobs[blob][0]).read_bytes(), begin
-            for where, digest in islice(cells, count):
-                raw = proved(stored[at : at + len(where) * entry.width], digest, f"a cell of {entry.key}")
-                out[where], hits[where], at = np.frombuffer(raw, dtype), hits[where] + 1, at + len(raw)
-        check(entry.rows[:1] <= b"\0" and (hits == 1).all(), f"extents of {entry.key} that are not known, or not all")
+        cells, raw = cells_of(entry, self.index["cell_bytes"]), b""
+        for (where, _), links in zip(cells, chains(entry, cells), strict=True):
+            for blob, at, size, kind, digest in reversed(links):
+                stored = np.fromfile(self.root / self.blobs[blob][0], np.uint8, size, offset=at).tobytes()
+                stored = decoded(stored, len(where) * entry.width, raw) if kind else stored
+                raw = proved(stored, digest, f"a cell of {entry.key}")
+            out[where], hits[where] = np.frombuffer(raw, dtype), hits[where] + 1
+        check((hits == 1).all(), f"not all of {entry.key}")
         return out.reshape(entry.shape)
 
     def read(self, rank: int = 0) -> Any:
@@ -161,9 +201,8 @@ class Checkpoint:
             at = [*accumulate(lengths, initial=0)]
             fits = 2 <= len(lengths) <= 65536 and lengths[0] == 4096 and at[-1] == start
             check(fits and min(lengths) > 0 and max(lengths) <= 2**30, f"the leaves of the blob {key}")
-            found[key] = [
-                (a, b, blake3(raw[a:b]).digest() == h) for (a, b), h in zip(pairwise(at), hashes, strict=True)
-            ]
+            sound = (blake3(raw[a:b]).digest() == digest for (a, b), digest in zip(pairwise(at), hashes, strict=True))
+            found[key] = list(zip(at, at[1:], sound, strict=False))
         return found
 
 

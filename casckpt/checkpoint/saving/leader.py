@@ -26,6 +26,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
+from casckpt.plan.reuse import coded_bytes
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -263,6 +264,7 @@ class Leader:
             bytes_total=sum(tensors),
             bytes_written=sum(new),
             bytes_reused=max(0, sum(tensors) - sum(new)),
+            **coded_bytes(table for _, (_, table) in streams)._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),

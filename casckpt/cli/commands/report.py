@@ -6,7 +6,7 @@ from typing import Any
 
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, count, facts, freed, moment, say, size, table
+from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
 from casckpt.format.records import time_of
 
 _COLUMNS = (
@@ -79,6 +79,7 @@ def stats_text(result: dict[str, Any]) -> None:
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),
+        *coded(result),
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,

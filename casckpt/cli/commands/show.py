@@ -11,7 +11,7 @@ import click
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import plain, summary
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, count, facts, moment, say, shortened, size, summed, table
+from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("name", f"{result['run']}@{result['step']}"),
         ("created", f"{moment(result['created_at'])} UTC by casckpt {result['versions']['casckpt']}"),
         ("saved", saved),
+        *coded(stats),
         ("notes", ", ".join(notes)),
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
     help="Look only at this part of the blobs, drawn at random.",
 )  # fmt: skip
-def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float) -> int:
+@click.option("--decode", is_flag=True, help="Decode what is stored smaller, too, and compare the cells.")
+def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
     """Read it all, and compare with the hashes.
 
     All that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. Damaged blobs are
@@ -33,7 +34,7 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float)
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
-        result = session.store.verify(*refs, mode=mode, sample=sample, progress=done)
+        result = session.store.verify(*refs, mode=mode, sample=sample, decode=decode, progress=done)
     session.give(plain(result), text)
     if result.is_damaged:
         return Damaged.exit_status
@@ -55,6 +56,8 @@ def text(result: dict[str, Any]) -> None:
         say(f"right again: blob {blob}")
     checked = f"{count(result['checked_blobs'], 'blob')}, {size(result['checked_bytes'])}"
     say(f"checked {checked}, for {count(result['checked_checkpoints'], 'checkpoint')}")
+    if result["decoded_bytes"]:
+        say(f"decoded {size(result['decoded_bytes'])} of coded cells")
     for line in _to_do(result) or ["all is well"]:
         say(line)
 

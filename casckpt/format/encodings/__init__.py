@@ -1,7 +1,6 @@
 """Forms in which a cell is stored smaller: pure functions of its bytes, and of those of a base."""
 
 from casckpt.format.encodings.frames import (
-    MAX_LINKS,
     MIN_CELL,
     WORTH,
     Form,
@@ -15,7 +14,6 @@ from casckpt.format.encodings.frames import (
 )
 
 __all__ = [
-    "MAX_LINKS",
     "MIN_CELL",
     "WORTH",
     "Form",

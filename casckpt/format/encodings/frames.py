@@ -28,8 +28,6 @@ from casckpt.format.encodings.parts import Part, Reader, encode_part
 from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
-MAX_LINKS = 16
-"""Bases that a base may have behind it, one behind the other."""
 MIN_CELL = 4096
 """Bytes of the smallest cell that is worth a frame."""
 WORTH = 0.97

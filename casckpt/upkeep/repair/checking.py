@@ -42,13 +42,18 @@ class Checked:
 
 def check_blobs(repo: Repository, refs: Iterable[BlobRef], progress: Callable[[int], None]) -> Iterator[Checked]:
     """Read each of ``refs`` whole, and compare. ``progress``: called with the bytes just read. In order."""
-    traits = repo.storage.traits
-    threads = min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
+    threads = threads_for(repo)
     buffers = BufferPool(threads, PIECE)
     try:
         yield from in_parallel(threads, partial(_check, repo, buffers, progress), refs, name="verify")
     finally:
         buffers.close()
+
+
+def threads_for(repo: Repository) -> int:
+    """Return how many threads read a store and prove what they read."""
+    traits = repo.storage.traits
+    return min(_MAX_THREADS, traits.parallel if traits.remote else os.cpu_count() or 1)
 
 
 def _check(repo: Repository, buffers: BufferPool, progress: Callable[[int], None], ref: BlobRef) -> Checked:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, ManifestId, TxId
@@ -15,7 +16,9 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, refresh
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import Reader
 from casckpt.upkeep.repair.checking import Checked
+from casckpt.upkeep.repair.salvage import Located, locate
 
 
 @dataclass(frozen=True)
@@ -33,28 +36,33 @@ class DamagedBlob:
 
 
 class _Cell(NamedTuple):
-    """``digest``: None where the manifest cannot be understood, and nobody knows what is needed."""
+    """``nbytes``: of the file. ``digest``: of the cell, which may be coded there."""
 
     offset: int
     nbytes: int
-    digest: CellDigest | None
-
-
-_UNKNOWN = _Cell(0, 0, None)
+    digest: CellDigest
 
 
 @dataclass
 class _Uses:
-    """Live cells that meet the wrong bytes of one blob, and the (key, checkpoint) that need each."""
+    """Live cells that meet the wrong bytes of one blob, and the (key, checkpoint) that need each.
+
+    ``cells``: with one of the places that name it. ``unknown``: whose manifests cannot be understood, and nobody knows
+    what they need.
+    """
 
     checked: Checked
-    cells: dict[_Cell, set[tuple[str, ManifestId]]] = field(default_factory=lambda: defaultdict(set))
+    cells: dict[_Cell, Located] = field(default_factory=dict)
+    users: dict[_Cell, set[tuple[str, ManifestId]]] = field(default_factory=lambda: defaultdict(set))
+    unknown: set[tuple[str, ManifestId]] = field(default_factory=set)
 
-    def add(self, cell: _Cell, key: str, checkpoint: ManifestId) -> None:
-        """Note who needs a cell, if it lies in wrong bytes."""
-        ranges = self.checked.ranges
-        if cell is _UNKNOWN or any(cell.offset < stop and start < cell.offset + cell.nbytes for start, stop in ranges):
-            self.cells[cell].add((key, checkpoint))
+    def add(self, repo: Repository, manifest: Manifest, stored: StoredCell, key: str) -> None:
+        """Note that ``key`` needs a cell, if it lies in wrong bytes."""
+        cell = _Cell(stored.offset, stored.stored, stored.digest)
+        if any(cell.offset < stop and start < cell.offset + cell.nbytes for start, stop in self.checked.ranges):
+            self.users[cell].add((key, manifest.id))
+            if cell not in self.cells:
+                self.cells[cell] = locate(repo, manifest, stored)
 
 
 def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checked]) -> list[DamagedBlob]:
@@ -72,40 +80,40 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
         except (Conflict, Damaged, Refused):
             continue
         used |= set(named.values())
-        _collect(manifest, {number: every[name] for number, name in named.items()})
+        _collect(repo, manifest, {number: every[name] for number, name in named.items()})
     order = {commit.id: number for number, commit in enumerate(commits)}
     return [_described(repo, every[name], order) for name in sorted(used)]
 
 
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
-    """Return the keys of the entries that lie in any of the blobs ``wanted``, given by their numbers."""
+    """Return the keys of the entries that need any of the blobs ``wanted``, given by their numbers."""
     numbers, found = frozenset(wanted), set()
     manifest.ready(objects=())
     for entry in manifest.entries:
         try:
-            if any(extent.blob in numbers for extent in manifest.extents(entry).extents):
+            if any(one.blob in numbers for extent in manifest.extents(entry).extents for one in extent.chain):
                 found.add(entry.key)
         except (Damaged, Refused):
             found.add(entry.key)  # nobody can tell
     return sorted(found)
 
 
-def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
-    """Note which cells lie in wrong bytes, of a manifest that is at hand."""
+def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
+    """Note which cells lie in wrong bytes, of a manifest that is at hand; bases count for what is told from them."""
     for entry in manifest.entries:
         try:
             table = manifest.extents(entry)
         except (Damaged, Refused):
             for one in uses.values():
-                one.add(_UNKNOWN, entry.key, manifest.id)
+                one.unknown.add((entry.key, manifest.id))
             continue
-        for cell in table.stored_cells(extent for extent in table.extents if extent.blob in uses):
-            uses[cell.blob].add(_Cell(cell.offset, cell.nbytes, cell.digest), entry.key, manifest.id)
+        for cell in table.cells_within(uses):
+            uses[cell.blob].add(repo, manifest, cell, entry.key)
 
 
 def _described(repo: Repository, uses: _Uses, order: Mapping[ManifestId, int]) -> DamagedBlob:
     ref = uses.checked.ref
-    hit = set().union(*(uses.cells[cell] for cell in _wrong_cells(repo, uses)))
+    hit = uses.unknown.union(*(uses.users[cell] for cell in _wrong_cells(repo, uses)))
     checkpoints = sorted({checkpoint for _, checkpoint in hit}, key=lambda checkpoint: order[checkpoint])
     keys = tuple(sorted({key for key, _ in hit}))
     return DamagedBlob(ref.hash, ref.uploader, keys, tuple(checkpoints), uses.checked.why)
@@ -118,10 +126,11 @@ def _wrong_cells(repo: Repository, uses: _Uses) -> list[_Cell]:
     ref = uses.checked.ref
     try:
         with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            return [
-                cell
-                for cell in uses.cells
-                if not holds_cell(reader, cell.offset, memoryview(bytearray(cell.nbytes)), cell.digest)
-            ]
+            return [cell for cell, place in uses.cells.items() if not _holds(reader, place)]
     except (NotFound, Refused, StorageError):
         return list(uses.cells)
+
+
+def _holds(reader: Reader, place: Located) -> bool:
+    cell, buffer = place.cell, memoryview(bytearray(place.cell.nbytes))
+    return place.fill(buffer) if cell.frame else holds_cell(reader, cell.offset, buffer, cell.digest)

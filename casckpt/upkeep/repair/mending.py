@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from casckpt.errors import CasckptError, InvalidInput, NotFound, Refused, StorageError
+from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.blob import DATA_OFFSET, decode_header, encode_header, order
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
-from casckpt.format.digest import cell_digest, proof_name
-from casckpt.format.dtypes import stored_name
+from casckpt.format.digest import Buffer, cell_digest, proof_name
+from casckpt.format.dtypes import coded_width, stored_name
+from casckpt.format.encodings import decode, encode_delta, encode_planes
 from casckpt.format.keys import blob_key
+from casckpt.format.names import CellDigest
 from casckpt.format.proof import Leaf, LeafCheck, as_leaves, decode_proof, encode_proof, read_proof
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
-from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, take_cell
+from casckpt.upkeep.repair.salvage import UNREADABLE, BlobCopies, Cells, Coded, LiveCell, take_cell
 
 _PAGE = DATA_OFFSET
-_UNREADABLE = (CasckptError, ShortObject)
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Source:
         """Put a damaged blob together, its ``live`` cells from wherever equal ones are, and then what follows."""
         found = mend_from_copies(repo, ref, self.copies)
         found.cells = sorted(live, key=lambda cell: (cell.offset, cell.nbytes, order(cell.dtype)))
-        wrong = [cell for cell in found.cells if cell_digest(found.part(cell.offset, cell.nbytes)) != cell.digest]
+        wrong = [cell for cell in found.cells if not self._is_right(found, cell)]
         found.missing = frozenset(cell for cell in wrong if not self._take_cell(found, cell))
         found.wrong = [leaf for leaf in found.wrong if not found.is_right(leaf)]
         if not found.is_whole and not found.missing:
@@ -103,12 +104,53 @@ class Source:
             _prove_anew(found)
         return found
 
-    def _take_cell(self, found: Mending, cell: LiveCell) -> bool:
-        """Put a cell right, from an equal one or from a copy of the blob."""
+    def plain(self, cell: LiveCell) -> bytearray | None:
+        """Return the bytes of a cell that is coded, from wherever it can be had."""
+        return None if cell.coded is None else self.fetch(cell.digest, cell.coded.nbytes)
+
+    def fetch(self, digest: CellDigest, nbytes: int) -> bytearray | None:
+        """Return the bytes of a cell, from wherever it can be had."""
+        plain = bytearray(nbytes)
+        return plain if self.cells.fetch(digest, memoryview(plain)) else None
+
+    def _is_right(self, found: Mending, cell: LiveCell) -> bool:
+        """Tell whether the bytes of a cell are there."""
         part = found.part(cell.offset, cell.nbytes)
+        if cell.coded is None:
+            return cell_digest(part) == cell.digest
+        if found.leaves and not any(cell.offset < one.end and one.offset < cell.end for one in found.wrong):
+            return True
+        return self._makes(part, cell, cell.coded)
+
+    def _makes(self, frame: memoryview, cell: LiveCell, coded: Coded) -> bool:
+        """Tell whether a frame makes a cell, as far as its base can be had."""
+        base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
+        plain = bytearray(coded.nbytes)
+        try:
+            decode(frame, memoryview(plain), None if base is None else memoryview(base))
+        except InvalidInput:
+            return False
+        return cell_digest(plain) == cell.digest
+
+    def _take_cell(self, found: Mending, cell: LiveCell) -> bool:
+        """Put a cell right, from an equal one or from a copy of the blob; one that is coded, coded again."""
+        part = found.part(cell.offset, cell.nbytes)
+        if cell.coded is not None:
+            return self._take_frame(part, cell, cell.coded)
         if self.cells.fetch(cell.digest, part):
             return True
         return any(take_cell(reader, cell.offset, part, cell.digest) for reader in self.copies.readers(found.ref))
+
+    def _take_frame(self, part: memoryview, cell: LiveCell, coded: Coded) -> bool:
+        base = None if coded.base is None else self.fetch(coded.base, coded.nbytes)
+        plain = self.plain(cell)
+        if plain is None or (base is None and coded.base is not None):
+            return False
+        frame = _encode(memoryview(plain), coded_width(coded.dtype), base)
+        if frame is None or len(frame) != cell.nbytes:
+            return False
+        part[:] = frame
+        return True
 
     def _take_leaf(self, found: Mending, leaf: Leaf) -> bool:
         """Put a leaf right that is no live cell: the header, padding, or a dead cell that lives elsewhere."""
@@ -118,6 +160,10 @@ class Source:
             return self.cells.fetch(leaf.digest, part)
         part[:] = guess
         return True
+
+
+def _encode(plain: memoryview, width: int, base: bytearray | None) -> bytes | None:
+    return encode_planes(plain, width) if base is None else encode_delta(plain, width, memoryview(base))
 
 
 def _remains(repo: Repository, ref: BlobRef) -> bytearray:
@@ -140,7 +186,7 @@ def _proof(data: bytearray, ref: BlobRef, copies: BlobCopies) -> bytes:
         for reader in copies.readers(ref):
             try:
                 return read_proof(_reading(reader), ref.size, ref.hash)
-            except _UNREADABLE:
+            except UNREADABLE:
                 continue
         raise
 
@@ -162,7 +208,7 @@ def _take_leaves(reader: Reader, found: Mending) -> None:
         try:
             have = reader.size - first
             reader.read_into(first, [part[:have]] if have > 0 else [])
-        except _UNREADABLE:
+        except UNREADABLE:
             continue
         for leaf in run:
             piece = part[leaf.offset - first : leaf.end - first]
@@ -212,18 +258,33 @@ def _write_anew(found: Mending) -> None:
     buffer = memoryview(bytearray(buffer_bytes(padded(found.ref.size))))
     writer = BlobWriter(buffer)
     for cell in found.cells:
-        if cell.offset != writer.place(cell.nbytes):
+        if cell.offset != place_of(writer, cell):
             if cell.offset < writer.end:
                 continue  # entries of several dtypes share it
             return  # there were dead cells in between
-        buffer[cell.offset : cell.offset + cell.nbytes] = found.part(cell.offset, cell.nbytes)
-        writer.add(cell.dtype, cell.nbytes, cell.digest)
+        put(writer, buffer, cell, found.part(cell.offset, cell.nbytes))
     try:
         name, size = writer.finish()
     except InvalidInput:
         return
     if (name, size) == (found.ref.hash, found.ref.size):
         found.become(buffer[:size])
+
+
+def place_of(writer: BlobWriter, cell: LiveCell) -> int:
+    """Return where a cell comes to lie if it is written next."""
+    return writer.end if cell.coded else writer.place(cell.nbytes)
+
+
+def put(writer: BlobWriter, buffer: memoryview, cell: LiveCell, data: Buffer) -> int:
+    """Write what lies in a blob of a cell; return where."""
+    at = place_of(writer, cell)
+    buffer[at : at + cell.nbytes] = data
+    if cell.coded:
+        writer.add_frame(cell.nbytes)
+    else:
+        writer.add(cell.dtype, cell.nbytes, cell.digest)
+    return at
 
 
 def _prove_anew(found: Mending) -> None:

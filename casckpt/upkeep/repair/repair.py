@@ -3,9 +3,9 @@
 1. manifests, from another store that holds the same checkpoint
 2. blobs, leaf by leaf: what is left of them, and of copies under another uploader's name, in the cache of this host, or
    in another store; damaged copies mend each other
-3. blobs, cell by cell: equal cells of other blobs; header, padding and proof made anew
-4. where a blob cannot be had again because it also held dead cells: the checkpoint is rewritten, and the live cells lie
-   in new blobs
+3. blobs, cell by cell: equal cells of other blobs, coded again where they were; header, padding and proof made anew
+4. where a blob cannot be had again because it also held dead cells, or its frames are made otherwise now: the
+   checkpoint is rewritten, and the live cells lie in new blobs
 
 `repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
 """
@@ -124,8 +124,9 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        digests = {cell.digest for cells in work.live.values() for cell in cells} | work.leaves
-        source = Source(Cells((repo, *sources), digests), copies)
+        cells = [cell for cells in work.live.values() for cell in cells]
+        bases = {cell.coded.base for cell in cells if cell.coded and cell.coded.base}
+        source = Source(Cells((repo, *sources), {cell.digest for cell in cells} | bases | work.leaves), copies)
         rest = work.from_cells(rest, source)
         rewritten = _relocate(Relocation(repo, work.live, source), users, rest)
     still = [one for one in wrong if one.ref in rest]

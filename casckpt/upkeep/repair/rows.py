@@ -1,7 +1,7 @@
 """Rows of manifests against the proofs of blobs: does a checkpoint name the cells that lie where it says?
 
-What is compared are cells that are leaves. A manifest whose rows are wrong has a hash that is right, so nothing else
-would notice before a load.
+What is compared are cells that are leaves; those that are coded are not (`casckpt.upkeep.repair.frames`). A manifest
+whose rows are wrong has a hash that is right, so nothing else would notice before a load.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
     for entry in manifest.entries:
         if entry.nbytes < LEAF_BYTES:
             continue
-        for cell in manifest.extents(entry).stored_cells():
-            if cell.nbytes < LEAF_BYTES or not (leaves := leaves_of(cell.blob)):
+        for cell in (link for one in manifest.extents(entry).stored_cells() for link in one.chain):
+            if cell.frame or cell.nbytes < LEAF_BYTES or not (leaves := leaves_of(cell.blob)):
                 continue
             if not _holds(repo, refs[cell.blob], cell, leaves.get(cell.offset)):
                 where = f"bytes {cell.offset} to {cell.offset + cell.nbytes} of blob {refs[cell.blob].hash}"

@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
-from casckpt.format.extents import DIGEST_BYTES
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.encodings.chains import decode_chain
+from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.keys import blob_key, parse_object
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
@@ -19,34 +20,74 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.fetching import holds_cell
 from casckpt.repository.repository import Repository
-from casckpt.storage.base import Reader
+from casckpt.storage.base import Reader, ShortObject
 from casckpt.upkeep.stock import BLOB, list_objects
+
+UNREADABLE = (CasckptError, ShortObject)
+FRAMES = "uint8"
+"""The dtype of the run of a blob in which frames lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Of which cell a frame is: its bytes, the dtype of an entry that has it, and the digest of its base."""
+
+    nbytes: int
+    dtype: str
+    base: CellDigest | None
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCell:
-    """One cell that a live checkpoint has in a blob. ``offset`` and ``nbytes``: of the file."""
+    """One cell that a live checkpoint has in a blob. ``offset`` and ``nbytes``: of the file; ``dtype``: of those bytes.
+
+    ``digest``: of the cell itself, be it ``coded`` or not.
+    """
 
     offset: int
     nbytes: int
     digest: CellDigest
     dtype: str
+    coded: Coded | None = None
+
+    @property
+    def end(self) -> int:
+        """The byte of the file behind it."""
+        return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class _CellCopy:
-    repo: Repository = field(repr=False)
-    key: str
-    offset: int
-    nbytes: int
+class Located:
+    """A cell of a manifest. ``keys``: of the blobs in which it and its bases lie, by number."""
 
-    def fill(self, target: memoryview, digest: CellDigest) -> bool:
-        """Fill ``target`` if this is the cell with that digest; was it?"""
+    repo: Repository = field(repr=False)
+    keys: Mapping[int, str]
+    cell: StoredCell
+
+    def read(self) -> bytearray:
+        """Read the cell, however it lies. Raises Refused where that is not what was written, and what reading does."""
+        return decode_chain(self.cell, self.stored)
+
+    def stored(self, cell: StoredCell) -> bytearray:
+        """Read what lies in a blob of the cell, or of one of its bases. Raises what reading does."""
+        data = bytearray(cell.stored)
+        with self.repo.storage.open(self.keys[cell.blob]) as reader:
+            reader.read_into(cell.offset, [memoryview(data)])
+        return data
+
+    def fill(self, target: memoryview) -> bool:
+        """Fill ``target`` if the cell is there; was it?"""
         try:
-            with self.repo.storage.open(self.key) as reader:
-                return take_cell(reader, self.offset, target, digest)
-        except (NotFound, StorageError):
+            target[:] = self.read()
+        except UNREADABLE:
             return False
+        return True
+
+
+def locate(repo: Repository, manifest: Manifest, cell: StoredCell) -> Located:
+    """Return where a cell of a manifest of ``repo`` lies."""
+    refs = {one.blob: manifest.blob(one.blob) for one in cell.chain}
+    return Located(repo, {number: blob_key(ref.uploader, ref.hash) for number, ref in refs.items()}, cell)
 
 
 def take_cell(reader: Reader, offset: int, target: memoryview, digest: CellDigest) -> bool:
@@ -89,7 +130,7 @@ class Cells:
 
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
-        self._places: dict[CellDigest, list[_CellCopy]] = defaultdict(list)
+        self._places: dict[CellDigest, list[Located]] = defaultdict(list)
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):
                 self._learn(store, manifest)
@@ -104,11 +145,10 @@ class Cells:
                 table = manifest.extents(entry)
             except (Damaged, Refused):
                 continue
-            for cell in table.stored_cells(extent for extent in table.extents if self._hits(extent.digests)):
+            every = (one for extent in table.extents for one in extent.chain if self._hits(one.digests))
+            for cell in table.stored_cells(every):
                 if cell.digest in self._wanted:
-                    ref = manifest.blob(cell.blob)
-                    found = _CellCopy(store, blob_key(ref.uploader, ref.hash), cell.offset, cell.nbytes)
-                    self._places[cell.digest].append(found)
+                    self._places[cell.digest].append(locate(store, manifest, cell))
 
     def _hits(self, digests: bytes) -> bool:
         """Is one of these wanted?"""
@@ -117,8 +157,8 @@ class Cells:
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
         """Fill ``target`` with the cell; False, and it stays as it is, if that is not to be had."""
-        places = (place for place in self._places.get(digest, ()) if place.nbytes == len(target))
-        return any(place.fill(target, digest) for place in places)
+        places = (place for place in self._places.get(digest, ()) if place.cell.nbytes == len(target))
+        return any(place.fill(target) for place in places)
 
 
 def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
@@ -133,10 +173,16 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 
 
 def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRef, set[LiveCell]]:
-    """Return the cells that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
+    """Return the cells, bases too, that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
     found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
     for entry in manifest.entries:
-        table = manifest.extents(entry)
-        for cell in table.stored_cells(extent for extent in table.extents if extent.blob in wanted):
-            found[wanted[cell.blob]].add(LiveCell(cell.offset, cell.nbytes, cell.digest, entry.dtype))
+        for cell in manifest.extents(entry).cells_within(wanted):
+            found[wanted[cell.blob]].add(_live(cell, entry.dtype))
     return found
+
+
+def _live(cell: StoredCell, dtype: str) -> LiveCell:
+    if cell.frame is None:
+        return LiveCell(cell.offset, cell.nbytes, cell.digest, dtype)
+    coded = Coded(cell.nbytes, dtype, None if cell.base is None else cell.base.digest)
+    return LiveCell(cell.offset, cell.stored, cell.digest, FRAMES, coded)

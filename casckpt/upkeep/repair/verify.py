@@ -24,6 +24,7 @@ from casckpt.repository.tags import list_tags
 from casckpt.upkeep.gc.settling import faults
 from casckpt.upkeep.lost import ADVICE, lost_records
 from casckpt.upkeep.repair.checking import Checked, check_blobs
+from casckpt.upkeep.repair.frames import Frames
 from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.rows import wrong_rows
 from casckpt.upkeep.stock import list_objects
@@ -62,12 +63,14 @@ class UnreadBlob(NamedTuple):
 class VerifyResult:
     """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed.
 
-    ``repaired``: blobs that had been marked and are right.
+    ``decoded_bytes``: of coded cells and their bases, decoded and compared, if that was asked for. ``repaired``: blobs
+    that had been marked and are right.
     """
 
     checked_blobs: int = 0
     checked_bytes: int = 0
     checked_checkpoints: int = 0
+    decoded_bytes: int = 0
     damaged: tuple[DamagedBlob, ...] = ()
     manifests: tuple[DamagedManifest, ...] = ()
     records: tuple[DamagedRecord, ...] = ()
@@ -100,6 +103,7 @@ def verify(
     mode: Mode = "full",
     sample: float = 1.0,
     mark: bool = True,
+    decode: bool = False,
     progress: Progress = silent,
 ) -> VerifyResult:
     """Check all that live checkpoints need, forgotten ones too; not those that were rewritten without a loss.
@@ -107,12 +111,12 @@ def verify(
     ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and proves it, and
     compares the manifests with what was proved; "exists" looks at presence and size alone. ``sample``: the fraction of
     the blobs to look at, drawn at random. ``mark``: mark damaged blobs in the store, so that no save reuses them, and
-    unmark those that are right again; a warning where the store cannot be written. ``progress``: counts the bytes that
-    are read.
+    unmark those that are right again; a warning where the store cannot be written. ``decode``: decode coded cells, too,
+    and compare them. ``progress``: counts the bytes that are read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
-    _check_arguments(mode, sample)
+    _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
     records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
@@ -134,11 +138,14 @@ def verify(
 
     checked = list(_look(repo, wanted) if mode == "exists" else check_blobs(repo, wanted, count))
     damaged = describe(repo, found.commits, [one for one in checked if one.why])
-    broken = [*found.broken, *wrong_rows(repo, found.commits, [one for one in checked if one.proof and one.is_right])]
+    right = [one for one in checked if one.proof and one.is_right]
+    frames = Frames(repo, right if decode else (), progress)
+    broken = [*found.broken, *wrong_rows(repo, found.commits, right), *frames.wrong(found.commits if decode else ())]
     return VerifyResult(
         checked_blobs=len(checked),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
+        decoded_bytes=frames.decoded_bytes,
         damaged=tuple(damaged),
         manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
         records=tuple(DamagedRecord(*record) for record in records),
@@ -147,7 +154,9 @@ def verify(
     )
 
 
-def _check_arguments(mode: Any, sample: Any) -> None:
+def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:
+    if decode and mode != "full":
+        raise InvalidInput(f"mode={mode!r} reads nothing that could be decoded; give mode='full', or leave out decode")
     if mode not in ("full", "exists") or not isinstance(sample, int | float) or not 0 < sample <= 1:
         raise InvalidInput(f"mode={mode!r}, sample={sample!r}: give 'full' or 'exists', and a fraction from 0 to 1")
 

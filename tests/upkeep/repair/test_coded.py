@@ -1,0 +1,277 @@
+"""Damage where cells are told from others: who is hit, what is decoded, and what comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from casckpt.errors import Damaged, InvalidInput
+from casckpt.format.encodings import encode
+from casckpt.format.extents import StoredCell
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository import manifests
+from casckpt.store.opening import open as opened
+from casckpt.store.store import Store
+from casckpt.upkeep.repair import frames
+from casckpt.upkeep.repair.salvage import locate
+from tests.support.coded import Encode, chain, code
+from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
+
+STEPS = (1, 2, 3)
+
+
+def weights(step: int, *, seed: int = 1, count: int = 4) -> torch.Tensor:
+    """Cells of which a few elements change at each step."""
+    data = cells(2 * count, seed).bfloat16().view(torch.int16)
+    for number in range(1, step):
+        data[number::97] += number
+    return data.view(torch.bfloat16)
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """One tensor that changes, one that changes elsewhere, one that stays."""
+    return {"hit": weights(step), "other": weights(step, seed=2), "stays": cells(2, 3)}
+
+
+def saved(store: Store, *, key: str | None = None) -> Store:
+    """Three checkpoints of a run, each told from the one before. ``key``: how the first one lies, raw or as planes."""
+    for step in STEPS:
+        store.save(state(step), run="r", step=step)
+    if key == "planes":
+        code(store, "r@1")
+    chain(store, [f"r@{step}" for step in STEPS])
+    store.gc(min_age=0)
+    return reopened(store)
+
+
+def cells_of(store: Store, step: int, key: str = "hit") -> list[StoredCell]:
+    manifest = manifests.get(store.repository, store.get(f"r@{step}").commit)
+    (entry,) = (entry for entry in manifest.entries if entry.key == key)
+    return list(manifest.extents(entry).stored_cells())
+
+
+def object_of(store: Store, step: int, cell: StoredCell) -> str:
+    ref = manifests.get(store.repository, store.get(f"r@{step}").commit).blob(cell.blob)
+    return blob_key(ref.uploader, ref.hash)
+
+
+def plain(store: Store, step: int) -> dict[str, bytes]:
+    """What a checkpoint holds, decoded cell by cell."""
+    manifest = manifests.get(store.repository, store.get(f"r@{step}").commit)
+    return {
+        entry.key: b"".join(
+            bytes(locate(store.repository, manifest, cell).read()) for cell in manifest.extents(entry).stored_cells()
+        )
+        for entry in manifest.entries
+    }
+
+
+def content(step: int) -> dict[str, bytes]:
+    return {key: bytes(tensor.view(torch.uint8).numpy()) for key, tensor in state(step).items()}
+
+
+def ids(store: Store, *steps: int) -> tuple[str, ...]:
+    return tuple(store.get(f"r@{step}").id for step in steps)
+
+
+def damage(store: Store, step: int, link: int, *, whole: bool = False) -> str:
+    """Flip a byte in the middle of the second cell of a checkpoint, or of a base; return the blob's name."""
+    cell = [*cells_of(store, step)[1].chain][link]
+    key = object_of(store, step, cell)
+    if whole:
+        store.repository.storage.delete(key)
+    else:
+        flip(store, key, cell.offset + cell.stored // 2)
+    return key
+
+
+@pytest.mark.parametrize("key", ["raw", "planes"])
+def test_what_is_whole_is_decoded_once(key: str) -> None:
+    store = saved(small(), key=key)
+    found = store.verify(decode=True)
+    assert not found.is_damaged
+    stays, *others = (len(content(1)[name]) for name in ("stays", "hit", "other"))
+    assert found.decoded_bytes == sum(others) * len(STEPS) + (stays if key == "planes" else 0)
+    assert store.verify().decoded_bytes == 0
+    assert [plain(store, step) for step in STEPS] == [content(step) for step in STEPS]
+    with pytest.raises(InvalidInput, match="full"):
+        store.verify(mode="exists", decode=True)
+
+
+@pytest.mark.parametrize("key", ["raw", "planes"])
+@pytest.mark.parametrize(("step", "link", "hit"), [(1, 0, (1, 2, 3)), (3, 2, (1, 2, 3)), (2, 0, (2, 3)), (3, 0, (3,))])
+def test_a_flipped_byte_hits_all_that_is_told_from_it(key: str, step: int, link: int, hit: tuple[int, ...]) -> None:
+    store = saved(small(), key=key)
+    blob = damage(store, step, link)
+    found = store.verify(decode=True)
+    (damaged,) = found.damaged
+    assert damaged.blob in blob
+    assert (damaged.keys, damaged.checkpoints) == (("hit",), ids(store, *hit))
+    assert not found.manifests, "the rows are right"
+    assert [one.step for one in store.checkpoints()] == list(STEPS)
+    for other in set(STEPS) - set(hit):
+        assert plain(store, other) == content(other)
+
+
+@pytest.mark.parametrize("link", [0, 1])
+def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
+    store = saved(small())
+    commit = store.get("r@3").commit
+    lengths = b"".join(cell.stored.to_bytes(4, "little") for cell in cells_of(store, 3))
+    row = [*cells_of(store, 3)[1].chain][link].digest if link else lengths
+    at = manifests.get(store.repository, commit).encoded().index(row)
+    flip(store, manifest_key(commit.txid, commit.id), at)
+    store = reopened(store)
+    found = store.verify(decode=True)
+    assert not found.damaged, "the blobs are right"
+    assert [(one.run, one.step) for one in found.manifests] == [("r", 3)]
+    assert "'rows'" in found.manifests[0].why
+    assert "'hit'" in found.manifests[0].why
+    assert [one.step for one in store.checkpoints()] == list(STEPS)
+    assert [plain(store, step) for step in (1, 2)] == [content(step) for step in (1, 2)]
+    with pytest.raises(Damaged, match="'hit'"):
+        plain(store, 3)
+
+
+def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone() -> None:
+    store, wrong = small(), content(3)["hit"][CELL : 2 * CELL]
+
+    def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
+        return encode(memoryview(data[2:].tobytes() + b"zz") if data == wrong else data, width, base)
+
+    for step in STEPS:
+        store.save(state(step), run="r", step=step)
+    chain(store, ["r@1", "r@2", "r@3"], encode=lying)
+    store.save(state(3), run="r", step=4)
+    store.gc(min_age=0)
+    assert not store.verify().is_damaged
+    found = reopened(store).verify(decode=True)
+    assert not found.damaged, "all bytes are those that were written"
+    assert {one.id for one in found.manifests} == {*ids(store, 3, 4)}
+    assert len(found.manifests) == 2
+    assert all("'hit'" in one.why and "another cell" in one.why for one in found.manifests)
+
+
+def with_twin(**twin: Encode) -> tuple[Store, Store]:
+    """A store, and another one that has the same checkpoints, raw, or coded there in its own way."""
+    store, other = saved(small()), small()
+    for step in STEPS:
+        other.save(state(step), run="twin", step=step)
+    if twin:
+        chain(other, [f"twin@{step}" for step in STEPS], **twin)
+        other.gc(min_age=0)
+    return store, other
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("step", "link"), [(1, 0), (2, 0), (3, 0)])
+def test_what_a_copy_has_is_taken_as_it_lies_there(step: int, link: int, *, whole: bool) -> None:
+    store, mirror = saved(small()), small()
+    store.copy_to(mirror)
+    blob = damage(store, step, link, whole=whole)
+    store.verify()
+    found = store.repair(mirror)
+    assert [name in blob for name in found.blobs] == [True]
+    assert not found.is_damaged
+    assert [plain(reopened(store), step) for step in STEPS] == [content(step) for step in STEPS]
+
+
+def by_bytes(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
+    return encode(data, 1, base)
+
+
+@pytest.mark.parametrize("twin", [{}, {"encode": by_bytes}], ids=["raw", "coded otherwise"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_frame_is_made_again_from_equal_cells(step: int, twin: dict[str, Encode], *, whole: bool) -> None:
+    store, other = with_twin(**twin)
+    blob = damage(store, step, 0, whole=whole)
+    store.verify()
+    found = store.repair(other)
+    assert [name in blob for name in found.blobs] == [True]
+    assert (found.rewritten, found.lost) == ((), ())
+    assert not reopened(store).verify(decode=True).is_damaged
+    assert [plain(reopened(store), step) for step in STEPS] == [content(step) for step in STEPS]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_cell_lies_bare_where_its_frame_cannot_be_made_again(*, whole: bool) -> None:
+    store, other = small(), small()
+    for step in STEPS:
+        store.save(state(step), run="r", step=step)
+        other.save(state(step), run="twin", step=step)
+    chain(store, [f"r@{step}" for step in STEPS], encode=by_bytes)
+    store.gc(min_age=0)
+    before = ids(store, *STEPS)
+    damage(store, 2, 0, whole=whole)
+    store.verify()
+    found = store.repair(other)
+    assert not found.is_damaged
+    assert sorted(one.step for one in found.rewritten) == [2, 3]
+    store = reopened(store)
+    assert ids(store, *STEPS) == before
+    assert not store.verify(decode=True).is_damaged
+    assert [plain(store, step) for step in STEPS] == [content(step) for step in STEPS]
+    assert cells_of(store, 2)[1].frame is None
+    last = cells_of(store, 3)[1]
+    assert last.base is not None
+    assert last.base.frame is None
+
+
+@pytest.mark.parametrize(("step", "hit"), [(1, STEPS), (2, (2, 3)), (3, (3,))])
+def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple[int, ...]) -> None:
+    store = saved(small())
+    damage(store, step, 0)
+    store.verify()
+    found = store.repair()
+    (lost,) = found.lost
+    assert (lost.keys, lost.checkpoints) == (("hit",), ids(store, *hit))
+    assert (found.blobs, found.rewritten) == ((), ())
+
+
+def test_a_copy_of_what_is_damaged_names_the_keys_that_need_the_blob() -> None:
+    store = saved(small())
+    damage(store, 1, 0)
+    with pytest.raises(Damaged, match="'hit'"):
+        store.copy_to(small(), "r@3")
+
+
+def test_few_cells_are_told_of_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = saved(small())
+    whole = store.verify(decode=True)
+    monkeypatch.setattr(frames, "_AT_ONCE", 5)
+    found = store.verify(decode=True)
+    assert not found.is_damaged
+    assert whole.decoded_bytes < found.decoded_bytes, "bases once for each lot"
+
+
+def test_copies_and_differences_are_those_of_the_cells() -> None:
+    store, other = saved(small()), small()
+    store.copy_to(other, tags=True)
+    assert not other.verify(decode=True).is_damaged
+    assert [plain(other, step) for step in STEPS] == [content(step) for step in STEPS]
+    assert ids(other, *STEPS) == ids(store, *STEPS)
+    found = store.diff("r@1", "r@3")
+    assert list(found.changed) == ["hit", "other"]
+    assert found.bytes_changed == 2 * len(content(1)["hit"])
+    forgetful = reopened(other)
+    forgetful.forget("r@1")
+    forgetful.gc(min_age=0)
+    assert [plain(forgetful, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
+
+
+def test_a_mirror_mends_a_key_that_is_forgotten_there_too(tmp_path: Path) -> None:
+    local = opened(tmp_path / "local", mirror=tmp_path / "mirror")
+    local.create(cell_bytes=CELL, blob_bytes=BLOB)
+    for step in STEPS:
+        local.save(state(step), run="r", step=step, compress="auto")
+    local.forget("r@1")
+    local.wait_for_mirror()
+    local.gc(min_age=0)
+    damage(local, 3, 2)
+    assert local.verify().damaged[0].checkpoints == ids(local, 2, 3)
+    assert not local.repair(tmp_path / "mirror").is_damaged
+    assert not local.verify(decode=True).is_damaged
+    assert [plain(local, step) for step in (2, 3)] == [content(step) for step in (2, 3)]
