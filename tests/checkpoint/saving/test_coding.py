@@ -260,3 +260,22 @@ def test_other_ranks_and_columns_go_on(ranks: Pool, tmp_path: Path) -> None:
     store = casckpt.open(url)
     for step, state in enumerate(versions(5)):
         assert torch.equal(store.read(f"default@{step}")["w"], state["w"].view(128, -1))
+
+
+def test_copies_that_pack_anew_leave_what_is_coded_as_it_lies(store: Store, tmp_path: Path) -> None:
+    """Into another store, and in place: nothing grows, every version is what it was."""
+    states = versions(6, big=weights(4))
+    for step, state in enumerate(states):
+        store.save(state, step=step, compress="auto")
+    before = [links(store, f"default@{step}") for step in range(6)]
+    other = casckpt.open(tmp_path / "other")
+    store.copy_to(other, blob_bytes=1 << 20)
+    store.copy_to(store, blob_bytes=1 << 20)
+    for one in (store, other):
+        check(one, states)
+        assert [links(one, f"default@{step}") for step in range(6)] == before
+        found = one.verify(decode=True)
+        assert found.decoded_bytes
+        assert not found.damaged
+        assert not found.manifests
+    assert other.stats().bytes_blobs <= store.stats().bytes_blobs
