@@ -137,7 +137,7 @@ class Relocation:
         self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
     ) -> dict[K, tuple[BlobRef, int]]:
         """Put cells, of which ``data`` gives the bytes, into new blobs; return where each lies."""
-        places = {}
+        places = dict[K, tuple[BlobRef, int]]()
         ordered = sorted(cells.items(), key=lambda one: _order(one[1]))
         for lot in lots(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for _, cell in lot)))))
