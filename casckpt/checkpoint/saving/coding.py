@@ -20,6 +20,7 @@ from casckpt.errors import CasckptError
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import MIN_CELL, decode, encode_delta, encode_planes, undo
+from casckpt.format.encodings.chains import decode_chain
 from casckpt.format.encodings.scratch import scratch
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _HALVES = frozenset({"bfloat16", "float16"})
 _FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
+_TRIES = 8
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
@@ -94,6 +96,7 @@ class Coder:
     memory: CodingMemory
     deltas: frozenset[str]
     alone: bool
+    _in_vain: dict[Name, int] = field(default_factory=dict)  # cells that were tried; -1 once one was worth it
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _opened: ExitStack = field(default_factory=ExitStack)
@@ -107,7 +110,8 @@ class Coder:
 
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
-        return cell.nbytes >= MIN_CELL and (source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS))
+        asked = source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS)
+        return asked and cell.nbytes >= MIN_CELL and self._in_vain.get(source.name, 0) < _TRIES
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
@@ -117,9 +121,15 @@ class Coder:
             if coded is not None:
                 return coded
             self.memory.held.keep(_name(source, cell), digest, plain)
-        frame = encode_planes(plain, width) if self.alone else None
+        frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         found = scratch("version", plain.nbytes).data
         return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
+
+    def _tried(self, source: Source, frame: bytes | None) -> bytes | None:
+        """Return the same, and note whether it was worth it: where no cell of a stream is, the others are left."""
+        tries = self._in_vain.get(source.name, 0)
+        self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
+        return frame
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""
@@ -140,11 +150,11 @@ class Coder:
         name, chain = _name(source, cell), list(old.chain)
         held = self.memory.held.find(name, old.digest)
         if held is None or len(held.frames) != len(chain) - 1:
-            held = self._read(chain)
+            held = self._read(old)
         if held is None:
             return None
         base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
-        frame = None if base is None else encode_delta(plain, width, base)
+        frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
         if base is None or frame is None or not _decodes(frame, base, plain):
             return None
         if not link:  # what is held has become the new version, in place
@@ -169,22 +179,20 @@ class Coder:
             self._links[name] = choose_base(deltas, nbytes, f"{source.key} {extent.box} {extent.lo}")
         return self._links[name]
 
-    def _read(self, chain: list[StoredCell]) -> HeldCell | None:
-        """Read a cell from where that is cheap: a local store, or this host's cache."""
+    def _read(self, cell: StoredCell) -> HeldCell | None:
+        """Read a cell, with its frames, from where that is cheap: a local store, or this host's cache."""
+        stored: list[bytearray] = []
+
+        def read(one: StoredCell) -> bytearray:
+            stored.append(self._bytes_of(one))
+            return stored[-1]
+
         try:
-            *frames, key = [self._bytes_of(one) for one in chain]
-            plain = key if chain[-1].frame is None else bytearray(chain[0].nbytes)
-            if chain[-1].frame is not None:
-                decode(memoryview(key), memoryview(plain), None)
-            for frame in reversed(frames):
-                decode(memoryview(frame), memoryview(plain), memoryview(plain))
+            plain = decode_chain(cell, read)
         except (CasckptError, ShortObject, _TooFar) as error:
             log.debug("a base is not used: %s", error)
             return None
-        if cell_digest(plain) != chain[0].digest:
-            log.warning("a cell of blob %s is not what was written; see `casckpt verify`", chain[0].blob)
-            return None
-        return HeldCell(chain[0].digest, plain, tuple(map(bytes, frames)))
+        return HeldCell(cell.digest, plain, tuple(map(bytes, reversed(stored[1:]))))
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:
         found = bytearray(cell.stored)
