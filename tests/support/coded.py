@@ -152,9 +152,9 @@ class _Coding:
             buffer = memoryview(bytearray(buffer_bytes(padded(sum(len(frame) for _, frame in lot)))))
             writer, offsets = BlobWriter(buffer), list[int]()
             for _, frame in lot:
-                offsets.append(writer.place(len(frame)))
-                buffer[offsets[-1] : offsets[-1] + len(frame)] = frame
-                writer.add("uint8", len(frame), cell_digest(frame))
+                offsets.append(writer.end)
+                buffer[writer.end : writer.end + len(frame)] = frame
+                writer.add_frame(len(frame))
             name, size = writer.finish()
             blobs.put(self.repo, txid, name, buffer[:size])
             places |= {one[0]: (BlobRef(name, size, txid), at) for one, at in zip(lot, offsets, strict=True)}
