@@ -544,9 +544,9 @@ class Store:
         there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
         it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
         ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
-        anew, into files of so many bytes; then ``target`` may be this very store, of which small and worn files are
-        packed together. ``check``: raise what went wrong once all others are copied; else it stands in ``failed`` of
-        the result. ``progress`` is called with bytes that are there now.
+        anew, into files of so many bytes (what is stored as what changed keeps its files); then ``target`` may be this
+        very store, of which small and worn files are packed together. ``check``: raise what went wrong once all others
+        are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that are there now.
 
         Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
         and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.

@@ -8,6 +8,7 @@ the others from being copied.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,9 @@ def plan_copy(
     chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
     if in_place and blob_bytes is not None:
         return _in_place(source, chosen, listed, blob_bytes)
+    if blob_bytes is not None and any(one.committed.bytes_coded for one in chosen):
+        log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
+        blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
     return replace(_sorted_out(source, target, chosen, there, named=bool(named)), blob_bytes=blob_bytes)
 

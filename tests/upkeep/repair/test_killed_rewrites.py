@@ -8,6 +8,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from casckpt.errors import CasckptError
@@ -18,10 +20,12 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
+from casckpt.store.store import Store
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import undecided
 from tests.support.checkpoints import array, content, read_arrays, save_arrays
+from tests.support.coded import code
 from tests.support.dying import WAYS, Dying, Killed
 from tests.support.gcs import collect
 from tests.support.repositories import memory, repository
@@ -29,24 +33,34 @@ from tests.support.repositories import memory, repository
 KEPT = {"a": array(1, 3), "new": array(7)}
 
 
+def near(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The same, but for a few elements."""
+    changed = data.copy()
+    changed[::100] = 0
+    return changed
+
+
 class Damaged:
     """run@1 has a blob that cannot be had again, for it holds dead cells, or a manifest whose places nobody knows.
 
-    run@2 was saved after it. ``other`` is a store that has what is missing.
+    Or it is coded, and told from cells that nobody has any more. run@2 was saved after it. ``other`` is a store that
+    has what is missing, or the cells of run@1.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
         self.other = repository(folder / "other", seed=2)
         repo = repository(folder / "first", memory())
-        older = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)})
-        twin = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)}, step=3)
-        newer = save_arrays(repo, KEPT, step=1, reuse=older if what == "blob" else twin)
+        old = {"a": KEPT["a"], "dead": array(9)} if what != "coded" else {key: near(KEPT[key]) for key in KEPT}
+        older, twin = save_arrays(repo, old), save_arrays(repo, old, step=3)
+        newer = save_arrays(repo, KEPT, step=1, reuse=twin if what == "manifest" else older)
+        if what == "coded":
+            newer = code(Store(repo), "run@1", "run@0")
         save_arrays(repo, {"x": array(20)}, step=2)
         self.id = newer.id
         tags.set_tag(repo, "best", newer)
         save_arrays(self.other, KEPT)
-        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader != newer.txid)
-        if what == "blob":
+        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader in {older.txid, twin.txid})
+        if what != "manifest":
             for one in (older, twin):
                 commits.forget(repo, one)
             collect(repo)
@@ -82,7 +96,7 @@ def check_now(repo: Repository, id: ManifestId) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("what", ["blob", "manifest"])
+@pytest.mark.parametrize("what", ["blob", "manifest", "coded"])
 def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str) -> None:
     damaged = Damaged(tmp_path, what)
     at, ended = 0, False
