@@ -1,0 +1,235 @@
+"""Frames: what is stored of a cell that is not stored as it is (docs/format.md, "Frames").
+
+::
+
+    1 byte     form: 1 planes, 2 sparse, 3 diff
+    1 byte     bytes of an element: 1, 2, 4 or 8
+    1 byte     1 where elements are rotated (planes only), else 0
+    1 byte     0
+    4 bytes    bytes of the cell
+    sparse     4 bytes how many elements changed, 4 bytes how many bytes their gaps have; the gaps, a part
+    planes     a part for each byte of an element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+
+from casckpt.errors import InvalidInput, Refused
+from casckpt.format.digest import Buffer
+from casckpt.format.encodings.differences import unzigzag, zigzag
+from casckpt.format.encodings.gaps import Indices, changed, check_gaps, decode_gaps, encode_gaps
+from casckpt.format.encodings.parts import Part, Reader, encode_part
+from casckpt.format.encodings.planes import BLOCK, encode_parts, join, read_parts
+from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
+
+MAX_LINKS = 16
+"""Bases that a base may have behind it, one behind the other."""
+MIN_CELL = 4096
+"""Bytes of the smallest cell that is worth a frame."""
+WORTH = 0.97
+"""A frame with a larger share of the cell's bytes is not worth it."""
+
+WIDTHS = (1, 2, 4, 8)
+_DENSE = 3 / 8  # of the elements changed: then differences of all of them are smaller than gaps
+_HEAD = Struct("<BBBBI")
+_SPARSE = Struct("<II")
+
+
+class Form(IntEnum):
+    """How a cell is stored."""
+
+    RAW = 0
+    PLANES = 1
+    SPARSE = 2
+    DIFF = 3
+
+
+def needs_base(form: Form) -> bool:
+    """Is a cell of this form stored as what changed since another one?"""
+    return form in {Form.SPARSE, Form.DIFF}
+
+
+def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | None:
+    """Encode a cell of elements of ``width`` bytes; with a ``base`` of as many bytes, as what changed since.
+
+    None where that is not worth it: the frame has more than `WORTH` of the bytes, the cell fewer than `MIN_CELL`, or no
+    whole elements. Raises InvalidInput for a base of another length.
+    """
+    frame = None if base is None else encode_delta(plain, width, base)
+    return frame or encode_planes(plain, width)
+
+
+def encode_planes(plain: memoryview, width: int) -> bytes | None:
+    """Encode a cell by itself; None where that is not worth it."""
+    if not _is_fit(plain, width):
+        return None
+    elements = _elements(plain, width)
+    rotated = width > 1 and _signs_vary(elements)
+    return _worthwhile(
+        plain, [_head(Form.PLANES, plain, width, rotated=rotated), *encode_parts(elements, rotated=rotated)]
+    )
+
+
+def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | None:
+    """Encode what changed since ``base``; None where that is not worth it. Raises InvalidInput for another length."""
+    if base.nbytes != plain.nbytes:
+        raise InvalidInput(f"a cell of {plain.nbytes} bytes has a base of {base.nbytes}; give one of the same length")
+    if not _is_fit(plain, width):
+        return None
+    elements, others = _elements(plain, width), _elements(base, width)
+    indices = changed(elements, others)
+    if indices.size > _DENSE * elements.size:
+        return _worthwhile(plain, [_head(Form.DIFF, plain, width), *encode_parts(_zigzag(elements, others))])
+    gaps = encode_gaps(indices)
+    head = _head(Form.SPARSE, plain, width) + _SPARSE.pack(indices.size, gaps.size)
+    return _worthwhile(plain, [head, *encode_part(gaps), *encode_parts(_zigzag(elements[indices], others[indices]))])
+
+
+def _is_fit(plain: memoryview, width: int) -> bool:
+    return plain.nbytes >= MIN_CELL and width in WIDTHS and not plain.nbytes % width
+
+
+def _elements(data: memoryview, width: int) -> Unsigned:
+    return np.frombuffer(data, f"<u{width}")
+
+
+def _signs_vary(elements: Unsigned) -> bool:
+    """Are there elements of both signs, or are some of 4096 others?"""
+    signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
+    return bool(signs.min() != signs.max())
+
+
+def _zigzag(elements: Unsigned, base: Unsigned) -> Unsigned:
+    out = scratch("differences", elements.nbytes).view(elements.dtype)
+    for begin in range(0, elements.size, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        zigzag(elements[block], base[block], out[block])
+    return out
+
+
+def _head(form: Form, plain: memoryview, width: int, *, rotated: bool = False) -> bytes:
+    return _HEAD.pack(form, width, rotated, 0, plain.nbytes)
+
+
+def _worthwhile(plain: memoryview, frame: list[Buffer]) -> bytes | None:
+    nbytes = sum(len(buffer) for buffer in frame)
+    return b"".join(frame) if nbytes <= WORTH * plain.nbytes else None
+
+
+class Frame(NamedTuple):
+    """A frame that was read whole. ``gaps``: of the form sparse."""
+
+    form: Form
+    width: int
+    rotated: bool
+    planes: list[Part]
+    gaps: Bytes
+
+
+def form_of(frame: memoryview) -> Form:
+    """Tell the form of a frame. Raises Refused for what begins like none."""
+    return Form(_read_head(Reader(frame))[0])
+
+
+def _read_head(reader: Reader) -> tuple[int, ...]:
+    form, width, rotated, zero, nbytes = reader.unpack(_HEAD)
+    if form not in {Form.PLANES, Form.SPARSE, Form.DIFF}:
+        raise Refused(f"a frame has the form {form}, which this version does not know; a later one may read it")
+    if width not in WIDTHS or nbytes % width or rotated > (form == Form.PLANES) or zero:
+        raise Refused(f"a frame of form {form} has {nbytes} bytes, in elements of {width}, and flags {rotated}, {zero}")
+    return form, width, rotated, nbytes
+
+
+def read_frame(data: memoryview, nbytes: int) -> Frame:
+    """Read the frame of a cell of ``nbytes`` bytes, and take no more memory than that. Raises Refused."""
+    reader = Reader(data)
+    form, width, rotated, stored = _read_head(reader)
+    if stored != nbytes:
+        raise Refused(f"a frame is of {stored} bytes, where a cell has {nbytes}")
+    count, gaps = nbytes // width, np.empty(0, np.uint8)
+    if form == Form.SPARSE:
+        count, gaps = _read_gaps(reader, count)
+    planes = read_parts(reader, width, count)
+    reader.end()
+    return Frame(Form(form), width, bool(rotated), planes, gaps)
+
+
+def _read_gaps(reader: Reader, count: int) -> tuple[int, Bytes]:
+    """How many of ``count`` elements changed, and their gaps."""
+    changes, nbytes = reader.unpack(_SPARSE)
+    if changes > count or nbytes > changes + (count - changes) // 255:
+        raise Refused(f"a frame tells of {changes} changes in {count} elements, and of {nbytes} bytes of gaps")
+    part = reader.part(nbytes)
+    gaps = np.full(nbytes, part, np.uint8) if isinstance(part, int) else part
+    check_gaps(gaps, changes, count)
+    return changes, gaps
+
+
+def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None:
+    """Decode a cell. ``into`` has as many bytes as the cell.
+
+    Args:
+        frame: what is stored.
+        into: where the bytes go; as it was where the frame is refused.
+        base: the cell that the frame was encoded against; it may be ``into`` itself, or not touch it. Passed by where
+            the form needs none.
+
+    Raises:
+        Refused: This is no frame of as many bytes.
+        InvalidInput: There is no base, or one of another length, and the form needs one.
+    """
+    read = read_frame(frame, into.nbytes)
+    if not needs_base(read.form):
+        _write_planes(read, _elements(into, read.width))
+        return
+    if base is None or base.nbytes != into.nbytes:
+        raise InvalidInput("a frame of differences needs a base of as many bytes as the cell; give that")
+    target, others = _elements(into, read.width), _elements(base, read.width)
+    if target.__array_interface__["data"] != others.__array_interface__["data"]:
+        np.copyto(target, others)
+    _add(read, target)
+
+
+def undo(frame: memoryview, into: memoryview) -> None:
+    """Make the base again of the cell in ``into``, in place.
+
+    Raises:
+        Refused: This is no frame of as many bytes, or one of a form that has no base.
+    """
+    read = read_frame(frame, into.nbytes)
+    if not needs_base(read.form):
+        raise Refused("a frame without a base cannot be undone; decode the frame of that base")
+    _add(read, _elements(into, read.width), sign=-1)
+
+
+def _write_planes(frame: Frame, into: Unsigned) -> None:
+    for begin in range(0, into.size, BLOCK):
+        join(frame.planes, begin, into[begin : begin + BLOCK], rotated=frame.rotated)
+
+
+def _add(frame: Frame, into: Unsigned, *, sign: int = 1) -> None:
+    """Add the differences, or take them away."""
+    change = np.add if sign > 0 else np.subtract
+    begin = 0
+    for where in _places(frame, into.size):
+        old = into[where]
+        differences = scratch("differences", old.nbytes).view(old.dtype)
+        join(frame.planes, begin, differences, rotated=False)
+        unzigzag(differences)
+        begin += old.size
+        into[where] = change(old, differences, out=differences)
+
+
+def _places(frame: Frame, count: int) -> Iterator[slice | Indices]:
+    """Which elements the planes are of, at most `BLOCK` at a time."""
+    if frame.form == Form.SPARSE:
+        yield from decode_gaps(frame.gaps)
+        return
+    for begin in range(0, count, BLOCK):
+        yield slice(begin, begin + BLOCK)

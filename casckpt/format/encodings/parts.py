@@ -1,0 +1,101 @@
+"""Parts of a frame: bytes that are stored as they are, as one byte that all of them are, or as one zstd frame.
+
+::
+
+    1 byte     0 raw, 1 constant, 2 zstd
+    4 bytes    how many bytes follow
+    bytes      the bytes; the one byte; the zstd frame
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+from typing import TypeAlias
+
+import numpy as np
+
+from casckpt.errors import Refused
+from casckpt.format.digest import Buffer
+from casckpt.format.encodings.scratch import Bytes
+from casckpt.format.encodings.zstd import compress, decompress
+
+Part: TypeAlias = "Bytes | int"
+"""The bytes, or the one value that all of them have."""
+
+SAMPLE = 4096
+_CHUNKS = 8
+NOISE = 7.75
+"""Bits of entropy in a byte, above which no coder is tried."""
+
+_HEAD = Struct("<BI")
+
+
+class Kind(IntEnum):
+    """How a part is stored."""
+
+    RAW = 0
+    CONSTANT = 1
+    ZSTD = 2
+
+
+def entropy(sample: Bytes) -> float:
+    """Compute the bits that a byte of ``sample`` has at least where each is coded by itself."""
+    counts = np.bincount(sample)
+    counts = counts[counts > 0]
+    return float(np.log2(sample.size) - counts @ np.log2(counts) / sample.size)
+
+
+def some(array: Bytes) -> Bytes:
+    """Return a sample of a long array: `SAMPLE` items in pieces from all over it; a short one as it is."""
+    if array.size <= SAMPLE:
+        return array
+    rows = array[: array.size // _CHUNKS * _CHUNKS].reshape(_CHUNKS, -1)
+    return rows[:, : SAMPLE // _CHUNKS].reshape(-1)
+
+
+def encode_part(data: Bytes) -> list[Buffer]:
+    """Encode as what is smallest, or nearly; the buffers may be of ``data`` itself."""
+    if data.size and data[0] == data[-1] and not (data != data[0]).any():
+        return [_HEAD.pack(Kind.CONSTANT, 1), bytes(data[:1])]
+    if entropy(some(data)) <= NOISE if data.size > SAMPLE else data.size:
+        coded = compress(data.data)
+        if len(coded) < data.size:
+            return [_HEAD.pack(Kind.ZSTD, len(coded)), coded]
+    return [_HEAD.pack(Kind.RAW, data.size), data.data]
+
+
+class Reader:
+    """Reads a frame from its front. ``rest``: what was not read yet."""
+
+    def __init__(self, frame: memoryview) -> None:
+        self.rest = frame
+
+    def take(self, nbytes: int) -> memoryview:
+        """Read so many bytes. Raises Refused if there are not as many."""
+        if nbytes > len(self.rest):
+            raise Refused(f"a frame is cut short: it lacks {nbytes - len(self.rest)} bytes")
+        taken, self.rest = self.rest[:nbytes], self.rest[nbytes:]
+        return taken
+
+    def unpack(self, struct: Struct) -> tuple[int, ...]:
+        """Read numbers."""
+        return struct.unpack(self.take(struct.size))
+
+    def part(self, nbytes: int) -> Part:
+        """Read a part that has ``nbytes`` bytes once it is decoded. Raises Refused for any other."""
+        kind, stored = self.unpack(_HEAD)
+        data = self.take(stored)
+        match kind:
+            case Kind.RAW if stored == nbytes:
+                return np.frombuffer(data, np.uint8)
+            case Kind.CONSTANT if stored == 1 and nbytes:
+                return data[0]
+            case Kind.ZSTD if nbytes:
+                return np.frombuffer(decompress(data, nbytes), np.uint8)
+        raise Refused(f"a part of a frame has kind {kind} and {stored} bytes, where it is to give {nbytes}")
+
+    def end(self) -> None:
+        """Raise Refused where something is left."""
+        if len(self.rest):
+            raise Refused(f"{len(self.rest)} bytes follow a frame")

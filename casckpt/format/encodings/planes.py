@@ -1,0 +1,69 @@
+"""Byte planes: the lowest bytes of all elements, then the next ones; in float data each has a distribution of its own.
+
+Of floats the top byte mixes the sign, which is noise, with the exponent, which is not. So elements may be **rotated**:
+to the left by one bit, which puts the sign below the mantissa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from casckpt.format.digest import Buffer
+from casckpt.format.encodings.parts import Part, Reader, encode_part
+from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
+
+BLOCK = 1 << 16
+"""Elements at a time: what is in between stays in the cache."""
+
+
+def split(elements: Unsigned, *, rotated: bool) -> Bytes:
+    """Split into planes, the lowest first: an array of the shape (bytes of an element, elements), of scratch."""
+    width, count = elements.itemsize, elements.size
+    planes = scratch("planes", elements.nbytes).reshape(width, count)
+    for begin in range(0, count, BLOCK):
+        block = elements[begin : begin + BLOCK]
+        for place in range(width):
+            _narrow(block, place, planes[place, begin : begin + BLOCK], rotated=rotated)
+    return planes
+
+
+def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None:
+    """Write the bytes of one place."""
+    shifted = scratch("shifted", block.nbytes).view(block.dtype)
+    if rotated and not place:
+        np.left_shift(block, 1, out=shifted)
+        sign = scratch("sign", block.nbytes).view(block.dtype)
+        np.right_shift(block, 8 * block.itemsize - 1, out=sign)
+        np.bitwise_or(shifted, sign, out=shifted)
+    else:
+        np.right_shift(block, 8 * place - rotated, out=shifted)
+    np.copyto(plane, shifted, casting="unsafe")
+
+
+def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
+    """Write the elements from ``begin`` on that ``planes`` are of, as many as ``out`` has (at most `BLOCK`)."""
+    other = scratch("other", out.nbytes).view(out.dtype)
+    for place, plane in reversed(list(enumerate(planes))):
+        part = plane if isinstance(plane, int) else plane[begin : begin + out.size]
+        if place == len(planes) - 1:
+            np.copyto(out, part)
+            continue
+        np.left_shift(out, 8, out=out)
+        np.copyto(other, part)
+        np.bitwise_or(out, other, out=out)
+    if rotated:
+        np.left_shift(out, 8 * out.itemsize - 1, out=other)
+        np.right_shift(out, 1, out=out)
+        np.bitwise_or(out, other, out=out)
+
+
+def encode_parts(elements: Unsigned, *, rotated: bool = False) -> list[Buffer]:
+    """Encode the planes, a part for each."""
+    return [buffer for plane in split(elements, rotated=rotated) for buffer in encode_part(plane)]
+
+
+def read_parts(reader: Reader, width: int, count: int) -> list[Part]:
+    """Read the planes of ``count`` elements. Raises Refused."""
+    return [reader.part(count) for _ in range(width)]

@@ -1,0 +1,33 @@
+"""Memory that a thread uses again for each cell, so that no page of it is touched for the first time twice."""
+
+from __future__ import annotations
+
+from threading import local
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Unsigned: TypeAlias = npt.NDArray[np.unsignedinteger]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+KEPT = 2 << 20
+"""Bytes that are kept, of each name and thread; what is larger lives as long as its user."""
+
+
+class _Kept(local):
+    def __init__(self) -> None:
+        self.arrays: dict[str, Bytes] = {}
+
+
+_KEPT = _Kept()
+
+
+def scratch(name: str, nbytes: int) -> Bytes:
+    """Return ``nbytes`` bytes of anything; the next call with this ``name`` in this thread may return the same."""
+    array = _KEPT.arrays.get(name)
+    if array is None or array.size < nbytes:
+        array = np.empty(nbytes, np.uint8)
+        if nbytes <= KEPT:
+            _KEPT.arrays[name] = array
+    return array[:nbytes]
