@@ -33,7 +33,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """What is in a trace. ``steps``: with whole states; ``run``: first and last of the consecutive versions, or none."""
+    """What is in a trace. ``steps``: with whole states. ``run``: first and last of the consecutive versions."""
 
     version: int
     name: str
@@ -59,7 +59,7 @@ class Trace:
         return found
 
     def versions(self) -> Iterator[tuple[int, Flat]]:
-        """The consecutive versions of the weights, in one array that changes from each to the next, with their steps."""
+        """The consecutive versions of the weights, with their steps: one array, which changes from each to the next."""
         if self.index.run is None:
             return
         first, last = self.index.run
