@@ -8,8 +8,7 @@ float32), "master", "exp_avg", "exp_avg_sq" (float32).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -17,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import platformdirs
 
 Flat: TypeAlias = npt.NDArray[np.uint16] | npt.NDArray[np.float32]
 CELL = 1 << 20
@@ -71,20 +71,15 @@ class Trace:
             yield step, weights
 
 
-def cells(tensors: Sequence[Tensor], itemsize: int, *, matrices: bool) -> list[slice]:
-    """The cells of one part: each at most 1 MiB of a tensor. ``matrices``: only those of the encoder."""
+def cut(tensor: Tensor, itemsize: int) -> list[slice]:
+    """The cells of a tensor: at most 1 MiB each."""
     each = CELL // itemsize
-    return [
-        slice(start, min(start + each, tensor.stop))
-        for tensor in tensors
-        if tensor.matrix or not matrices
-        for start in range(tensor.start, tensor.stop, each)
-    ]
+    return [slice(start, min(start + each, tensor.stop)) for start in range(tensor.start, tensor.stop, each)]
 
 
 def default_folder() -> Path:
     """Where traces are kept if nobody says where: in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "casckpt-bench" / "traces"
+    return platformdirs.user_cache_path("casckpt") / "bench" / "traces"
 
 
 def find(above: Path, name: str) -> Trace | None:
@@ -124,7 +119,7 @@ class Recorder:
         self._last = weights.copy()
         self._run.append(step)
 
-    def close(self, about: str, tensors: Sequence[Tensor]) -> Trace:
+    def close(self, about: str, tensors: Iterable[Tensor]) -> Trace:
         """All is there."""
         run = (self._run[0], self._run[-1]) if self._run else None
         name = self.folder.name

@@ -1,0 +1,147 @@
+"""Coders of weights: ours, and those that others ship. Each makes fewer bytes of an array, alone or since another."""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from benchmarks.tasks.storing import Skipped
+from benchmarks.traces import Flat
+from casckpt.format.encodings import decode, encode
+
+
+class Coder(Protocol):
+    """One coder. ``by_cell``: it is given cells of 1 MiB; else whole tensors."""
+
+    by_cell: ClassVar[bool]
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """What is stored of an array; with a ``base``, of what changed since."""
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """The array again, which has shape and dtype of ``like``. A ``base`` may be changed into it."""
+
+
+class Ours:
+    """The frames of casckpt, and the bytes themselves where a frame is not worth it."""
+
+    by_cell = True
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return encode(view(plain), plain.itemsize, None if base is None else view(base)) or plain.tobytes()
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """See `Coder`."""
+        out: Flat = np.empty_like(like) if base is None else base
+        self.decode_into(stored, out)
+        return out
+
+    def decode_into(self, stored: bytes, cell: Flat) -> None:
+        """The cell again, in the place of its base, if it has one."""
+        if len(stored) == cell.nbytes:
+            view(cell)[:] = stored
+        else:
+            decode(memoryview(stored), view(cell), view(cell))
+
+
+class Zstd:
+    """zstd at level 1, of the bytes as they are or of their XOR with the base: what slime, miles and SGLang ship."""
+
+    by_cell = False
+
+    def __init__(self) -> None:
+        self._zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        bits = plain.view(np.uint8)
+        found: bytes = self._zstd.compress(bits if base is None else bits ^ base.view(np.uint8), level=1)
+        return found
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """See `Coder`."""
+        bits = np.frombuffer(self._zstd.decompress(stored), np.uint8)
+        found: Flat = (bits if base is None else bits ^ base.view(np.uint8)).view(like.dtype)
+        return found
+
+
+class ZipNN:
+    """ZipNN, which knows no base."""
+
+    by_cell = False
+
+    def __init__(self) -> None:
+        self._library: Any = _imported("zipnn", "zipnn")
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return bytes(self._coder(plain).compress(plain.tobytes()))
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """See `Coder`."""
+        return np.frombuffer(self._coder(like).decompress(stored), like.dtype)
+
+    def _coder(self, like: Flat) -> Any:
+        dtype = "bfloat16" if like.itemsize == 2 else "float32"
+        return self._library.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+
+
+class Dcp:
+    """The zstd extension of torch.distributed.checkpoint, which knows no base."""
+
+    by_cell = False
+
+    def __init__(self) -> None:
+        _imported("zstandard", "zstandard")
+        self._extension: Any = import_module("torch.distributed.checkpoint._extension").ZStandard()
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        out = io.BytesIO()
+        stream = self._extension.transform_to(out)
+        stream.write(plain.tobytes())
+        stream.flush()
+        return out.getvalue()
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """See `Coder`."""
+        return np.frombuffer(self._extension.transform_from(io.BytesIO(stored)).read(like.nbytes), like.dtype)
+
+
+class Raw:
+    """The bytes as they are."""
+
+    by_cell = True
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return plain.tobytes()
+
+    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+        """See `Coder`."""
+        return np.frombuffer(stored, like.dtype)
+
+
+CODERS: dict[str, type[Coder]] = {"casckpt": Ours, "zstd-1": Zstd, "zipnn": ZipNN, "dcp": Dcp, "raw": Raw}
+
+
+def coder(name: str) -> Coder:
+    """The coder of a name. Raises `Skipped` where its library is not installed."""
+    return CODERS[name]()
+
+
+def view(array: Flat) -> memoryview:
+    """The bytes of an array."""
+    return array.view(np.uint8).data
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise Skipped(f"not installed (pip install {package}): {error}") from error
