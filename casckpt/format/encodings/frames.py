@@ -25,7 +25,7 @@ from casckpt.format.digest import Buffer
 from casckpt.format.encodings.differences import unzigzag, zigzag
 from casckpt.format.encodings.gaps import Indices, changed, check_gaps, decode_gaps, encode_gaps
 from casckpt.format.encodings.parts import Part, Reader, encode_part
-from casckpt.format.encodings.planes import BLOCK, encode_parts, join, read_parts
+from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 MAX_LINKS = 16
@@ -59,9 +59,10 @@ def encode(plain: memoryview, width: int, base: memoryview | None) -> bytes | No
     """Encode a cell of elements of ``width`` bytes; with a ``base`` of as many bytes, as what changed since.
 
     None where that is not worth it: the frame has more than `WORTH` of the bytes, the cell fewer than `MIN_CELL`, or no
-    whole elements. Raises InvalidInput for a base of another length.
+    whole elements. Where nearly all changed a lot, it is encoded by itself. Raises InvalidInput for a base of another
+    length.
     """
-    frame = None if base is None else encode_delta(plain, width, base)
+    frame = None if base is None else _encode_delta(plain, width, base, or_planes=True)
     return frame or encode_planes(plain, width)
 
 
@@ -70,25 +71,44 @@ def encode_planes(plain: memoryview, width: int) -> bytes | None:
     if not _is_fit(plain, width):
         return None
     elements = _elements(plain, width)
-    rotated = width > 1 and _signs_vary(elements)
-    return _worthwhile(
-        plain, [_head(Form.PLANES, plain, width, rotated=rotated), *encode_parts(elements, rotated=rotated)]
-    )
+    rotated = _signs_vary(elements)
+    outlook = foresee(elements, rotated=rotated)
+    if outlook.share > WORTH:
+        return None
+    head = _head(Form.PLANES, elements, rotated=rotated)
+    return _worthwhile(plain, [head, *encode_parts(elements, outlook.noise, rotated=rotated)])
 
 
 def encode_delta(plain: memoryview, width: int, base: memoryview) -> bytes | None:
     """Encode what changed since ``base``; None where that is not worth it. Raises InvalidInput for another length."""
+    return _encode_delta(plain, width, base, or_planes=False)
+
+
+def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes: bool) -> bytes | None:
+    """``or_planes``: leave alone what planes may encode better."""
     if base.nbytes != plain.nbytes:
         raise InvalidInput(f"a cell of {plain.nbytes} bytes has a base of {base.nbytes}; give one of the same length")
     if not _is_fit(plain, width):
         return None
     elements, others = _elements(plain, width), _elements(base, width)
-    indices = changed(elements, others)
-    if indices.size > _DENSE * elements.size:
-        return _worthwhile(plain, [_head(Form.DIFF, plain, width), *encode_parts(_zigzag(elements, others))])
-    gaps = encode_gaps(indices)
-    head = _head(Form.SPARSE, plain, width) + _SPARSE.pack(indices.size, gaps.size)
-    return _worthwhile(plain, [head, *encode_part(gaps), *encode_parts(_zigzag(elements[indices], others[indices]))])
+    indices = changed(elements, others, int(_DENSE * elements.size))
+    if indices is None:
+        return _worthwhile(plain, _diff(elements, others, or_planes=or_planes))
+    return _worthwhile(plain, _sparse(elements, others, indices))
+
+
+def _sparse(elements: Unsigned, base: Unsigned, indices: Indices) -> list[Buffer]:
+    gaps, differences = encode_gaps(indices), _zigzag(elements[indices], base[indices])
+    head = _head(Form.SPARSE, elements) + _SPARSE.pack(indices.size, gaps.size)
+    return [head, *encode_part(gaps), *encode_parts(differences)]
+
+
+def _diff(elements: Unsigned, base: Unsigned, *, or_planes: bool) -> list[Buffer] | None:
+    differences = _zigzag(elements, base)
+    outlook = foresee(differences)
+    if outlook.share > (foresee(elements, rotated=_signs_vary(elements)).share if or_planes else WORTH):
+        return None
+    return [_head(Form.DIFF, elements), *encode_parts(differences, outlook.noise)]
 
 
 def _is_fit(plain: memoryview, width: int) -> bool:
@@ -100,9 +120,9 @@ def _elements(data: memoryview, width: int) -> Unsigned:
 
 
 def _signs_vary(elements: Unsigned) -> bool:
-    """Are there elements of both signs, or are some of 4096 others?"""
+    """Are there both signs among some of the elements? Of single bytes the sign has no other place."""
     signs = elements[:: max(1, elements.size >> 12)] >> (8 * elements.itemsize - 1)
-    return bool(signs.min() != signs.max())
+    return bool(elements.itemsize > 1 and signs.min() != signs.max())
 
 
 def _zigzag(elements: Unsigned, base: Unsigned) -> Unsigned:
@@ -113,13 +133,12 @@ def _zigzag(elements: Unsigned, base: Unsigned) -> Unsigned:
     return out
 
 
-def _head(form: Form, plain: memoryview, width: int, *, rotated: bool = False) -> bytes:
-    return _HEAD.pack(form, width, rotated, 0, plain.nbytes)
+def _head(form: Form, elements: Unsigned, *, rotated: bool = False) -> bytes:
+    return _HEAD.pack(form, elements.itemsize, rotated, 0, elements.nbytes)
 
 
-def _worthwhile(plain: memoryview, frame: list[Buffer]) -> bytes | None:
-    nbytes = sum(len(buffer) for buffer in frame)
-    return b"".join(frame) if nbytes <= WORTH * plain.nbytes else None
+def _worthwhile(plain: memoryview, frame: list[Buffer] | None) -> bytes | None:
+    return b"".join(frame) if frame and sum(map(len, frame)) <= WORTH * plain.nbytes else None
 
 
 class Frame(NamedTuple):
@@ -191,9 +210,9 @@ def decode(frame: memoryview, into: memoryview, base: memoryview | None) -> None
     if base is None or base.nbytes != into.nbytes:
         raise InvalidInput("a frame of differences needs a base of as many bytes as the cell; give that")
     target, others = _elements(into, read.width), _elements(base, read.width)
-    if target.__array_interface__["data"] != others.__array_interface__["data"]:
+    if read.form == Form.SPARSE and target.__array_interface__["data"] != others.__array_interface__["data"]:
         np.copyto(target, others)
-    _add(read, target)
+    _change(read, target, others, np.add)
 
 
 def undo(frame: memoryview, into: memoryview) -> None:
@@ -205,7 +224,8 @@ def undo(frame: memoryview, into: memoryview) -> None:
     read = read_frame(frame, into.nbytes)
     if not needs_base(read.form):
         raise Refused("a frame without a base cannot be undone; decode the frame of that base")
-    _add(read, _elements(into, read.width), sign=-1)
+    elements = _elements(into, read.width)
+    _change(read, elements, elements, np.subtract)
 
 
 def _write_planes(frame: Frame, into: Unsigned) -> None:
@@ -213,17 +233,16 @@ def _write_planes(frame: Frame, into: Unsigned) -> None:
         join(frame.planes, begin, into[begin : begin + BLOCK], rotated=frame.rotated)
 
 
-def _add(frame: Frame, into: Unsigned, *, sign: int = 1) -> None:
-    """Add the differences, or take them away."""
-    change = np.add if sign > 0 else np.subtract
+def _change(frame: Frame, into: Unsigned, base: Unsigned, operation: np.ufunc) -> None:
+    """Write the elements that the frame has differences of: ``operation`` of those of ``base`` and these."""
     begin = 0
     for where in _places(frame, into.size):
-        old = into[where]
+        old = base[where]
         differences = scratch("differences", old.nbytes).view(old.dtype)
         join(frame.planes, begin, differences, rotated=False)
         unzigzag(differences)
+        into[where] = operation(old, differences, out=differences)
         begin += old.size
-        into[where] = change(old, differences, out=differences)
 
 
 def _places(frame: Frame, count: int) -> Iterator[slice | Indices]:

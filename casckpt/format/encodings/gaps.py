@@ -16,23 +16,33 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 MORE = 255
 
 
-def changed(elements: Unsigned, base: Unsigned) -> Indices:
-    """Find the elements that differ from those of ``base``: by words of 8 bytes, of which few do."""
-    if elements.nbytes % 8 or elements.itemsize == 8:
-        return np.flatnonzero(elements != base)
-    each = 8 // elements.itemsize
-    mine, theirs = elements.view(np.uint64), base.view(np.uint64)
-    words = np.flatnonzero(mine != theirs)
-    found = np.flatnonzero(mine[words].view(elements.dtype) != theirs[words].view(elements.dtype))
-    return words[found // each] * each + found % each
+def changed(elements: Unsigned, base: Unsigned, most: int) -> Indices | None:
+    """Find the elements that differ from those of ``base``; None if there are more than ``most``."""
+    words = _changed_words(elements, base)
+    if words is None:
+        is_changed = elements != base
+        return np.flatnonzero(is_changed) if np.count_nonzero(is_changed) <= most else None
+    shift = 4 - elements.itemsize.bit_length()  # a word has 1 << shift elements
+    mine, theirs = (some.view(np.uint64)[words].view(some.dtype) for some in (elements, base))
+    found = np.flatnonzero(mine != theirs)
+    return (words[found >> shift] << shift) + (found & (1 << shift) - 1) if found.size <= most else None
+
+
+def _changed_words(elements: Unsigned, base: Unsigned) -> Indices | None:
+    """The words of 8 bytes that differ, where that spares work: where they are few."""
+    if elements.nbytes % 8:
+        return None
+    differ = elements.view(np.uint64) != base.view(np.uint64)
+    return np.flatnonzero(differ) if np.count_nonzero(differ) <= differ.size // 2 else None
 
 
 def encode_gaps(indices: Indices) -> Bytes:
     """Encode indices, which ascend."""
-    more, last = np.divmod(np.diff(indices, prepend=-1) - 1, MORE)
+    between = np.diff(indices, prepend=-1) - 1
+    more = between // MORE
     ends = np.cumsum(more + 1) - 1
     gaps = np.full(ends[-1] + 1 if ends.size else 0, MORE, np.uint8)
-    gaps[ends] = last
+    gaps[ends] = between - more * MORE
     return gaps
 
 

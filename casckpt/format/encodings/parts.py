@@ -23,11 +23,6 @@ from casckpt.format.encodings.zstd import compress, decompress
 Part: TypeAlias = "Bytes | int"
 """The bytes, or the one value that all of them have."""
 
-SAMPLE = 4096
-_CHUNKS = 8
-NOISE = 7.75
-"""Bits of entropy in a byte, above which no coder is tried."""
-
 _HEAD = Struct("<BI")
 
 
@@ -39,29 +34,13 @@ class Kind(IntEnum):
     ZSTD = 2
 
 
-def entropy(sample: Bytes) -> float:
-    """Compute the bits that a byte of ``sample`` has at least where each is coded by itself."""
-    counts = np.bincount(sample)
-    counts = counts[counts > 0]
-    return float(np.log2(sample.size) - counts @ np.log2(counts) / sample.size)
-
-
-def some(array: Bytes) -> Bytes:
-    """Return a sample of a long array: `SAMPLE` items in pieces from all over it; a short one as it is."""
-    if array.size <= SAMPLE:
-        return array
-    rows = array[: array.size // _CHUNKS * _CHUNKS].reshape(_CHUNKS, -1)
-    return rows[:, : SAMPLE // _CHUNKS].reshape(-1)
-
-
-def encode_part(data: Bytes) -> list[Buffer]:
-    """Encode as what is smallest, or nearly; the buffers may be of ``data`` itself."""
+def encode_part(data: Bytes, *, noise: bool = False) -> list[Buffer]:
+    """Encode as what is smallest; of ``noise`` nothing is tried. The buffers may be of ``data`` itself."""
     if data.size and data[0] == data[-1] and not (data != data[0]).any():
         return [_HEAD.pack(Kind.CONSTANT, 1), bytes(data[:1])]
-    if entropy(some(data)) <= NOISE if data.size > SAMPLE else data.size:
-        coded = compress(data.data)
-        if len(coded) < data.size:
-            return [_HEAD.pack(Kind.ZSTD, len(coded)), coded]
+    coded = compress(data.data) if data.size and not noise else data.data
+    if len(coded) < data.size:
+        return [_HEAD.pack(Kind.ZSTD, len(coded)), coded]
     return [_HEAD.pack(Kind.RAW, data.size), data.data]
 
 

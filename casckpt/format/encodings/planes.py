@@ -6,9 +6,12 @@ to the left by one bit, which puts the sign below the mantissa.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from casckpt.format.digest import Buffer
 from casckpt.format.encodings.parts import Part, Reader, encode_part
@@ -16,6 +19,10 @@ from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 BLOCK = 1 << 16
 """Elements at a time: what is in between stays in the cache."""
+SAMPLE = 4096
+_PIECES = 8
+NOISE = 7.75
+"""Bits of entropy in a byte, above which no coder is tried."""
 
 
 def split(elements: Unsigned, *, rotated: bool) -> Bytes:
@@ -59,9 +66,41 @@ def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) ->
         np.bitwise_or(out, other, out=out)
 
 
-def encode_parts(elements: Unsigned, *, rotated: bool = False) -> list[Buffer]:
-    """Encode the planes, a part for each."""
-    return [buffer for plane in split(elements, rotated=rotated) for buffer in encode_part(plane)]
+class Outlook(NamedTuple):
+    """What a sample says of elements. ``share``: of the bytes, in parts; ``noise``: planes to leave raw."""
+
+    share: float
+    noise: list[bool]
+
+
+def foresee(elements: Unsigned, *, rotated: bool = False) -> Outlook:
+    """Look at a sample of the elements, before anything is done with all of them."""
+    bits = entropy(split(_some(elements), rotated=rotated))
+    noise = bits > NOISE
+    return Outlook(float(np.where(noise, 8.0, bits).mean()) / 8, noise.tolist())
+
+
+def _some(elements: Unsigned) -> Unsigned:
+    """`SAMPLE` elements, in pieces from all over; all of them where there are no more."""
+    if elements.size <= SAMPLE:
+        return elements
+    rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)
+    return rows[:, : SAMPLE // _PIECES].reshape(-1)
+
+
+def entropy(planes: Bytes) -> npt.NDArray[np.float64]:
+    """Compute, for each plane, the bits that a byte needs on average where each is coded by itself."""
+    width, count = planes.shape
+    places = np.arange(0, 256 * width, 256)[:, None]
+    counts = np.bincount((planes + places).reshape(-1), minlength=256 * width).reshape(width, 256)
+    bits: npt.NDArray[np.float64] = np.log2(count) - (counts * np.log2(np.maximum(counts, 1))).sum(axis=1) / count
+    return bits
+
+
+def encode_parts(elements: Unsigned, noise: Iterable[bool] = repeat(False), *, rotated: bool = False) -> list[Buffer]:
+    """Encode the planes, a part for each; ``noise``: which of them are not worth trying."""
+    planes = split(elements, rotated=rotated)
+    return [part for plane, is_noise in zip(planes, noise, strict=False) for part in encode_part(plane, noise=is_noise)]
 
 
 def read_parts(reader: Reader, width: int, count: int) -> list[Part]:

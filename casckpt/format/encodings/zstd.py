@@ -17,7 +17,7 @@ WINDOW_LOG = 17
 MAX_WINDOW_LOG = 23
 """A frame with a larger window is refused; RFC 8878 asks every decoder for as much."""
 
-_LIMITS = {zstd.DecompressionParameter.window_log_max: MAX_WINDOW_LOG}
+_LIMITS = {int(zstd.DecompressionParameter.window_log_max): MAX_WINDOW_LOG}
 
 
 class _Coder(local):
