@@ -10,6 +10,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -216,9 +217,9 @@ class _Gpt(torch.nn.Module):
         return found
 
 
-def _language() -> tuple[torch.nn.Module, Loss]:
+def _language(width: int = 256, layers: int = 4) -> tuple[torch.nn.Module, Loss]:
     """The next byte, from scratch."""
-    model, length, size = _Gpt(), 128, 8
+    model, length, size = _Gpt(width, layers), 128, 8
     text = torch.frombuffer(bytearray("\n".join(sentences()), "utf-8"), dtype=torch.uint8).long()
 
     def loss(step: int) -> Torch:
@@ -236,5 +237,6 @@ RECIPES = {
         Recipe("rl", "MiniLM, GRPO-like, AdamW 1e-6", 1e-6, _USUAL, (40, 41, 50, 140), _policy, run=128),
         Recipe("ft", "MiniLM, contrastive, AdamW 2e-5", 2e-5, _USUAL, (150, 151, 160, 250), _contrastive),
         Recipe("gpt", "a GPT from scratch, AdamW 6e-4", 6e-4, _LANGUAGE, (200, 201, 210, 300), _language, half=False),
+        Recipe("quick", "a tiny GPT", 1e-5, _USUAL, (3, 4, 6), partial(_language, 128, 1), run=12),
     )
 }

@@ -35,24 +35,25 @@ def make(here: Here, folder: str, name: str) -> tuple[int, ...]:
 
 
 def code(
-    here: Here, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
+    here: Here, *, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
 ) -> Measured:
     """Code the parts of a state; of the weights what changed ``since``. Extra: the entropy bound of the changes."""
     trace, using, clock = _trace(here, folder, name), coder(who), _Clock()
-    measured = Measured()
+    measured, whole = Measured(), 0
     for part in parts:
         earlier = since if part == "weights" else None
         plain, base = trace.part(step, part), None if earlier is None else trace.part(earlier, part)
         pieces = _pieces(trace, plain.itemsize, using, matrices=matrices)
-        measured.stored += sum(_coded(using, plain[piece], None if base is None else base[piece], clock)[0]
+        measured.stored += sum(_coded(using, plain[piece], None if base is None else base[piece], clock)
                                for piece in pieces)  # fmt: skip
+        whole += sum(plain[piece].nbytes for piece in pieces)
         if base is not None:
             both = [np.concatenate([one[piece] for piece in pieces]) for one in (base, plain)]
             measured.extra["bound"] = _bound(*both)
-    return clock.write(measured)
+    return clock.write(measured, whole)
 
 
-def speed(here: Here, folder: str, name: str, who: str, work: str, nbytes: int) -> Measured:
+def speed(here: Here, *, folder: str, name: str, who: str, work: str, nbytes: int) -> Measured:
     """Encode or decode as many bytes of the weights' matrices, each version since the one before, or alone."""
     trace, using = _trace(here, folder, name), coder(who)
     encoding, decoding, left, measured = _Clock(), _Clock(), nbytes, Measured()
@@ -60,50 +61,51 @@ def speed(here: Here, folder: str, name: str, who: str, work: str, nbytes: int) 
         for plain, before in _steps(trace):
             for piece in _pieces(trace, plain.itemsize, using, matrices=True):
                 base = before[piece] if "delta" in work else None
-                measured.stored += _coded(using, plain[piece], base, encoding, decoding)[0]
+                measured.stored += _coded(using, plain[piece], base, encoding, decoding)
                 left -= plain[piece].nbytes
             if left <= 0:
                 break
-    return (decoding if "decode" in work else encoding).write(measured)
+    return (decoding if "decode" in work else encoding).write(measured, nbytes - left)
 
 
-def replay(here: Here, folder: str, name: str, who: str, saves: int, each: int) -> Measured:
+def replay(here: Here, *, folder: str, name: str, who: str, saves: int, each: int) -> Measured:
     """The first versions of the matrices, each since the one before, and every ``each``-th by itself."""
-    trace, using, clock, measured = _trace(here, folder, name), coder(who), _Clock(), Measured()
+    trace, using, clock, measured, whole = _trace(here, folder, name), coder(who), _Clock(), Measured(), 0
     for number, (plain, before) in enumerate(islice(_steps(trace, first=True), saves)):
         for piece in _pieces(trace, plain.itemsize, using, matrices=True):
             base = before[piece] if number % each else None
-            measured.stored += _coded(using, plain[piece], base, clock)[0]
-    return clock.write(measured)
+            measured.stored += _coded(using, plain[piece], base, clock)
+            whole += plain[piece].nbytes
+    return clock.write(measured, whole)
 
 
-def follow(here: Here, folder: str, name: str, saves: int) -> Measured:
+def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
     """The first versions of the matrices, each with the base that `choose_base` names.
 
-    Extra: "kept worst", "kept mean": bytes that the last 8 versions need, in the second half; "load worst", "load
-    mean": what the CPU does for a load of a version, over what it does for one that lies there raw; "links"; "steady":
-    bytes of a save behind the first 64.
+    Extra: "kept worst", "kept mean": what the last 8 versions need, in copies, from the middle of ``saves`` on; "load
+    worst", "load mean": CPU-seconds for each GB of a verified load; "later": a save behind ``saves``, in copies.
     """
-    trace, saving, measured = _trace(here, folder, name), _Clock(), Measured()
+    trace, saving = _trace(here, folder, name), _Clock()
     rows = [_Row(tensor, 2) for tensor in trace.index.tensors if tensor.matrix]
     loads, kept = list[float](), list[int]()
     for number, (_, weights) in enumerate(trace.versions()):
-        before = saving.cpu
         for row in rows:
             row.save(weights, saving if number < saves else _Clock())
-        measured.extra["slowest"] = max(measured.extra.get("slowest", 0), saving.cpu - before)
-        if number >= saves // 2:
-            kept.append(_kept(rows, number))
-            loads += [_load(rows, weights)] if number % _LOADED == _LOADED - 1 else []
-    each = [sum(row.versions[number].nbytes for row in rows) for number in range(len(rows[0].versions))]
-    measured.stored = sum(each[:saves])
-    first = kept[: saves - saves // 2]
-    measured.extra |= {"kept worst": max(first), "kept mean": sum(first) / len(first), "kept later": max(kept),
-                       "load worst": max(loads), "load mean": sum(loads) / len(loads),
-                       "links": max(len(row.chain(number)) for row in rows for number in range(len(each)))}  # fmt: skip
-    if len(each) > saves:
-        measured.extra["steady"] = sum(each[saves:]) / len(each[saves:])
-    return saving.write(measured)
+        kept.append(_kept(rows, number))
+        if number % _LOADED == _LOADED - 1 and number >= saves // 2:
+            loads.append(_load(rows))
+    copy, late = sum(row.nbytes for row in rows), kept[saves // 2 :]
+    each = [sum(row.versions[number].nbytes for row in rows) for number in range(len(kept))]
+    extra: dict[str, float] = {
+        "kept worst": max(late) / copy,
+        "kept mean": sum(late) / len(late) / copy,
+        "load worst": max(loads),
+        "load mean": sum(loads) / len(loads),
+        "later": sum(each[saves:]) / copy / max(1, len(each) - saves),
+        "links": max(row.links() for row in rows),
+    }
+    measured = Measured(stored=sum(each[:saves]), extra=extra)
+    return saving.write(measured, copy * min(saves, len(each)))
 
 
 def _trace(here: Here, folder: str, name: str) -> Trace:
@@ -129,8 +131,9 @@ class _Clock:
         self.cpu += time.thread_time()
         self.time += time.perf_counter()
 
-    def write(self, measured: Measured) -> Measured:
-        """What it measured."""
+    def write(self, measured: Measured, plain: int) -> Measured:
+        """What it measured; ``plain``: bytes of what was coded."""
+        measured.extra["share"] = measured.stored / plain
         measured.blocked = measured.durable = self.time
         measured.cpu, measured.load_average = self.cpu, os.getloadavg()[0]
         return measured
@@ -199,9 +202,13 @@ class _Row:
 
     def __init__(self, tensor: Tensor, itemsize: int) -> None:
         self._place, self._cells = f"{tensor.name} 0", cut(tensor, itemsize)
-        self._nbytes = (tensor.stop - tensor.start) * itemsize
+        self.nbytes = (tensor.stop - tensor.start) * itemsize
         self._last: list[Flat] = []
         self.versions: list[_Version] = []
+
+    def links(self) -> int:
+        """The most that a version has."""
+        return max(len(self.chain(number)) for number in range(len(self.versions))) - 1
 
     def chain(self, number: int) -> list[int]:
         """The versions that this one is made of: itself, its base, ..., the key."""
@@ -228,7 +235,7 @@ class _Row:
         """The number and the cells of the base of the next version."""
         chain = self.chain(len(self.versions) - 1) if self.versions else []
         sizes = [self.versions[number].nbytes for number in chain[:-1]]
-        left = choose_base(sizes, self._nbytes, self._place) if chain else None
+        left = choose_base(sizes, self.nbytes, self._place) if chain else None
         if left is None:
             return None, [None] * len(self._cells)
         cells = [one.copy() for one in self._last]
@@ -242,13 +249,13 @@ class _Row:
         for number in reversed(self.chain(len(self.versions) - 1)):
             for frame, cell in zip(self.versions[number].frames, out, strict=True):
                 _OURS.decode_into(frame, cell)
-        _digest(out)
+        for cell in out:
+            cell_digest(view(cell))
 
-    def load_raw(self, weights: Flat, out: list[Flat]) -> None:
-        """The same, of cells that are stored as they are."""
-        for place, cell in zip(self._cells, out, strict=True):
-            np.copyto(cell, weights[place])
-        _digest(out)
+    def check(self, cells: list[Flat]) -> None:
+        """Raise WrongBytes for cells that are not those of the newest version."""
+        for pair in zip(cells, self._last, strict=True):
+            _compare(*pair)
 
     def memory(self) -> list[Flat]:
         """Where a version can be loaded to."""
@@ -259,21 +266,15 @@ def _is_delta(frame: bytes) -> bool:
     return needs_base(form_of(memoryview(frame)))
 
 
-def _digest(cells: list[Flat]) -> None:
-    for cell in cells:
-        cell_digest(view(cell))
-
-
-def _load(rows: list[_Row], weights: Flat) -> float:
-    """What the CPU does for a load of the newest version, over what it does for one that is stored as it is."""
-    out, coded, raw = [row.memory() for row in rows], _Clock(), _Clock()
-    with raw:
-        for row, cells in zip(rows, out, strict=True):
-            row.load_raw(weights, cells)
-    with coded:
+def _load(rows: list[_Row]) -> float:
+    """CPU-seconds for each GB of a load of the newest version."""
+    out, clock = [row.memory() for row in rows], _Clock()
+    with clock:
         for row, cells in zip(rows, out, strict=True):
             row.load(cells)
-    return coded.cpu / raw.cpu
+    for row, cells in zip(rows, out, strict=True):
+        row.check(cells)
+    return clock.cpu / sum(row.nbytes for row in rows) * 1e9
 
 
 def _kept(rows: list[_Row], newest: int) -> int:
