@@ -56,7 +56,7 @@ def _case(bench: Bench, row: Row, task: str, **arguments: Any) -> Case:
     def run(number: int) -> Measured:
         if number:
             raise Enough
-        return bench.team().measure(f"deltas:{task}", folder=_folder(bench), **arguments)
+        return bench.team().measure(task, folder=_folder(bench), **arguments)
 
     return Case(row, run, ours=row.who == OURS)
 
@@ -66,10 +66,10 @@ def _versions(bench: Bench, name: str) -> Iterator[Case]:
     saves = _FEW if bench.options.quick else _SAVES
     peers = {"zstd-1": ("XOR with the one before, two alone", saves // 2),
              "zipnn": ("", 1), "dcp": ("zstd extension", 1), "raw": ("", 1)}  # fmt: skip
-    yield _case(bench, Row(_RUN, OURS, ""), "follow", name=name, saves=saves)
+    yield _case(bench, Row(_RUN, OURS, ""), "versions:follow", name=name, saves=saves)
     for who, (what, each) in peers.items():
         row = Row(_RUN, who, what, limit=who == "raw")
-        yield _case(bench, row, "replay", name=name, who=who, saves=saves, each=each)
+        yield _case(bench, row, "deltas:replay", name=name, who=who, saves=saves, each=each)
 
 
 def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Iterator[Case]:
@@ -81,7 +81,7 @@ def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Ite
     def case(group: str, who: str, what: str, *, of: Sequence[str], step: int, since: int | None = None,
              matrices: bool = True) -> Case:  # fmt: skip
         row = Row(f"{about}: {group}", who, what, limit=who == "raw")
-        return _case(bench, row, "code", name=name, who=who, parts=of, step=step, since=since, matrices=matrices)
+        return _case(bench, row, "deltas:code", name=name, who=who, parts=of, step=step, since=since, matrices=matrices)
 
     for step in steps[1:]:
         group = f"weights, {_later(step - first)}"

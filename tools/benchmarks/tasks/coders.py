@@ -22,8 +22,8 @@ class Coder(Protocol):
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
         """What is stored of an array; with a ``base``, of what changed since."""
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
-        """The array again, which has shape and dtype of ``like``. A ``base`` may be changed into it."""
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """The array again, in the place of its base, if it has one."""
 
 
 class Ours:
@@ -35,18 +35,12 @@ class Ours:
         """See `Coder`."""
         return encode(view(plain), plain.itemsize, None if base is None else view(base)) or plain.tobytes()
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""
-        out: Flat = np.empty_like(like) if base is None else base
-        self.decode_into(stored, out)
-        return out
-
-    def decode_into(self, stored: bytes, cell: Flat) -> None:
-        """The cell again, in the place of its base, if it has one."""
-        if len(stored) == cell.nbytes:
-            view(cell)[:] = stored
+        if len(stored) == out.nbytes:
+            view(out)[:] = stored
         else:
-            decode(memoryview(stored), view(cell), view(cell))
+            decode(memoryview(stored), view(out), view(out))
 
 
 class Zstd:
@@ -63,11 +57,13 @@ class Zstd:
         found: bytes = self._zstd.compress(bits if base is None else bits ^ base.view(np.uint8), level=1)
         return found
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""
-        bits = np.frombuffer(self._zstd.decompress(stored), np.uint8)
-        found: Flat = (bits if base is None else bits ^ base.view(np.uint8)).view(like.dtype)
-        return found
+        bits = self._zstd.decompress(stored)
+        if has_base:
+            np.bitwise_xor(out.view(np.uint8), np.frombuffer(bits, np.uint8), out=out.view(np.uint8))
+        else:
+            view(out)[:] = bits
 
 
 class ZipNN:
@@ -82,9 +78,9 @@ class ZipNN:
         """See `Coder`."""
         return bytes(self._coder(plain).compress(plain.tobytes()))
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""
-        return np.frombuffer(self._coder(like).decompress(stored), like.dtype)
+        view(out)[:] = self._coder(out).decompress(stored)
 
     def _coder(self, like: Flat) -> Any:
         dtype = "bfloat16" if like.itemsize == 2 else "float32"
@@ -108,9 +104,9 @@ class Dcp:
         stream.flush()
         return out.getvalue()
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""
-        return np.frombuffer(self._extension.transform_from(io.BytesIO(stored)).read(like.nbytes), like.dtype)
+        view(out)[:] = self._extension.transform_from(io.BytesIO(stored)).read(out.nbytes)
 
 
 class Raw:
@@ -122,9 +118,9 @@ class Raw:
         """See `Coder`."""
         return plain.tobytes()
 
-    def decode(self, stored: bytes, base: Flat | None, like: Flat) -> Flat:
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
         """See `Coder`."""
-        return np.frombuffer(stored, like.dtype)
+        view(out)[:] = stored
 
 
 CODERS: dict[str, type[Coder]] = {"casckpt": Ours, "zstd-1": Zstd, "zipnn": ZipNN, "dcp": Dcp, "raw": Raw}
