@@ -19,7 +19,7 @@ from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 BLOCK = 1 << 16
 """Elements at a time: what is in between stays in the cache."""
-SAMPLE = 4096
+SAMPLE = 2048
 _PIECES = 8
 NOISE = 7.75
 """Bits of entropy in a byte, above which no coder is tried."""

@@ -26,7 +26,6 @@ from casckpt.format.encodings import (
     undo,
 )
 from casckpt.format.encodings.zstd import compress
-from casckpt.parallel import in_parallel
 from tests.support import plain_frames
 
 WIDTHS = st.sampled_from([1, 2, 4, 8])
@@ -213,15 +212,13 @@ def test_memory_that_is_not_aligned(count: int) -> None:
     assert into == plain
 
 
-def test_threads_do_not_share_scratch() -> None:
-    made = [elements(2, 20_000 + i, "normal", i).tobytes() for i in range(24)]
-
-    def there_and_back(plain: bytes) -> bytes:
-        frame = encode(memoryview(plain), 2, None)
-        assert frame is not None
-        return decoded(frame, len(plain))
-
-    assert list(in_parallel(4, there_and_back, made)) == made
+def test_more_gaps_than_are_decoded_at_once() -> None:
+    base, where = np.zeros(400_000, np.uint8), np.random.default_rng(1).random(400_000) < 0.3
+    plain = (base + where).tobytes()
+    frame = delta(plain, 1, base.tobytes())
+    assert frame is not None
+    assert form_of(memoryview(frame)) == Form.SPARSE
+    assert decoded(frame, len(plain), base.tobytes()) == plain
 
 
 RAW2 = bytes.fromhex("01 02 01 00 06000000  00 03000000 02 05 ff  01 01000000 7f")
@@ -257,6 +254,8 @@ ZEROS = (1, b"\0")
 WINDOW = bytes.fromhex("28b52ffd 00 68 4d00001000000100fb2ac002")
 """512 zeros, by a writer who may look back over 2**23 bytes."""
 PLAIN = 512
+SUMMED = bytes.fromhex("28b52ffd6400014d00001000000100fb2ac0027cb8c3e8")
+"""512 zeros, and their checksum behind them."""
 WRONG = {
     "nothing": b"",
     "half a head": RAW2[:7],
@@ -265,6 +264,7 @@ WRONG = {
     "width": frame_of(1, 3, PLAIN, ZEROS, ZEROS, ZEROS),
     "width 0": frame_of(1, 0, PLAIN),
     "another length": frame_of(1, 1, PLAIN + 1, ZEROS),
+    "a shorter cell": frame_of(1, 1, PLAIN - 1, ZEROS),
     "rotated twice": frame_of(1, 1, PLAIN, ZEROS).replace(b"\1\1\0\0", b"\1\1\2\0", 1),
     "a flag": frame_of(1, 1, PLAIN, ZEROS).replace(b"\1\1\0\0", b"\1\1\0\1", 1),
     "rotated differences": frame_of(3, 1, PLAIN, ZEROS).replace(b"\3\1\0\0", b"\3\1\1\0", 1),
@@ -284,12 +284,15 @@ WRONG = {
     "long zstd": frame_of(1, 1, PLAIN, (2, compress(bytes(PLAIN + 1)))),
     "a bomb": frame_of(1, 1, PLAIN, (2, compress(bytes(1 << 28)))),
     "half of zstd": frame_of(1, 1, PLAIN, (2, compress(bytes(range(256)) * 2)[:-1])),
+    "zstd without its end": frame_of(1, 1, PLAIN, (2, SUMMED[:-1])),
     "two of zstd": frame_of(1, 1, PLAIN, (2, compress(bytes(PLAIN // 2)) * 2)),
     "one that zstd skips": frame_of(1, 1, PLAIN, (2, bytes.fromhex("502a4d18 04000000 00000000"))),
     "a large window": frame_of(1, 1, PLAIN, (2, WINDOW.replace(b"\x68", b"\x70"))),
     "zstd and more": frame_of(1, 1, PLAIN, (2, compress(bytes(PLAIN)) + b"\0")),
     "more changes than elements": frame_of(2, 1, PLAIN, ZEROS, ZEROS, sparse=(PLAIN + 1, PLAIN + 1)),
     "more gaps than fit": frame_of(2, 1, PLAIN, ZEROS, ZEROS, sparse=(PLAIN, PLAIN + 1)),
+    "very many changes": frame_of(2, 1, PLAIN, (1, b"\xff"), ZEROS, sparse=(1 << 28, 1 << 27)),
+    "very many gaps": frame_of(2, 1, PLAIN, (1, b"\xff"), ZEROS, sparse=(1, 1 << 28)),
     "gaps out of the cell": frame_of(2, 1, PLAIN, (0, b"\xff\xff\2"), ZEROS, sparse=(1, 3)),
     "fewer gaps than changes": frame_of(2, 1, PLAIN, (0, b"\1"), ZEROS, sparse=(2, 1)),
     "more gaps than changes": frame_of(2, 1, PLAIN, (0, b"\1\1"), ZEROS, sparse=(1, 2)),
@@ -317,18 +320,26 @@ def test_the_gaps_may_reach_the_last_element() -> None:
     assert decoded(every, PLAIN, bytes(PLAIN)) == b"\xff" * PLAIN
 
 
-def test_a_window_that_every_decoder_has_is_read() -> None:
-    assert decoded(frame_of(1, 1, PLAIN, (2, WINDOW)), PLAIN) == bytes(PLAIN)
+@pytest.mark.parametrize("coded", [WINDOW, SUMMED])
+def test_zstd_of_any_writer_is_read(coded: bytes) -> None:
+    assert decoded(frame_of(1, 1, PLAIN, (2, coded)), PLAIN) == bytes(PLAIN)
 
 
-def test_a_bomb_takes_no_memory() -> None:
+@pytest.mark.parametrize("what", ["a bomb", "very many changes", "very many gaps"])
+def test_a_bomb_takes_no_memory(what: str) -> None:
     into = bytearray(PLAIN)
     tracemalloc.start()
     with pytest.raises(Refused):
-        decode(memoryview(WRONG["a bomb"]), memoryview(into), None)
+        decode(memoryview(WRONG[what]), memoryview(into), memoryview(into))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 16
+
+
+def test_a_cell_has_whole_elements() -> None:
+    frame = frame_of(1, 2, PLAIN + 1, ZEROS, ZEROS)
+    with pytest.raises(Refused):
+        decode(memoryview(frame), memoryview(bytearray(PLAIN + 1)), None)
 
 
 def test_what_is_missing_or_wrong_with_the_base() -> None:
