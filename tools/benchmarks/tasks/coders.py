@@ -29,7 +29,7 @@ class Coder(Protocol):
 class Ours:
     """The frames of casckpt, and the bytes themselves where a frame is not worth it."""
 
-    by_cell = True
+    by_cell: ClassVar[bool] = True
 
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
         """See `Coder`."""
@@ -46,7 +46,7 @@ class Ours:
 class Zstd:
     """zstd at level 1, of the bytes as they are or of their XOR with the base: what slime, miles and SGLang ship."""
 
-    by_cell = False
+    by_cell: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
@@ -69,7 +69,7 @@ class Zstd:
 class ZipNN:
     """ZipNN, which knows no base."""
 
-    by_cell = False
+    by_cell: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._library: Any = _imported("zipnn", "zipnn")
@@ -90,7 +90,7 @@ class ZipNN:
 class Dcp:
     """The zstd extension of torch.distributed.checkpoint, which knows no base."""
 
-    by_cell = False
+    by_cell: ClassVar[bool] = False
 
     def __init__(self) -> None:
         _imported("zstandard", "zstandard")
@@ -112,7 +112,7 @@ class Dcp:
 class Raw:
     """The bytes as they are."""
 
-    by_cell = True
+    by_cell: ClassVar[bool] = True
 
     def encode(self, plain: Flat, base: Flat | None) -> bytes:
         """See `Coder`."""
@@ -134,6 +134,13 @@ def coder(name: str) -> Coder:
 def view(array: Flat) -> memoryview:
     """The bytes of an array."""
     return array.view(np.uint8).data
+
+
+def touched(like: Flat) -> Flat:
+    """Memory for such an array, of which no page is touched for the first time later."""
+    made: Flat = like.copy()
+    made.fill(1)
+    return made
 
 
 def _imported(module: str, package: str) -> Any:

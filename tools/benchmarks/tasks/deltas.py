@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.measure import Clock, Measured
-from benchmarks.tasks.coders import Coder, coder, view
+from benchmarks.tasks.coders import Coder, coder, touched, view
 from benchmarks.traces import Flat, Trace, cut
 from benchmarks.worker import WrongBytes
 
@@ -104,10 +104,9 @@ def _steps(trace: Trace, *, first: bool = False) -> Iterator[tuple[Flat, Flat]]:
 
 def _coded(using: Coder, plain: Flat, base: Flat | None, encoding: Clock, decoding: Clock | None = None) -> int:
     """The bytes of what is stored, which was decoded again. Raises WrongBytes."""
-    plain = np.ascontiguousarray(plain)
     with encoding:
         stored = using.encode(plain, base)
-    out = np.full_like(plain, 1) if base is None else base.copy()  # memory that was touched
+    out: Flat = touched(plain) if base is None else base.copy()
     with decoding or Clock():
         using.decode(stored, out, has_base=base is not None)
     compare(out, plain)

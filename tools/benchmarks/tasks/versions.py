@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from benchmarks.measure import Clock, Measured
-from benchmarks.tasks.coders import Ours, view
+from benchmarks.tasks.coders import Ours, touched, view
 from benchmarks.tasks.deltas import coded, compare, trace_of
 from benchmarks.traces import Flat, Tensor, cut
 from casckpt.format.digest import cell_digest
@@ -88,7 +86,7 @@ class _Row:
     def save(self, weights: Flat, clock: Clock) -> None:
         """One version more: encoded, decoded again, and compared."""
         plain = [weights[cell] for cell in self._cells]
-        self._last = self._last or [np.full_like(one, 1) for one in plain]
+        self._last = self._last or [touched(one) for one in plain]
         with clock:
             base = self._step_back() if self.versions else None
             frames = [_OURS.encode(*pair) for pair in zip(plain, self._last, strict=True)] if base is not None else []
@@ -123,7 +121,7 @@ class _Row:
 
     def memory(self) -> list[Flat]:
         """Where a version can be loaded to."""
-        return [np.full_like(one, 1) for one in self._last]
+        return [touched(one) for one in self._last]
 
 
 def _is_delta(frame: bytes, plain: Flat) -> bool:
