@@ -17,7 +17,14 @@ _SAVES, _FEW = 64, 8
 _GIB = 1 << 30
 _LIMITS = {"weights": 0.68, "master": 0.845, "exp_avg": 0.845, "exp_avg_sq": 0.81}  # of planes, each part
 _LOAD = 2.4  # with two cores, 1.2 times what raw cells take from a bucket of 1 GB/s
-_RUN, _ALONE = "versions of RL", "alone"
+_RUN, _ALONE, _STATES, _DELTAS = "versions of RL", "alone", "whole states, ", "; deltas of weights"
+_WHOLE = (  # of states that are so many steps apart
+    (10, "matrices", 0.81),
+    (10, "matrices" + _DELTAS, 0.73),
+    (10, "matrices, float32", 0.83),
+    (10, "matrices, float32" + _DELTAS, 0.74),
+    (100, "matrices, float32" + _DELTAS, 0.76),
+)
 _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 
 
@@ -91,12 +98,15 @@ def _distances(bench: Bench, name: str, about: str, steps: Sequence[int]) -> Ite
     for part in parts:
         for who in (OURS, "zstd-1", "zipnn", "dcp", "raw"):
             yield case(f"{part} {_ALONE}", who, "", of=[part], step=last)
+    states = {"matrices": (parts, True), "all tensors": (parts, False)}
+    if half:
+        states["matrices, float32"] = (parts[1:], True)
     for step in steps[2:]:
-        group = f"whole states, {_later(step - first)}"
-        for where, matrices in (("matrices", True), ("all tensors", False)):
-            yield case(group, OURS, where, of=parts, step=step, matrices=matrices)
-            yield case(group, OURS, f"{where}, deltas of weights", of=parts, step=step, since=first, matrices=matrices)
-            yield case(group, "raw", where, of=parts, step=step, matrices=matrices)
+        group = _STATES + _later(step - first)
+        for what, (of, matrices) in states.items():
+            yield case(group, OURS, what, of=of, step=step, matrices=matrices)
+            yield case(group, OURS, what + _DELTAS, of=of, step=step, since=first, matrices=matrices)
+            yield case(group, "raw", what, of=of, step=step, matrices=matrices)
 
 
 def _later(steps: int) -> str:
@@ -117,12 +127,15 @@ def _checks(rows: list[Row], traces: dict[str, str]) -> list[Check]:
         Check("... CPU-seconds for each GB of a verified load, worst", _LOAD, False, run("load worst")),
         Check(f"{step}: share", 0.008, False, one("share")),
         Check("... over the entropy of independent changes", 1.5, False, over(one("stored"), one("bound"))),
-        *(_planes(rows, f"{about}: {part} {_ALONE}", limit) for about in alone for part, limit in _LIMITS.items()),
-    ]
+        *(_share(rows, f"{about}: {part} {_ALONE}", "", limit) for about in alone for part, limit in _LIMITS.items()),
+        *(_share(rows, f"{others[0]}: {_STATES}{_later(steps)}", what, limit)
+          for steps, what, limit in _WHOLE if others),
+    ]  # fmt: skip
 
 
-def _planes(rows: list[Row], group: str, limit: float) -> Check:
-    return Check(f"{group}: share", limit, False, _found(rows, group, OURS, "", "share"))
+def _share(rows: list[Row], group: str, what: str, limit: float) -> Check:
+    text = f"{group}{', ' * bool(what)}{what}: share"
+    return Check(text, limit, False, _found(rows, group, OURS, what, "share"))
 
 
 def _found(rows: list[Row], group: str, who: str, what: str | None, metric: str) -> float | None:

@@ -27,11 +27,11 @@ def make(here: Here, folder: str, name: str) -> tuple[int, ...]:
 def code(
     here: Here, *, folder: str, name: str, who: str, parts: Sequence[str], step: int, since: int | None, matrices: bool
 ) -> Measured:
-    """Code the parts of a state; of the weights what changed ``since``. Extra: the entropy bound of the changes."""
+    """Code the parts of a state; of the first what changed ``since``. Extra: the entropy bound of the changes."""
     trace, using, clock = trace_of(here, folder, name), coder(who), Clock()
     measured, whole = Measured(), 0
     for part in parts:
-        earlier = since if part == "weights" else None
+        earlier = since if part == parts[0] else None
         plain, base = trace.part(step, part), None if earlier is None else trace.part(earlier, part)
         pieces = _pieces(trace, plain.itemsize, using, matrices=matrices)
         measured.stored += sum(_coded(using, plain[piece], None if base is None else base[piece], clock)
