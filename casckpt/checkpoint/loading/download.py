@@ -35,7 +35,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
-from casckpt.tensors.memory import Destination, copy_bytes
+from casckpt.tensors.memory import Destination, copy_bytes, note_writes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
@@ -49,8 +49,7 @@ _Part: TypeAlias = tuple[int, Box, int, int]
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
+class StreamRequest(NamedTuple):
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
 
     entry: int
@@ -66,8 +65,7 @@ class _Taker(NamedTuple):
     place: memoryview | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """One range of bytes and all who want it. Their units differ where equal cells are stored once."""
 
     unit: Unit
@@ -75,8 +73,7 @@ class _Item:
     takers: list[_Taker]
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
 
     view: memoryview
@@ -115,7 +112,7 @@ class Download:
                 raise
             log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
         takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
-        left = [replace(want, table=None) for want in wants]
+        left = [want._replace(table=None) for want in wants]
         replace(self, manifest=other)._run(left, done | {_part(one.sink, one.unit) for one in takers}, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
@@ -132,8 +129,7 @@ class Download:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
         batches, most = self._batches(wants, done)
-        for want in wants:
-            want.sink.note_write()
+        note_writes(tensor for want in wants for tensor in want.sink.written)
         total, pieces = sum(batch.nbytes for batch in batches), sum(len(batch.items) for batch in batches)
         if is_first:
             self.progress.expect(sum(item.unit.nbytes for batch in batches for _, _, item in batch.items))
@@ -179,17 +175,19 @@ class Download:
     def _items(self, wants: Sequence[StreamRequest], done: Set[_Part]) -> Iterable[_Item]:
         """One item for each distinct range of bytes that is not ``done``."""
         items: dict[tuple[int, int, int], _Item] = {}
-        for want in wants:
-            entry, sink = self.manifest.entries[want.entry], want.sink
-            table = self.manifest.extents(entry) if want.table is None else want.table
+        entries = self.manifest.entries
+        for number, sink, given in wants:
+            entry = entries[number]
+            table = self.manifest.extents(entry) if given is None else given
             region = normalise(sink.region, entry.shape)
             for unit in plan_units(table, region, verify=self.verify):
                 if done and _part(sink, unit) in done:
                     continue
-                item = items.get(unit[:3])
-                if item is None:
-                    item = items[unit[:3]] = _Item(unit, entry.key, [])
-                item.takers.append(_Taker(sink, unit, _place(sink, region, unit)))
+                taker, name = _Taker(sink, unit, _place(sink, region, unit)), unit[:3]
+                if name in items:
+                    items[name].takers.append(taker)
+                else:
+                    items[name] = _Item(unit, entry.key, [taker])
         for item in items.values():
             if len(item.takers) > 1:
                 item.takers.sort(key=lambda taker: taker.place is None)

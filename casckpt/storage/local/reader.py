@@ -84,8 +84,7 @@ class LocalReader(Reader):
             if total >= _LARGE and self._direct_fd() >= 0:
                 yield from self._fill_directly(offset, buffers, turns)
             else:
-                with turns:
-                    yield from self._fill_from_cache(offset, buffers)
+                yield from self._fill_from_cache(offset, buffers, turns)
         self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
@@ -128,16 +127,19 @@ class LocalReader(Reader):
                         full, at = full + 1, 0
                         yield full
 
-    def _fill_from_cache(self, offset: int, buffers: Sequence[memoryview]) -> Iterator[int]:
+    def _fill_from_cache(
+        self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
+    ) -> Iterator[int]:
         """Read some buffers at a time: so much that the call is worth it, so little that a core's cache holds it."""
         full = 0
         while full < len(buffers):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(offset, list(buffers[first:full]))
+            self._fill(offset, list(buffers[first:full]))  # without a turn: what the cache lacks, it waits for
             offset += nbytes
-            yield full
+            with turns:
+                yield full
 
     def _fill(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill all of ``buffers``, however short the reads are."""
