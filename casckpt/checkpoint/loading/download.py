@@ -12,7 +12,7 @@ import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence, Set
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from threading import BoundedSemaphore, Event
 from typing import NamedTuple, TypeAlias
 
@@ -34,12 +34,14 @@ from casckpt.repository.manifests import blobs_of, get, others
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject, Traits
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
+from casckpt.storage.local.headroom import headroom
 from casckpt.storage.local.reader import LocalReader
 from casckpt.tensors.memory import Destination, copy_bytes, note_writes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
 _AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
+_PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
 
@@ -136,20 +138,36 @@ class Download:
         threads = traits.parallel if traits.remote else useful_threads(self.threads, total, pieces)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        slots = BlobReaders(self.repo, self.manifest, batches, shared=shared)
+        slots = BlobReaders(self.repo, self.manifest, batches, shared=shared, stays=self._stays_in_memory(total))
+        tasks = [[batch] for batch in batches]
         if batches and threads > 1 and not traits.remote:
-            if slots.is_in_memory(batches[0].blob):
-                threads = min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
-            else:
-                threads += _AHEAD
+            tasks, threads = self._in_order(slots, batches, threads)
         scratches = BufferPool(threads, most)
         stop = Event()
         try:
             with collecting_later() if threads == 1 else nullcontext():
-                run_all(lambda batch: self._read(slots, scratches, batch, stop, finished), batches, threads)
+                run_all(lambda task: self._read_all(slots, scratches, task, stop, finished), tasks, threads)
         finally:
             slots.close()
             scratches.close()
+
+    def _in_order(
+        self, slots: BlobReaders, batches: Sequence[Batch[_Item]], threads: int
+    ) -> tuple[list[list[Batch[_Item]]], int]:
+        """What of a local store one thread reads after the other, and how many threads do."""
+        first = batches[0].blob
+        if slots.is_in_memory(first):  # reads wait for nothing else
+            return [[batch] for batch in batches], min(threads, usable_cores(self.ranks_here))
+        if not slots.is_shared(first):
+            return [[batch] for batch in batches], threads + _AHEAD
+        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file from its begin to its end
+        by_blob = groupby(batches, key=lambda batch: batch.blob)
+        return [list(group) for _, group in by_blob], threads + _AHEAD // 2
+
+    def _stays_in_memory(self, nbytes: int) -> bool:
+        """Whether so much, and what the other ranks here read, is left in the page cache for the next load."""
+        wanted = self.repo.storage.traits.page_cache
+        return _PLENTY * nbytes * self.ranks_here <= headroom() if wanted is None else wanted
 
     @cached_property
     def _turns(self) -> BoundedSemaphore:
@@ -192,6 +210,17 @@ class Download:
             if len(item.takers) > 1:
                 item.takers.sort(key=lambda taker: taker.place is None)
         return items.values()
+
+    def _read_all(
+        self,
+        slots: BlobReaders,
+        scratches: BufferPool,
+        task: Sequence[Batch[_Item]],
+        stop: Event,
+        finished: list[Batch[_Item]],
+    ) -> None:
+        for batch in task:
+            self._read(slots, scratches, batch, stop, finished)
 
     def _read(
         self, slots: BlobReaders, scratches: BufferPool, batch: Batch[_Item], stop: Event, finished: list[Batch[_Item]]
