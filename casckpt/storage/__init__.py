@@ -30,8 +30,8 @@ def open_storage(
     """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
 
     Makes and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; of no use elsewhere. Raises `InvalidInput` for what is no such name, `Unsupported` for
-    storages that nothing here can open.
+    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; of no use elsewhere. Raises
+    `InvalidInput` for what is no such name, `Unsupported` for storages that nothing here can open.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:

@@ -41,6 +41,7 @@ from casckpt.tensors.memory import Destination, copy_bytes, note_writes
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
 _AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
+_ALWAYS = 64 << 20  # so little memory is not asked for: the answer takes longer than a tiny load
 _PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
@@ -160,14 +161,14 @@ class Download:
             return [[batch] for batch in batches], min(threads, usable_cores(self.ranks_here))
         if not slots.is_shared(first):
             return [[batch] for batch in batches], threads + _AHEAD
-        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file from its begin to its end
+        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file in order
         by_blob = groupby(batches, key=lambda batch: batch.blob)
         return [list(group) for _, group in by_blob], threads + _AHEAD // 2
 
     def _stays_in_memory(self, nbytes: int) -> bool:
         """Whether so much, and what the other ranks here read, is left in the page cache for the next load."""
-        wanted = self.repo.storage.traits.page_cache
-        return _PLENTY * nbytes * self.ranks_here <= headroom() if wanted is None else wanted
+        wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
+        return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
     @cached_property
     def _turns(self) -> BoundedSemaphore:

@@ -15,7 +15,7 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.extents import ExtentTable
-from casckpt.format.regions import Region, whole
+from casckpt.format.regions import whole
 from casckpt.format.sections.index import StoredObject, StreamEntry
 from casckpt.format.tree import Node, find, join, kind_of, leaves
 from casckpt.parallel import usable_threads
@@ -26,7 +26,7 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
-from casckpt.tensors.shards import LocalTensor, check_apart, check_in_place, local_tensor
+from casckpt.tensors.shards import LocalTensor, Piece, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
 
 if TYPE_CHECKING:
@@ -177,24 +177,19 @@ class LoadPlan:
                     key=key,
                 )
         table = self.contents.manifest.extents(entry)
-        for region, data in local.pieces:
+        for piece in local.pieces:
+            region, data = piece
             check_apart(key, data)
             if not covers(table, region):
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
                 self._tied.add(key, data, entry.dtype, table, region)
-                self._want(number, table, region, data, entry.dtype, part_of)
+                self._want(number, table, piece, entry.dtype, part_of)
 
     def _want(
-        self,
-        number: int,
-        table: ExtentTable,
-        region: Region,
-        data: torch.Tensor,
-        stored: str,
-        part_of: torch.Tensor | None = None,
+        self, number: int, table: ExtentTable, piece: Piece, stored: str, part_of: torch.Tensor | None = None
     ) -> None:
-        destination = Destination(region, data, torch_dtype(stored), part_of)
+        destination = Destination(*piece, torch_dtype(stored), part_of)
         self._wants.append(StreamRequest(number, destination, table))
 
     def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
@@ -204,7 +199,7 @@ class LoadPlan:
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
         if entry.numel:
-            self._want(number, table, whole(entry.shape), data, entry.dtype)
+            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:

@@ -74,7 +74,7 @@ def decode_table(
     if bool(cells) != bool(rows):
         raise Refused("nothing says where the cells of a tensor lie (this checkpoint leaves it out), or it has none")
     boxes, spans, digests = _decoded_cells(cells, shape)
-    extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize, cell))
+    extents = tuple(_extents(spans, digests, _decoded_rows(rows), blob_sizes, itemsize=itemsize, cell=cell))
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
@@ -124,6 +124,7 @@ def _extents(
     digests: bytes,
     rows: Iterator[tuple[int, int, int]],
     blob_sizes: Sequence[int],
+    *,
     itemsize: int,
     cell: int,
 ) -> Iterator[Extent]:

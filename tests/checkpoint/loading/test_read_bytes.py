@@ -233,6 +233,7 @@ def test_a_load_leaves_in_memory_what_there_is_memory_for(
     page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "headroom", lambda: free)
+    monkeypatch.setattr(download, "_ALWAYS", 0)
     monkeypatch.setattr(localstore, "caches_well", lambda path: True)
     store = casckpt.open(droppable.url, page_cache=page_cache)
     target = torch.zeros(1 << 20, dtype=torch.int64)
