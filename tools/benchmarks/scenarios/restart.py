@@ -93,12 +93,12 @@ class _Readers:
 
 
 class _Subject(NamedTuple):
-    """Who saves, and ``count`` processes that load ``size`` bytes each."""
+    """Who saves, and how many ``processes`` that load ``size`` bytes each."""
 
     peer: type[Peer]
     setting: Setting
     size: int
-    count: int
+    processes: int
 
 
 def _cases(bench: Bench, readers: _Readers, subject: _Subject) -> list[Case]:
