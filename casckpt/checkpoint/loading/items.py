@@ -28,8 +28,7 @@ class Taker(NamedTuple):
     place: memoryview | None
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One cell, or one range of bytes, and all who want it. Their units differ where equal cells are stored once.
 
     ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the others of that chain, the one that

@@ -26,7 +26,7 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
-from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
+from casckpt.tensors.shards import LocalTensor, Piece, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
 
 if TYPE_CHECKING:
@@ -180,20 +180,19 @@ class LoadPlan:
                 )
         table = self.contents.manifest.extents(entry)
         for piece in local.pieces:
-            check_destination(key, piece.data)
-            if not covers(table, piece.region):
-                raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
-            if piece.region.numel:
-                self._tied.add(key, piece.data, entry.dtype, table, piece.region)
-        for piece in local.pieces:
-            self._want(number, table, piece, entry.dtype, part_of)
+            region, data = piece
+            check_apart(key, data)
+            if not covers(table, region):
+                raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+            if region.lo < region.hi:
+                self._tied.add(key, data, entry.dtype, table, region)
+                self._want(number, table, piece, entry.dtype, part_of)
 
     def _want(
         self, number: int, table: ExtentTable, piece: Piece, stored: str, part_of: torch.Tensor | None = None
     ) -> None:
-        if piece.region.numel:
-            destination = Destination(piece.region, piece.data, torch_dtype(stored), part_of)
-            self._wants.append(StreamRequest(number, destination, table))
+        destination = Destination(*piece, torch_dtype(stored), part_of)
+        self._wants.append(StreamRequest(number, destination, table))
 
     def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
@@ -201,7 +200,8 @@ class LoadPlan:
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
-        self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
+        if entry.numel:
+            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:

@@ -147,8 +147,10 @@ def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
     """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
+        if isinstance(child, int):
+            continue
         below = (*path, element)
-        if not isinstance(child, int) and not child:
+        if not child:
             yield join(below), element == "state" and has_groups
         yield from _empty_mappings(child, below)
 

@@ -16,6 +16,7 @@ from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
 from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
+from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
 from benchmarks.scenarios.small import small
 
@@ -26,6 +27,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "async": in_background,
     "load": load,
     "partial": partial,
+    "restart": restart,
     "reshard": reshard,
     "small": small,
     "dcp": through_dcp,
