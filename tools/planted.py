@@ -511,7 +511,7 @@ PLANTED = (
     ),
     Planted(
         "the bases of a wrong cell are not compared",
-        "casckpt/checkpoint/loading/coded.py",
+        "casckpt/format/encodings/chains.py",
         "    if cell_digest(plain) != cell.digest:",
         "    if base is not None and cell_digest(plain) != cell.digest:",
         "tests/checkpoint/loading/test_coded.py",

@@ -154,7 +154,7 @@ class Transfer:
                 return
         except InvalidInput:  # a frame is none
             pass
-        copy_bytes(into, decode_again(self.repo, self.manifest, cell, item.key))
+        copy_bytes(into, memoryview(decode_again(self.repo, self.manifest, cell, item.key)))
         if self.verify and cell_digest(into) != cell.digest:
             why = f"its bytes {cell.offset} to {cell.offset + cell.stored} seem wrong" + _SECOND_LOOK.format(item.key)
             raise Lost(self.manifest.blob(cell.blob), item.key, why)

@@ -34,6 +34,7 @@ from tests.support.gcs import collect
 from tests.support.repositories import meanwhile, memory
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
+from tests.support.servers import Server
 from tests.support.tensors import NAMES, bytes_of, raw, same
 from tests.support.told import Told
 
@@ -121,6 +122,16 @@ def test_each_version_is_what_it_was(
             got = reopened(store).read(f"default@{step}", threads=threads, verify=verify, progress=told)
             assert same_state(got, state)
             assert told.done == told.total
+
+
+def test_in_a_bucket(moto_server: Server, tmp_path: Path) -> None:
+    url, found = f"s3://{moto_server.new_place()}/store", states()
+    store = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "one")
+    store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
+    saved(store, found)
+    other = casckpt.open(url, storage_options=moto_server.options, cache_dir=tmp_path / "other")
+    for _ in range(2):
+        assert same_state(other.read("latest"), found[-1])
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
