@@ -8,14 +8,16 @@ that was rolled back goes on from its latest save.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
+from typing import Any, TypedDict
 
 from casckpt.errors import InvalidInput
 from casckpt.format.names import TxId
 from casckpt.plan.durations import Duration, seconds_of
 
+MAX_PATTERNS = 1 << 14
 _CALENDAR = {"keep_daily": "%Y-%m-%d", "keep_weekly": "%G-%V", "keep_monthly": "%Y-%m"}  # of UTC; %V: weeks of ISO 8601
 
 
@@ -59,6 +61,47 @@ class Policy:
     def within_seconds(self) -> float | None:
         """``keep_within`` as a number."""
         return None if self.keep_within is None else seconds_of(self.keep_within, "keep-within")
+
+
+class KeepRules(TypedDict, total=False):
+    """The fields of a `Policy` as keyword arguments."""
+
+    keep_last: int | None
+    keep_every: int | None
+    keep_within: Duration | None
+    keep_daily: int | None
+    keep_weekly: int | None
+    keep_monthly: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """Leave out the tensors that match ``drop`` (fnmatch patterns on keys) of all that ``keep`` does not keep whole."""
+
+    drop: tuple[str, ...]
+    keep: Policy
+
+
+def thinning_of(rule: Mapping[str, Any] | None) -> Thinning | None:
+    """Return what ``{"drop": ["optim.*"], "keep_last": 2}`` means. Raises InvalidInput."""
+    if rule is None:
+        return None
+    if not isinstance(rule, Mapping) or not {"drop"} <= rule.keys() <= {"drop", *KeepRules.__annotations__}:
+        raise InvalidInput(f'thin={rule!r:.200} is not usable; give a dict as {{"drop": ["optim.*"], "keep_last": 2}}')
+    keep = Policy(**{name: value for name, value in rule.items() if name != "drop"})
+    if keep.is_empty:
+        raise InvalidInput(f"thin={rule!r:.200} does not say what stays whole; give keep_last=1 or another rule, too")
+    return Thinning(tuple(sorted(patterns_of(rule["drop"]))), keep)
+
+
+def patterns_of(drop: Any) -> frozenset[str]:
+    """Return patterns of keys, checked; one text is one. Raises InvalidInput."""
+    given = [drop] if isinstance(drop, str) else drop
+    if not isinstance(given, list | tuple | Set) or not given or not all(isinstance(one, str) and one for one in given):
+        raise InvalidInput(f"drop={drop!r:.80} is not usable; give patterns of keys, as ['optim.*']")
+    if sum(map(len, given)) > MAX_PATTERNS:
+        raise InvalidInput(f"what to drop has more than {MAX_PATTERNS} characters; give fewer patterns, or shorter")
+    return frozenset(given)
 
 
 @dataclass(frozen=True, slots=True)

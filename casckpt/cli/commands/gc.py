@@ -10,6 +10,7 @@ import click
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.progress import progress_bar
+from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import DURATION
@@ -19,17 +20,11 @@ if TYPE_CHECKING:
     from casckpt.upkeep.gc.retiring import Waiting
 
 _OLD: Final = "the old places of "  # of what was rewritten
-AT_LEAST_ONE = click.IntRange(min=1)
 
 
 @store_command("gc")
 @click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
-@click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run.")
-@click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N.")
-@click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d).")
-@click.option("--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any.")
-@click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks.")
-@click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months.")
+@keep_options
 @click.option(
     "--min-age",
     type=DURATION,

@@ -78,6 +78,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     """
     data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
+    manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
     attempt = 0
     for _ in range(_TRIES):

@@ -81,7 +81,7 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
     """Return the keys of the entries that lie in any of the blobs ``wanted``, given by their numbers."""
     numbers, found = frozenset(wanted), set()
     manifest.ready(objects=())
-    for entry in manifest.entries:
+    for entry in manifest.held:
         try:
             if any(extent.blob in numbers for extent in manifest.extents(entry).extents):
                 found.add(entry.key)
@@ -92,7 +92,7 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 def _collect(manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
     """Note which cells lie in wrong bytes, of a manifest that is at hand."""
-    for entry in manifest.entries:
+    for entry in manifest.held:
         try:
             table = manifest.extents(entry)
         except (Damaged, Refused):

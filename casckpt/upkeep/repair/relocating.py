@@ -61,7 +61,7 @@ class Relocation:
                 return None
             refs[index], moved[index] = new
         self.repo.storage.settle(uploader_folder(txid))
-        tables = {entry.number: made for entry in manifest.entries if (made := _moved_table(manifest, entry, moved))}
+        tables = {entry.number: made for entry in manifest.held if (made := _moved_table(manifest, entry, moved))}
         return record_of(self.repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
 
     def _replacement(

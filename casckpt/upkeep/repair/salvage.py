@@ -96,7 +96,7 @@ class Cells:
 
     def _learn(self, store: Repository, manifest: Manifest) -> None:
         try:
-            entries = manifest.entries
+            entries = manifest.held
         except Refused:
             return
         for entry in entries:
@@ -135,7 +135,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRef, set[LiveCell]]:
     """Return the cells that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
     found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
-    for entry in manifest.entries:
+    for entry in manifest.held:
         table = manifest.extents(entry)
         for cell in table.stored_cells(extent for extent in table.extents if extent.blob in wanted):
             found[wanted[cell.blob]].add(LiveCell(cell.offset, cell.nbytes, cell.digest, entry.dtype))
