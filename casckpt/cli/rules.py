@@ -19,6 +19,12 @@ _OPTIONS: Final = (
     ),
     click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks."),
     click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months."),
+    click.option(
+        "--keep-best",
+        multiple=True,
+        metavar="METRIC:[max:]N",
+        help="Keep the N with the least of a metric, or the most. May be repeated.",
+    ),
 )
 
 

@@ -400,6 +400,7 @@ class Store:
         keep_daily: int | None = None,
         keep_weekly: int | None = None,
         keep_monthly: int | None = None,
+        keep_best: str | Sequence[str] | None = None,
         thin: Mapping[str, Any] | None = None,
         run: str | None = None,
         min_age: Duration | None = None,
@@ -412,8 +413,9 @@ class Store:
         """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
 
         ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``: the policy, a union, applied to each run by itself (see `Policy`); none of them forgets
-        nothing. The newest of a run and tagged ones always stay. ``thin``: what `thin` leaves out of what stays, as
+        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy, a union, applied to each run by itself (see
+        `Policy`); none of them forgets nothing. The newest of a run, the newest that nobody called unhealthy, and
+        tagged ones always stay. ``thin``: what `thin` leaves out of what stays, as
         ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
 
         Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: from forgetting to
@@ -426,7 +428,7 @@ class Store:
 
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
-        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly)
+        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly, keep_best)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
         thinning, repo = thinning_of(thin), self.repository
         plan = plan_gc(repo, policy, run=run, min_age=_optional(min_age, "min-age"))

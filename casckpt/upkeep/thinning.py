@@ -22,14 +22,14 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Dropped, changed, time_of
 from casckpt.format.sections.index import ATTACHMENT, StreamEntry
 from casckpt.parallel import in_parallel
-from casckpt.plan.retention import Kept, Policy, Thinning, patterns_of, plan_forget
+from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import Tag, tagged_txids, tags, tags_of, write_generation
-from casckpt.upkeep.gc.retiring import min_age_of
+from casckpt.upkeep.gc.retiring import kept_of, min_age_of
 from casckpt.upkeep.repair.relocating import record_of
 from casckpt.upkeep.rewriting import rewrite
 
@@ -140,7 +140,7 @@ def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
 def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
     """Return what ``keep`` does not keep, oldest first."""
     visible = {commit.txid: commit for commit in listed.visible()}
-    every = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
+    every = map(kept_of, visible.values())
     return [visible[one.txid] for one in plan_forget(every, keep, now, tagged=tagged, run=run)]
 
 

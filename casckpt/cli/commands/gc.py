@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from casckpt.cli.commands.thin import text as thinned_text
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.progress import progress_bar
-from casckpt.cli.rules import keep_options
+from casckpt.cli.rules import AT_LEAST_ONE, keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import DURATION
@@ -26,6 +27,10 @@ _OLD: Final = "the old places of "  # of what was rewritten
 @click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
 @keep_options
 @click.option(
+    "--thin", multiple=True, metavar="PATTERN", help="Leave such tensors out of what stays (see thin). May be repeated."
+)
+@click.option("--thin-keep-last", type=AT_LEAST_ONE, default=1, metavar="N", help="But of the N newest of each run.")
+@click.option(
     "--min-age",
     type=DURATION,
     help="Purge what was forgotten so long ago; until then it can be restored.  [default: 24h]",
@@ -35,7 +40,13 @@ _OLD: Final = "the old places of "  # of what was rewritten
     "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for so long.  [default: 1h]"
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def command(session: Session, dry_run: bool, **options: Any) -> None:  # those of `Store.gc`
+def command(
+    session: Session,
+    dry_run: bool,
+    thin: tuple[str, ...],
+    thin_keep_last: int,
+    **options: Any,  # those of `Store.gc`
+) -> None:
     """Forget by rules, delete what nothing needs.
 
     Safe while others save. A checkpoint that any --keep rule keeps is kept; without a rule none is forgotten. The
@@ -44,8 +55,9 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:  # those o
     """
     if options["run"] is not None:
         doubt(session.store, options["run"])
+    rule = {"drop": thin, "keep_last": thin_keep_last} if thin else None
     with progress_bar("deleting", of_bytes=False) as done:
-        result = session.store.gc(dry_run=dry_run, progress=done, tell=_Teller(), **options)
+        result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)
     session.give(described(result), text)
 
 
@@ -78,6 +90,8 @@ def text(result: dict[str, Any]) -> None:
     forget, purge, delete = ("would forget", "would purge", "would delete")
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
+    if result["thin"]:
+        thinned_text(result["thin"])
     purged = {one["id"] for one in result["purged"]}
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}

@@ -29,10 +29,11 @@ def command(session: Session, refs: tuple[str, ...], **options: Any) -> None:  #
     """
     if options["run"] is not None:
         doubt(session.store, options["run"])
-    session.give(plain(session.store.thin(*refs, **options)), _text)
+    session.give(plain(session.store.thin(*refs, **options)), text)
 
 
-def _text(result: dict[str, Any]) -> None:
+def text(result: dict[str, Any]) -> None:
+    """Say what was thinned, or would be."""
     said = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{said} {name(one)}" for one in result["thinned"]])
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "

@@ -262,14 +262,16 @@ class Checkpointer(OneRun):
         *,
         missing: Missing = "raise",
         unread: Unread = "warn",
+        healthy: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
 
+        ``healthy``: the newest that was not saved with ``healthy=False``; if there are only such ones, NotFound.
         ``missing``: of an optimizer or a train state that is given, but cannot be restored: "raise" NotFound or
         MissingKey, or "warn" in the log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and
         InvalidInput for a train state without load_state_dict.
         """
-        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing))
+        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:
             return None
         pre_download = self.config.pre_download
@@ -301,9 +303,11 @@ class Checkpointer(OneRun):
         self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         return loaded, train
 
-    def _find_together(self, step: int | None, ask: Callable[[], bool]) -> tuple[Checkpoint | None, bool]:
+    def _find_together(
+        self, step: int | None, ask: Callable[[], bool], *, healthy: bool = False
+    ) -> tuple[Checkpoint | None, bool]:
         self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask)
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask, healthy=healthy)
 
     def _save_arguments(
         self,

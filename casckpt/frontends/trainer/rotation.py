@@ -9,11 +9,11 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from casckpt.format.names import TxId
-from casckpt.plan.retention import Kept, Policy, Thinning, plan_forget
+from casckpt.plan.retention import Policy, Thinning, newest_of, plan_forget
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, tagged_txids, tags
-from casckpt.upkeep.gc.retiring import purge_now, retire_now
+from casckpt.upkeep.gc.retiring import kept_of, purge_now, retire_now
 from casckpt.upkeep.thinning import execute, plan_thin
 
 
@@ -46,7 +46,8 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
         return []
     current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.order)
     permanent = [one for one in current if not one.committed.ephemeral]
-    keep = {visible[-1].txid} | {one.txid for one in current if one.step in rotation.fixed}
+    keep = {one.txid for one in newest_of([*map(kept_of, current)])}
+    keep |= {one.txid for one in current if one.step in rotation.fixed}
     if rotation.keep is not None:
         keep |= _kept_by(rotation.keep, permanent, now)
     if rotation.max_checkpoints is not None:
@@ -56,8 +57,7 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 
 
 def _kept_by(policy: Policy, permanent: Sequence[Commit], now: int) -> set[TxId]:
-    kept = [Kept(one.txid, one.run, one.step, one.committed.created_at) for one in permanent]
-    forgotten = {one.txid for one in plan_forget(kept, policy, now)}
+    forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), policy, now)}
     return {one.txid for one in permanent if one.txid not in forgotten}
 
 

@@ -17,6 +17,7 @@ from datetime import datetime
 from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
+from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Settings, time_of
 from casckpt.parallel import in_parallel
@@ -108,7 +109,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
     tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
-    kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
+    kept = map(kept_of, visible.values())
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
@@ -128,6 +129,13 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+
+
+def kept_of(commit: Commit) -> Kept:
+    """Return a commit as a policy sees it."""
+    said = commit.committed
+    metrics = metric_values(said.metrics)
+    return Kept(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
