@@ -135,7 +135,7 @@ def thinning_of(rule: Mapping[str, Any] | None) -> Thinning | None:
 
 def patterns_of(drop: Any) -> frozenset[str]:
     """Return patterns of keys, checked; one text is one. Raises InvalidInput."""
-    given = [drop] if isinstance(drop, str) else drop
+    given: Any = [drop] if isinstance(drop, str) else drop
     if not isinstance(given, list | tuple | Set) or not given or not all(isinstance(one, str) and one for one in given):
         raise InvalidInput(f"drop={drop!r:.80} is not usable; give patterns of keys, as ['optim.*']")
     if sum(map(len, given)) > MAX_PATTERNS:

@@ -21,7 +21,7 @@ from casckpt.upkeep.copies.mirrored import key_of_note, lag_of, needed_in_mirror
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.thinning import execute, plan_thin, whole_of
-from tests.support.checkpoints import array, content, flip, read_arrays, save_parts
+from tests.support.checkpoints import Arrays, array, content, flip, read_arrays, save_parts
 from tests.support.copies import check_clean, copy, elsewhere
 from tests.support.faulty import FaultyStore, Kind
 from tests.support.gcs import collect, keys
@@ -41,7 +41,7 @@ def fill(repo: Repository) -> Repository:
     return repo
 
 
-def weights(step: int) -> dict[str, object]:
+def weights(step: int) -> Arrays:
     return {"model.a": array(step), "model.b": array(50)}
 
 
@@ -55,7 +55,7 @@ def check(repo: Repository) -> None:
     for one in found.current():
         lacking = OPTIM if one.dropped else ()
         data = read_arrays(repo, one, but=lacking)
-        assert {name: data[name] for name in ("model.a", "model.b")} == content(weights(one.step))  # type: ignore[arg-type]
+        assert {name: data[name] for name in ("model.a", "model.b")} == content(weights(one.step))
         assert len(data) == 4 - len(lacking)
 
 

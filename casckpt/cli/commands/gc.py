@@ -91,7 +91,7 @@ def text(result: dict[str, Any]) -> None:
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
     if result["thin"]:
-        thinned_text(result["thin"])
+        thinned_text(result["thin"], with_space=result["dry_run"])
     purged = {one["id"] for one in result["purged"]}
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}

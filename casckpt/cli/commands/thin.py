@@ -24,22 +24,22 @@ def command(session: Session, refs: tuple[str, ...], **options: Any) -> None:  #
     """Leave tensors out of checkpoints, and keep the rest.
 
     Of those that are named, or of all that no --keep rule keeps whole; the newest of each run, and tagged ones, stay
-    whole. What stays has the same id, name and tags, and none of its bytes is moved. `casckpt restore` brings all back
-    until a gc has purged the old places, for a day by default; that gc frees the space.
+    whole. What stays has the same id, name and tags, and none of its bytes is moved. `casckpt restore
+    --whole` brings all back until a gc has purged the old places, for a day by default; that gc frees the space.
     """
     if options["run"] is not None:
         doubt(session.store, options["run"])
     session.give(plain(session.store.thin(*refs, **options)), text)
 
 
-def text(result: dict[str, Any]) -> None:
-    """Say what was thinned, or would be."""
+def text(result: dict[str, Any], *, with_space: bool = True) -> None:
+    """Say what was thinned, or would be; and what a gc then frees."""
     said = "would thin" if result["dry_run"] else "thinned"
     say_some([f"{said} {name(one)}" for one in result["thinned"]])
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
-    if result["thinned"]:
+    if result["thinned"] and with_space:
         when = f"after {moment(result['until'])} UTC; --min-age 0 does it now" if result["until"] else "now"
         say(f"{size(result['freed_bytes'])} in blobs are freed by a gc {when}")
-    if result["shared_bytes"]:
+    if result["shared_bytes"] and with_space:
         say(f"{size(result['shared_bytes'])} more once other checkpoints do not need them")

@@ -13,7 +13,7 @@ import pytest
 
 from casckpt.errors import Conflict
 from casckpt.plan.retention import Policy
-from casckpt.repository.commits import list_commits
+from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.folding import VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies import mirror
@@ -57,8 +57,13 @@ class MirrorPlay(Play):
 
     def catch_up(self, patch: pytest.MonkeyPatch) -> None:
         """One pass more, with a look before each note: a copy may be forgotten, behind that of its thin twin."""
+
+        def noting(repo: Repository, commit: Commit, url: str) -> None:
+            self.see()
+            note(repo, commit, url)
+
         with patch.context() as now:
-            now.setattr(mirror, "note", lambda *given: (self.see(), note(*given)))
+            now.setattr(mirror, "note", noting)
             Mirror(self.watcher, self.there)._catch_up(mirror._State())
 
     def others(self) -> None:
