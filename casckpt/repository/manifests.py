@@ -76,7 +76,7 @@ def left_out(commit: Commit) -> str | None:
     if commit.dropped is None:
         return None
     when = f"{time_of(commit.committed.time):%Y-%m-%d %H:%M} UTC"
-    return f"it was thinned by {commit.dropped.rule} ({when}). Load other keys, or another checkpoint"
+    return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or another checkpoint"
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:

@@ -34,6 +34,7 @@ from casckpt.upkeep.repair.relocating import record_of
 from casckpt.upkeep.rewriting import rewrite
 
 log = logging.getLogger(__name__)
+MAX_RULE = 1 << 16  # characters: longer ones are hostile
 _Sizes = dict[tuple[TxId, BlobHash], int]
 
 
@@ -119,12 +120,11 @@ def plan_thin(
 
 def _rule(commit: Commit) -> frozenset[str]:
     """Return the patterns that a checkpoint was thinned by."""
-    if commit.dropped is None:
-        return frozenset()
+    rule = "" if commit.dropped is None else commit.dropped.rule
     try:
-        return frozenset(one for one in shlex.split(commit.dropped.rule) if one != "--drop")
+        return frozenset(one for one in shlex.split(rule[:MAX_RULE]) if one != "--drop")
     except ValueError:  # another writer's
-        return frozenset([commit.dropped.rule])
+        return frozenset([rule])
 
 
 def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:

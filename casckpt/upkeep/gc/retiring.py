@@ -206,13 +206,17 @@ def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 def _tagged(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits`` a tag names that counts by the clock of this host, now."""
     wanted = list(commits)
-    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()
+    return tagged_txids(_tags_now(repo), wanted) if wanted else set()
+
+
+def _tags_now(repo: Repository) -> dict[str, Tag]:
+    return tags(repo, slack=FOREIGN_CLOCKS)
 
 
 def _barred(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits``, which were read as forgotten before, no gc may purge for the tags that there are."""
     wanted = list(commits)
-    found = tags(repo, slack=FOREIGN_CLOCKS) if wanted else {}
+    found = _tags_now(repo) if wanted else {}
     if not tagged_txids(found, wanted):
         return set()
     listed = list_commits(repo)
