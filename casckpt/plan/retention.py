@@ -121,7 +121,7 @@ class Thinning:
     keep: Policy
 
 
-def thinning_of(rule: Mapping[str, Any] | None) -> Thinning | None:
+def thinning_of(rule: Any) -> Thinning | None:
     """Return what ``{"drop": ["optim.*"], "keep_last": 2}`` means. Raises InvalidInput."""
     if rule is None:
         return None

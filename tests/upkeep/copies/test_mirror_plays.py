@@ -29,13 +29,14 @@ ROUNDS = 25
 
 
 class MirrorPlay(Play):
-    """``safe``: keys of the notes that would have been true at some instant."""
+    """``safe``: keys of the notes that would have been true at some instant. ``thinned``: the mirror is, too."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, thinned: bool = False) -> None:
         super().__init__(folder, seed)
         self.away = memory()
         self.there = repository(folder / "away", self.away, clock=self.clock, seed=seed + 1)
-        self.watcher.change_settings(mirror=self.away.url)
+        self.watcher.change_settings(mirror=self.away.url, mirror_thinned=thinned or None)
+        self.thinned = thinned
         self.safe: set[str] = set()
         self.noted = 0
 
@@ -98,19 +99,20 @@ class MirrorPlay(Play):
         noted = keys(self.watcher, "mirrored/") & {key_of_note(one) for one in here.live()}
         self.noted = max(self.noted, len(noted))
         assert noted <= self.safe, self.stage.log
-        purged = {key_of_note(one) for one in here.commits.values() if one.last == "purged" and one.standing != VOID}
+        gone = [one for one in here.commits.values() if one.last == "purged" and one.standing != VOID]
+        purged = {key_of_note(here.standin(one, loses=self.thinned)) for one in gone}
         assert purged <= self.safe, self.stage.log
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("is_killed", [False, True], ids=["", "killed"])
+@pytest.mark.parametrize(("is_killed", "thinned"), [(False, False), (True, False), (False, True)])
 def test_what_is_noted_is_whole_in_the_mirror(
-    tmp_path: Path, seed: int, full: bool, is_killed: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool, is_killed: bool, thinned: bool
 ) -> None:
     monkeypatch.setattr(mirror, "JOBS", 1)
     noted = 0
     for round_ in range(ROUNDS * (10 if full else 1)):
-        play = MirrorPlay(tmp_path / str(round_), seed + round_)
+        play = MirrorPlay(tmp_path / str(round_), seed + round_, thinned=thinned)
         play.mirror("mirror")
         play.others()
         calls, choose = play.draw.randrange(1, 60), play.choices()
