@@ -10,8 +10,11 @@ import torch
 from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound
 from casckpt.format.keys import run_hash
 from casckpt.repository.commits import list_commits
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from casckpt.upkeep.thinning import execute, plan_thin
+from tests.support.faulty import FaultyStore, call_first
+from tests.support.repositories import meanwhile, memory
 from tests.support.saves import CELL, blob_keys, cells, content, same_state, small, steps
 
 DROP = ["optim.*"]
@@ -177,3 +180,23 @@ def test_what_makes_no_sense_is_refused(store: Store) -> None:
     assert all(one.commit.dropped is None for one in store.checkpoints())
     assert len(list_commits(store.repository).commits) == 5
     assert all(run_hash("run") in one.commit.txid for one in store.checkpoints())
+
+
+@pytest.mark.parametrize("keys", [None, ["model.*"]])
+def test_a_load_that_it_overtakes_says_so_or_goes_on(keys: list[str] | None) -> None:
+    storage = FaultyStore(memory(near=False))
+    reading = small(storage)
+    for step in (1, 2):
+        reading.save(state(step), run="run", step=step)
+    other = Store(Repository(storage.inner))
+
+    def overtake() -> None:
+        other.thin("run@1", drop=DROP)
+        other.gc(min_age=0)
+
+    storage.inject(call_first("open", meanwhile(overtake), key="*.safetensors"))
+    if keys is None:
+        with pytest.raises(MissingKey, match="thinned by --drop"):
+            reading.read("run@1")
+    else:
+        assert same_state(reading.read("run@1", keys=keys)["model"], state(1)["model"])
