@@ -12,7 +12,7 @@ never among those that cover the tensor.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -282,7 +282,13 @@ def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
     return ExtentTable(first.shape, first.itemsize, first.cell, boxes, tuple(extents))
 
 
-def _renumbered(one: Extent, box: int, blobs: Sequence[int]) -> Extent:
+def renumbered(table: ExtentTable, blobs: Mapping[int, int]) -> ExtentTable:
+    """Return the same table where blobs have other numbers."""
+    extents = tuple([_renumbered(one, one.box, blobs) for one in table.extents])
+    return msgspec.structs.replace(table, extents=extents)
+
+
+def _renumbered(one: Extent, box: int, blobs: Sequence[int] | Mapping[int, int]) -> Extent:
     coding = one.coding
     if coding is not None and coding.base is not None:
         coding = Coding(coding.frames, _renumbered(coding.base, box, blobs))

@@ -43,7 +43,7 @@ class ManifestCells:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._entries = {entry.name: entry for entry in manifest.entries}
+        self._entries = {entry.name: entry for entry in manifest.held}
         self._tables: dict[Name, ExtentTable | None] = {}
         self.refs: Sequence[BlobRef] = list(manifest.blobs)
 

@@ -63,6 +63,16 @@ def save_arrays(
     return commit_draft(repo, txid, made, **fields)
 
 
+def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0, **fields: object) -> Commit:
+    """A checkpoint of all ``parts``, each of which has a blob of its own."""
+    uploader, known = repo.new_txid(run, step), Known()
+    for arrays in parts:
+        ref, places = put_cells(repo, uploader, _new_cells(arrays, {}))
+        known |= {digest: (ref, offset) for digest, offset in places.items()}
+    every = {name: data for arrays in parts for name, data in arrays.items()}
+    return save_arrays(repo, every, run, step, known=known, **fields)  # type: ignore[arg-type]  # of the record
+
+
 def known_cells(repo: Repository, commit: Commit) -> Known:
     """Where the cells of a checkpoint lie."""
     manifest = manifests.get(repo, commit)

@@ -117,12 +117,14 @@ class LoadPlan:
         return [*self._values, *self._objects, *self._below]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint has no such key."""
+        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint lacks it."""
         found = self.contents.tensor(name)
         one = self.contents.objects.get(name)
         if found is None and one is None:
             return self._add_container(key, name, leaf)
         self.named.add(name)
+        if found is not None and self.contents.manifest.lacks(found[1]):
+            return False
         if leaf.is_tensor:
             if found is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)

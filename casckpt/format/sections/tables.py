@@ -87,6 +87,19 @@ def decode_table(
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
+def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> ExtentTable:
+    """Decode what the cells of a tensor are: each span as an extent that lies nowhere. Raises as `decode_table`."""
+    boxes, spans, digests = _decoded_cells(cells, shape)
+    extents, at = [], 0
+    for box, lo, hi in spans:
+        end = at + (-(-hi // cell) - lo // cell) * DIGEST_BYTES
+        extents.append(Extent(box, lo, hi, 0, 0, digests[at:end]))
+        at = end
+    if at != len(digests):
+        raise Refused("a tensor has another number of digests than of cells")
+    return ExtentTable(shape, itemsize, cell, boxes, tuple(extents))
+
+
 def _decoded_cells(cells: Buffer, shape: Shape) -> tuple[tuple[Box, ...], Sequence[tuple[int, int, int]], bytes]:
     tensor, stored = full_box(shape), bytes(cells)
     numel, form = tensor.numel, stored[:1]

@@ -83,6 +83,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     """
     data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
+    manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
     attempt, kind = 0, _Copy if work.blob_bytes is None or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):

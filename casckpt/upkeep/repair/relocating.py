@@ -84,7 +84,7 @@ class Relocation:
         self.repo.storage.settle(uploader_folder(txid))
         numbers = dict[BlobRef, int]()
         tables = {}
-        for entry in manifest.entries:
+        for entry in manifest.held:
             table = manifest.extents(entry)
             cells = [_moved(cell, places, refs, numbers) for cell in table.stored_cells()]
             tables[entry.number] = build(table.shape, table.itemsize, table.cell, cells)
@@ -95,7 +95,7 @@ class Relocation:
         """Return cells that are told from missing ones and can be had otherwise, for all who need them; None if not."""
         missing = {(number, cell.offset) for number, ref in wanted.items() for cell in self.missing[ref]}
         found = dict[Old, LiveCell]()
-        for entry in manifest.entries if missing else ():
+        for entry in manifest.held if missing else ():
             for cell in manifest.extents(entry).stored_cells():
                 links = [*takewhile(lambda one: (one.blob, one.offset) not in missing, cell.chain)]
                 if len(links) == len([*cell.chain]):
