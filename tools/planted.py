@@ -186,7 +186,7 @@ PLANTED = (
     Planted(
         "a rewrite that has dropped something stands in for all",
         "casckpt/repository/folding.py",
-        "            if other is None or commit not in Holdings([other]):\n",
+        "            if other is None or not (loses or commit in Holdings([other])):\n",
         "            if other is None:\n",
         "tests/upkeep/gc/test_retiring.py",
     ),
@@ -214,7 +214,7 @@ PLANTED = (
     Planted(
         "a load keeps the places of the commit that it began with",
         "casckpt/checkpoint/loading/download.py",
-        "        left = [replace(want, table=None) for want in wants]\n",
+        "        left = [want._replace(table=None) for want in wants]\n",
         "        left = list(wants)\n",
         REWRITTEN,
     ),
@@ -242,7 +242,7 @@ PLANTED = (
     Planted(
         "what was rewritten without a loss is to be safe in the mirror itself",
         "casckpt/upkeep/gc/retiring.py",
-        "    standins = {commit.txid: listed.standin(commit) for commit in wanted}\n",
+        "    standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}\n",
         "    standins = {commit.txid: commit for commit in wanted}\n",
         "tests/store/test_mirror.py",
     ),
@@ -367,8 +367,8 @@ PLANTED = (
     Planted(
         "a tag that expired by one's own clock counts no more for a gc",
         "casckpt/upkeep/gc/retiring.py",
-        "    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()",
-        "    return tagged_txids(tags(repo), wanted) if wanted else set()",
+        "    return tags(repo, slack=FOREIGN_CLOCKS)\n",
+        "    return tags(repo)\n",
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
@@ -554,8 +554,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "                digest = cell_digest(target)\n",
-        "                digest = _digest_of(cell)\n",
+        "        digest = cell_digest(target)\n        place",
+        "        digest = _digest_of(cell)\n        place",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
@@ -628,7 +628,7 @@ PLANTED = (
     Planted(
         "the newest of a run goes with a rule",
         "casckpt/plan/retention.py",
-        "    keep = {current[-1].txid} | {one.txid",
+        "    keep = {one.txid for one in newest_of(current)} | {one.txid",
         "    keep = {one.txid",
         "tests/plan/test_retention.py",
     ),
@@ -684,8 +684,8 @@ PLANTED = (
     Planted(
         "autograd is not told of a load",
         "casckpt/checkpoint/loading/download.py",
-        "            want.sink.note_write()",
-        "            pass",
+        "        note_writes(tensor for want in wants for tensor in want.sink.written)",
+        "        pass",
         "tests/checkpoint/loading/test_load_autograd.py",
     ),
     Planted(

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.draft import Encoded, placed
-from casckpt.format.keys import blob_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
+from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed, time_of
@@ -277,6 +277,11 @@ class _Copy:
         own = self.transaction.txid
         return blobs.check_reused(self.target, own, [ref for ref in self.places.values() if ref.uploader != own])
 
+    def _check_open(self) -> None:
+        """Ask where something is gone: only once a transaction has ended may a gc delete what it has put or reuses."""
+        if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
+            raise Revoked("a gc took this copy for dead, and deleted what it needs; copy again")
+
     def _commit(self, started: int) -> Commit:
         """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
         made = self.transaction.commit(self._record(started, self._put_manifest()))
@@ -289,17 +294,25 @@ class _Copy:
         try:
             self.target.storage.put(key, made.data)
         except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
-            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
-            there = format_manifest.decode(data, id)
-            self.places = {ref.hash: ref for ref in there.blobs}
-            if blobs.check(self.target, there.blobs):
-                raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key) from None
-            made = Encoded(there.head, data)
+            return self._found_manifest(key)
         return made
 
     def _placed(self) -> Encoded:
         refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
         return placed(self.manifest, encode_blobs(refs))
+
+    def _found_manifest(self, key: str) -> Encoded:
+        try:
+            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
+        except NotFound:
+            self._check_open()
+            raise
+        there = format_manifest.decode(data, self.commit.id)
+        self.places = {ref.hash: ref for ref in there.blobs}
+        if blobs.check(self.target, there.blobs):
+            self._check_open()
+            raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key)
+        return Encoded(there.head, data)
 
     def _record(self, started: int, made: Encoded) -> Committed:
         first, now = self.commit.committed, self.target.clock()
