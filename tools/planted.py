@@ -547,8 +547,8 @@ PLANTED = (
     Planted(
         "another's manifest in a joined copy is not looked at",
         "casckpt/upkeep/copies/replicating.py",
-        "            if blobs.check(self.target, there.blobs):",
-        "            if False:",
+        "        if blobs.check(self.target, there.blobs):",
+        "        if False:",
         "tests/upkeep/copies/test_replicating.py",
     ),
     Planted(
