@@ -231,6 +231,50 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
     assert same_state(reopened(store).read("default@2"), states[2])
 
 
+def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, but the first time ``then``."""
+    calls = iter([then])
+
+    def called(*given: Any) -> Any:
+        return next(calls, call)(*given)
+
+    return called
+
+
+def test_saves_of_a_run_beside_each_other_do_not_share_what_is_held(store: Store) -> None:
+    """The second one begins, with the same parent, and ends while the first one encodes a cell."""
+    states, encode = versions(4), coding.encode_delta
+    store.save(states[0], step=0, compress="auto")
+    other = states[0] | {"w": stepped(states[0]["w"], 77)}
+
+    def beside(plain: memoryview, width: int, base: memoryview) -> bytes | None:
+        store.save(other, step=10, compress="auto", threads=1)
+        return encode(plain, width, base)
+
+    with patch.object(coding, "encode_delta", first(encode, beside)):
+        store.save(states[1], step=1, compress="auto", threads=1)
+    for step in (2, 3):
+        store.save(states[step], step=step, compress="auto")
+    check(store, states)
+    assert same_state(reopened(store).read("default@10"), other)
+    assert max(links(store, "default@1")) == max(links(store, "default@10")) == 1
+
+
+def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: Store) -> None:
+    states = versions(3)
+    store.save(states[0], step=0, compress="auto")
+
+    def halfway(_: memoryview, into: memoryview, __: memoryview) -> None:
+        into[: len(into) // 2] = bytes(len(into) // 2)
+        raise KeyboardInterrupt
+
+    with patch.object(coding, "decode", first(coding.decode, halfway)), pytest.raises(KeyboardInterrupt):
+        store.save(states[1], step=1, compress="auto", threads=1)
+    for step in (1, 2):
+        store.save(states[step], step=step, compress="auto")
+    check(store, states)
+
+
 def test_in_the_background(store: Store) -> None:
     state = {"w": weights()}
     copies = []
