@@ -14,8 +14,10 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.checkpoint.saving import coding
+from casckpt.checkpoint.saving.held import HeldCell
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import encode_delta
 from casckpt.format.keys import blob_key
 from casckpt.plan.bases import MAX_DELTAS
@@ -24,6 +26,7 @@ from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
+from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
 
 if TYPE_CHECKING:
@@ -229,6 +232,45 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
     store.save(states[1], step=1, compress="auto", frozen=["w"])
     reopened(store).save(states[2], step=2, compress="auto")
     assert same_state(reopened(store).read("default@2"), states[2])
+
+
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_a_base_that_is_gone_though_its_bytes_are_held_is_no_base(store: Store, lost: int) -> None:
+    states = versions(4)
+    for step in range(3):
+        store.save(states[step], step=step, compress="auto")
+    manifest = manifests.get(store.repository, store.get("default@2").commit)
+    entry = next(entry for entry in manifest.entries if entry.key == "w")
+    cell = next(cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None)
+    ref = manifest.blob(list(cell.chain)[lost].blob)
+    store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
+    store.save(states[3], step=3, compress="auto")
+    assert same_state(reopened(store).read("default@3"), states[3])
+    assert 0 in links(store, "default@3")
+
+
+def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
+    """A run that was rolled back may come to the same version by another way, in another process."""
+    first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
+    frame = coding.encode_delta(memoryview(second), 2, memoryview(first))
+    assert frame is not None
+    held = HeldCell(cell_digest(second), second, (frame,))
+    assert coding._older(held, 1, cell_digest(first)) == first
+    assert coding._older(held, 1, cell_digest(second)) is None
+
+
+def test_blobs_of_frames_are_never_worn(store: Store) -> None:
+    """To leave one would take all of its cells whole."""
+    states = versions(4)
+    for step, state in enumerate(states):
+        more = {f"x{n}": stepped(weights(50 + n, CELL), step) for n in range(30)} if step < 2 else {}
+        store.save(state | more, step=step, compress="auto")
+    assert store.get("default@3").stats.bytes_written < store.get("default@0").stats.bytes_written / 8
+    manifest = manifests.get(store.repository, store.get("default@2").commit)
+    cells = [c for e in manifest.entries if e.key == "w" for c in manifest.extents(e).stored_cells()]
+    framed = {one.blob for cell in cells for one in cell.chain if one.frame is not None}
+    assert framed
+    assert not any(manifest.blob(number).worn for number in framed)
 
 
 def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
