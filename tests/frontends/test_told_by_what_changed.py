@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import casckpt
+from casckpt.checkpoint.saving.options import Compress
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader, StorageWriter, items
 from casckpt.frontends.safetensors.importing import import_safetensors
@@ -59,7 +60,8 @@ def test_dcp(store: Store, monkeypatch: pytest.MonkeyPatch, window: int, anew: b
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_dcp_in_the_background(store: Store) -> None:
     for step in range(STEPS):
-        async_save(state(step), storage_writer=StorageWriter(store, step=step), no_dist=True).result()
+        saving: Any = async_save(state(step), storage_writer=StorageWriter(store, step=step), no_dist=True)
+        saving.result()
     check(store)
 
 
@@ -138,7 +140,8 @@ def test_what_is_shown_counted_compared_and_fetched(store: Store, tmp_path: Path
 
 
 def test_off_again_and_a_run_that_branches(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    for step, compress in enumerate(["auto", "auto", "off", "auto", "always", "auto"]):
+    words: list[Compress] = ["auto", "auto", "off", "auto", "always", "auto"]
+    for step, compress in enumerate(words):
         store.save(state(step), step=step, compress=compress)
     store.tag("best", "default@3")
     other = reopened(store)

@@ -67,8 +67,10 @@ def model() -> nn.Sequential:
     )
 
 
-def network(size: int) -> nn.Sequential:
-    return fully_shard(model(), mesh=line(size))
+def network(size: int) -> nn.Module:
+    net = model()
+    fully_shard(net, mesh=line(size))
+    return net
 
 
 def weights(net: nn.Module) -> dict[str, DTensor]:
@@ -93,7 +95,7 @@ def train(rank: int, size: int, plan: Training) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step == done:
-            found = {key: torch.zeros_like(value) for key, value in weights(net).items()}
+            found: dict[str, DTensor] = emptied(weights(net))
             store.load({"model": found}, f"default@{step}")
             assert digest(found) == digest(weights(net))
         elif step > done:
