@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import casckpt
-from casckpt.checkpoint.saving.options import Compress
+from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader, StorageWriter, items
+from casckpt.frontends.dcp.session import WriterSession
 from casckpt.frontends.safetensors.importing import import_safetensors
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
@@ -63,6 +65,13 @@ def test_dcp_in_the_background(store: Store) -> None:
         saving: Any = async_save(state(step), storage_writer=StorageWriter(store, step=step), no_dist=True)
         saving.result()
     check(store)
+
+
+def test_a_rank_of_dcp_that_is_told_nothing_looks_at_the_setting(store: Store) -> None:
+    """As with cached plans."""
+    store.save(state(0), step=0)
+    session = WriterSession(store.repository, SaveOptions(step=1), rank=1, alone=False)
+    assert session._knowledge(SavePlan([]))[2] == "auto"
 
 
 def test_megatron(store: Store) -> None:
