@@ -880,7 +880,7 @@ PLANTED = (
     ),
     Planted(
         "blobs of frames are worn",
-        "casckpt/checkpoint/saving/shares.py",
+        "casckpt/plan/reuse.py",
         " and number not in framed",
         "",
         "tests/checkpoint/saving/test_coding.py",
