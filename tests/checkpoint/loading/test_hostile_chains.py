@@ -12,8 +12,7 @@ from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.sections.blobs import encode_blobs
 from casckpt.store.store import Store
-from casckpt.upkeep.repair.relocating import record_of
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 from tests.support.coded import Stored
 from tests.support.saves import reopened, same_state, small, trained
 
