@@ -39,17 +39,27 @@ log = logging.getLogger(__name__)
 _HALVES = frozenset({"bfloat16", "float16"})
 _FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
-_TRIES = 8
+_TRIES, _TRIES_AGAIN = 8, 1  # cells of a stream; and where all of them were in vain in the save before
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
 @dataclass
 class CodingMemory:
-    """What one process keeps for its next save: cells, and how fast the storage took the blobs of the last one."""
+    """What one process keeps for its next save: cells, and how fast the storage took the blobs of the last one.
+
+    ``in_vain``: streams of which no cell that was tried was worth it.
+    """
 
     held: HeldCells = field(default_factory=HeldCells)
+    in_vain: set[Name] = field(default_factory=set)
     put_bytes: int = 0
     put_seconds: float = 0.0
+
+    def begin(self, run: str) -> None:
+        """Keep what is of ``run`` from now on."""
+        if run != self.held.run:
+            self.in_vain.clear()
+        self.held.begin(run)
 
     def note_put(self, nbytes: int, seconds: float) -> None:
         """Take up how long a blob took, of those that were put beside each other."""
@@ -68,7 +78,7 @@ def coder_for(
     compress = told if options.compress is None else options.compress
     if compress == "off":
         return None
-    memory.held.begin(options.run)
+    memory.begin(options.run)
     if compress == "always":
         return Coder(repo, known, memory, _FLOATS, alone=True)
     alone = memory.is_slow(usable_cores(), repo.storage.traits.uploads)
@@ -111,7 +121,7 @@ class Coder:
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
         asked = source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS)
-        return asked and cell.nbytes >= MIN_CELL and self._in_vain.get(source.name, 0) < _TRIES
+        return asked and cell.nbytes >= MIN_CELL and self._tries(source) < _TRIES
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
@@ -127,9 +137,18 @@ class Coder:
 
     def _tried(self, source: Source, frame: bytes | None) -> bytes | None:
         """Return the same, and note whether it was worth it: where no cell of a stream is, the others are left."""
-        tries = self._in_vain.get(source.name, 0)
-        self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
+        tries = self._tries(source)
+        tries = self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
+        if tries < 0:
+            self.memory.in_vain.discard(source.name)
+        elif tries >= _TRIES:
+            self.memory.in_vain.add(source.name)
         return frame
+
+    def _tries(self, source: Source) -> int:
+        """How many cells of a stream were tried in vain."""
+        before = _TRIES - _TRIES_AGAIN if source.name in self.memory.in_vain else 0
+        return self._in_vain.get(source.name, before)
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""

@@ -222,7 +222,9 @@ def test_noise_is_stored_as_it_is(store: Store) -> None:
     check(store, [{"w": tensor} for tensor in noise])
     with patch.object(coding, "encode_planes", return_value=None) as tried:
         store.save({"w": noise[0]}, step=3, run="other", dedup="run", compress="always")
-    assert tried.call_count == 8, "and then it was left"
+        assert tried.call_count == 8, "and then it was left"
+        store.save({"w": noise[1]}, step=4, run="other", dedup="run", compress="always")
+        assert tried.call_count == 9, "and the next save tries one"
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:

@@ -9,7 +9,7 @@ from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.dcp import through_dcp
-from benchmarks.scenarios.deltas import coding, deltas
+from benchmarks.scenarios.deltas import coding, deltas, runs
 from benchmarks.scenarios.history import history
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
@@ -38,5 +38,6 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "memory": memory,
     "s3": s3,
     "deltas": deltas,
+    "runs": runs,
     "coding": coding,
 }

@@ -25,6 +25,8 @@ _WHOLE = (  # of states that are so many steps apart
     (10, "matrices, float32" + _DELTAS, 0.74),
     (100, "matrices, float32" + _DELTAS, 0.76),
 )
+_PLACES = {"a folder": 0.0, "a bucket, 50 MB/s": 50e6, "a bucket, 300 MB/s": 300e6, "a bucket, 1 GB/s": 1e9}
+_MODES = ("off", "auto", "always")
 _KINDS = {"alone": (OURS, "zstd-1", "zipnn", "dcp"), "delta": (OURS, "zstd-1")}
 
 
@@ -41,6 +43,44 @@ def deltas(options: Options) -> ScenarioResult:
             cases += _distances(bench, name, about, steps[name])
         rows = bench.run(cases, warm_up=0)
         return bench.result("deltas", "States of real trainings, coded", _checks(rows, traces), "stored")
+
+
+def runs(options: Options) -> ScenarioResult:
+    """Versions of RL through `Store.save`; a bucket is a folder behind a paced way."""
+    with Bench(options) as bench:
+        name = next(iter(_QUICK if options.quick else _TRACES))
+        bench.team().call("deltas:make", folder=_folder(bench), name=name)
+        places = {"a folder": 0.0} if options.quick else _PLACES
+        saves = _FEW if options.quick else _SAVES
+        cases = [
+            _stored(bench, Row(f"saves into {where}", OURS, mode), name=name, saves=saves, compress=mode, rate=rate)
+            for where, rate in places.items()
+            for mode in _MODES
+        ]
+        return bench.result("runs", "Versions of RL in a store", _run_checks(bench.run(cases, warm_up=0)), "durable")
+
+
+def _stored(bench: Bench, row: Row, **arguments: Any) -> Case:
+    def run(_: int) -> Measured:
+        return bench.team().measure("runs:replay", folder=_folder(bench), place=bench.place(), **arguments)
+
+    return Case(row, run, ours=True)
+
+
+def _run_checks(rows: list[Row]) -> list[Check]:
+    """Of each place, with deltas."""
+    found = [row for row in rows if row.what == "auto"]
+    return [
+        check
+        for row in found
+        for check in (
+            Check(f"{row.group}: share of as many copies", 0.03, False, row.median("share")),
+            Check(f"{row.group}: CPU-seconds for each GiB of a save", 0.55, False, row.median("cpu/GiB")),
+            Check(f"{row.group}: newest / first, cold load", 1.2, False,
+                  over(row.median("newest cold"), row.median("first cold"))),
+            Check(f"{row.group}: copies after a gc", 2.2, False, row.median("kept")),
+        )
+    ]  # fmt: skip
 
 
 def coding(options: Options) -> ScenarioResult:

@@ -1,0 +1,148 @@
+"""Versions of a trace saved into a store and loaded from it: in a folder, or over a way of so many bytes a second."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import files, values
+from benchmarks.measure import Clock, Measured
+from benchmarks.tasks.deltas import trace_of
+from benchmarks.worker import WrongBytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.traces import Trace
+    from benchmarks.worker import Here
+    from casckpt.storage.base import Reader, Traits
+    from casckpt.store.store import Store
+
+_RUN, _KEPT, _GIB = "run", 8, 1 << 30
+_NUMBERS = itertools.count()
+
+
+@dataclass
+class _Paced:
+    """A folder behind a way that all requests share; nothing but blobs and reads of parts is held up."""
+
+    inner: Any
+    rate: float
+    _free: float = 0.0
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def traits(self) -> Traits:
+        """Those of a bucket."""
+        from casckpt.storage.base import Traits
+
+        return Traits(remote=True, read_gap=1 << 20, parallel=8, exclusive=True, uploads=4)
+
+    def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:
+        """Wait for the way, and put."""
+        self.wait(len(data))
+        self.inner.put(key, data, settle=settle)
+
+    @contextmanager
+    def open(self, key: str, *, shared: bool = False) -> Iterator[Reader]:
+        """Open for reads that wait for the way."""
+        with self.inner.open(key, shared=shared) as reader:
+            yield _PacedReader(self, reader)
+
+    def wait(self, nbytes: int) -> None:
+        """Wait until so many bytes have gone the way."""
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + nbytes / self.rate
+            until = self._free
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass
+class _PacedReader:
+    way: _Paced
+    inner: Reader
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.way.wait(sum(map(len, buffers)))
+        self.inner.read_into(offset, buffers)
+
+
+def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compress: str, rate: float) -> Measured:
+    """Save the first versions, and load the newest and the first.
+
+    ``rate``: bytes a second, 0 for a folder. Times are medians of the saves behind the first. Extra: "share" of as many
+    copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
+    "kept": copies that are stored after a gc of all but the last 8.
+    """
+    path = Path(place)
+    store, saving = _open(path, rate), list[Clock]()
+    try:
+        for number, state in enumerate(itertools.islice(_states(trace_of(here, folder, name)), saves)):
+            saving.append(Clock())
+            with saving[-1]:
+                store.save(state, run=_RUN, step=number, compress=compress)  # type: ignore[arg-type]  # a Compress
+        copy = values.size_of(state)
+        extra = {"cpu/GiB": median(clock.cpu for clock in saving[1:]) * _GIB / copy, "held": float(_held(store))}
+        stored = files.stored(path)
+        extra |= _loads(path, rate, saves - 1, state)
+        store.gc(keep_last=_KEPT, min_age=0, wait=0)
+        extra |= {"share": stored / copy / saves, "kept": files.stored(path) / copy}
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    wall = median(clock.time for clock in saving[1:])
+    return Measured(wall, wall, median(clock.cpu for clock in saving[1:]), stored=stored, extra=extra)
+
+
+def _open(path: Path, rate: float) -> Store:
+    from casckpt.repository.repository import Repository
+    from casckpt.storage.local.store import LocalStore
+    from casckpt.store.store import Store
+
+    storage: Any = LocalStore(path)
+    cache = path.parent / f"cache-{next(_NUMBERS)}"
+    return Store(Repository(_Paced(storage, rate) if rate else storage, cache, cache_bytes=0))
+
+
+def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
+    """The matrices of each version, in memory that changes from each to the next."""
+    import torch
+
+    for _, weights in trace.versions():
+        flat = torch.from_numpy(weights).view(torch.bfloat16)
+        yield {one.name: flat[one.start : one.stop] for one in trace.index.tensors if one.matrix}
+
+
+def _held(store: Store) -> int:
+    """Bytes that the store's process keeps for its next save."""
+    return sum(memory.coding.held.nbytes for memory in store._saver.get()._memories.values())
+
+
+def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Seconds of loads by a host that has read nothing yet, and once more; the newest version is compared."""
+    target, seconds = values.poisoned(state), dict[str, float]()
+    for what, step in (("first", 0), ("newest", newest)):
+        store = _open(path, rate)
+        files.drop_from_cache(path, everything=False)
+        for heat in ("cold", "warm"):
+            values.poison(target)
+            with (clock := Clock()):
+                store.load(target, f"{_RUN}@{step}")
+            seconds |= {f"{what} {heat}": clock.time, f"{what} {heat} cpu": clock.cpu}
+    if any(not values.as_bytes(state[name]).equal(values.as_bytes(target[name])) for name in state):
+        raise WrongBytes("casckpt: what was loaded of the newest version is not what was saved")
+    return seconds
