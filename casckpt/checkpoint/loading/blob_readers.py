@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import TypeVar
 
 from casckpt.errors import NotFound, StorageError
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reads import Batch
 from casckpt.repository.fetching import Spoilt
@@ -81,16 +80,18 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load."""
+    """The blobs of a load; ``blob_at``: by the numbers that its batches have."""
 
-    def __init__(self, repo: Repository, manifest: Manifest, batches: Sequence[Batch[T]], *, shared: bool) -> None:
+    def __init__(
+        self, repo: Repository, blob_at: Callable[[int], BlobRef], batches: Sequence[Batch[T]], *, shared: bool
+    ) -> None:
         wanted: Counter[int] = Counter()
         for batch in batches:
             wanted[batch.blob] += batch.nbytes
         fills = bool(wanted) and repo.fills_cache
         self._slots: dict[int, BlobReader] = {}
         for blob, nbytes in wanted.items():
-            ref = manifest.blob(blob)
+            ref = blob_at(blob)
             self._slots[blob] = BlobReader(repo, ref, shared=shared, keep=fills and 2 * nbytes >= ref.size)
         for batch in batches:
             self._slots[batch.blob].left += 1

@@ -41,11 +41,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamRequest:
-    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
+    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
+
+    ``is_new``: there is nothing in the sink yet.
+    """
 
     entry: int
     sink: Destination
     table: ExtentTable | None = None
+    is_new: bool = False
 
 
 @dataclass
@@ -60,9 +64,12 @@ class Download:
     ranks: int = 1
     ranks_here: int = 1
 
-    def run(self, wants: Sequence[StreamRequest]) -> None:
-        """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
-        self._run(wants, frozenset(), frozenset())
+    def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
+        """Fill all sinks, but for what is ``done``.
+
+        Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit.
+        """
+        self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[StreamRequest], done: Set[Part], tried: Set[str]) -> None:
         """``done``: what sinks have already, from manifests with the heads ``tried``."""
@@ -102,11 +109,11 @@ class Download:
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        slots = BlobReaders(self.repo, self.manifest, reads.every, shared=shared)
+        slots = BlobReaders(self.repo, self.manifest.blob, reads.every, shared=shared)
         threads = self._threads(reads, slots)
         scratches = BufferPool(threads, reads.most + reads.room)
         transfer = Transfer(
-            self.repo, self.manifest, slots, scratches, self._turns, self.progress, finished, self.verify
+            self.repo, self.manifest, slots, scratches, self.turns, self.progress, finished, self.verify
         )  # fmt: skip
         lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
         tasks = [Task(batch, lot, reads.room) for lot, batches in lots for batch in batches]
@@ -129,7 +136,7 @@ class Download:
         return threads + _AHEAD
 
     @cached_property
-    def _turns(self) -> BoundedSemaphore:
+    def turns(self) -> BoundedSemaphore:
         """What a thread holds while it works for a core, and not while it waits for a disk."""
         return BoundedSemaphore(min(self.threads, usable_cores(self.ranks_here)))
 
