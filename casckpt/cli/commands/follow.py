@@ -28,10 +28,10 @@ def command(
 ) -> int | None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
-    For from_pretrained, and for engines that map files: current in it leads to a folder as export makes it. Each version is a new one, to which current leads from
-    one instant on; no byte of a file that was ever current changes. CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP
-    and CASCKPT_ID; after a kill it may come twice with the same id. Once it has returned 0, older generations go, but
-    for --keep of them. With --once its status is 1 if CMD failed.
+    For from_pretrained, and for engines that map files: current in it leads to a folder as export makes it. Each
+    version is a new one, to which current leads from one instant on; no byte of a file that was ever current changes.
+    CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may come twice with the same id.
+    Once it has returned 0, older generations go, but for --keep of them. With --once the status is 1 if CMD failed.
     """
     from casckpt.frontends.follow import Follower
 
