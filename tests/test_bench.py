@@ -172,6 +172,42 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     assert not list((tmp_path / "work").iterdir())
 
 
+def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
+    """The trace is made in the first scenario, and found in the second."""
+    results, traces = tmp_path / "deltas.json", tmp_path / "traces"
+    done = bench("deltas", "coding", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in traces.iterdir()] == ["quick"]
+    sizes, speeds = rows_of(results, "deltas"), rows_of(results, "coding")
+    stored = {key: row["summary"]["share"]["median"] for key, row in sizes.items() if row["rounds"]}
+    for group in ("versions of RL", "smoke run: weights, 1 step apart", "smoke run: master alone"):
+        ours, theirs = ((min(share for (at, who, _), share in stored.items() if (at, who) == (group, name)))
+                        for name in ("casckpt", "zstd-1"))  # fmt: skip
+        assert ours < theirs < 1
+    assert {share for (_, who, _), share in stored.items() if who == "raw"} == {1.0}
+    assert {group for group, who, _ in speeds if who == "casckpt"} == {
+        f"{work} {kind}" for work in ("encode", "decode") for kind in ("alone", "delta")
+    }
+
+
+def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
+    from benchmarks.traces import find
+    from benchmarks.training import trace
+
+    made = trace(tmp_path, "quick")
+    found = find(tmp_path, "quick")
+    assert found is not None
+    assert found.index == made.index
+    assert found.index.run is not None
+    first, last = found.index.run
+    seen = {step: weights.copy() for step, weights in found.versions()}
+    assert list(seen) == list(range(first, last + 1))
+    assert all((seen[step] == found.part(step, "weights")).all() for step in found.index.steps)
+    assert 0 < (seen[first] != seen[first + 1]).mean() < 1
+    with pytest.raises(ValueError, match="no master at step 99"):
+        found.part(99, "master")
+
+
 def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
     """What it asks of the storage, exactly: after 100 saves of its run, and after 300. Names that are listed count."""
     results = tmp_path / "history.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
-from casckpt.format.records import Committed, time_of
+from casckpt.format.records import Committed, Dropped, time_of
 from casckpt.lazy import cached_property
 from casckpt.plan.notebook import html_table
 from casckpt.plan.sizes import format_size
@@ -116,6 +116,11 @@ class Checkpoint:
     def replaced(self) -> bool:
         """Whether these are old places of it: its id means it as it was rewritten."""
         return self.commit.last == "replaced"
+
+    @property
+    def dropped(self) -> Dropped | None:
+        """What it was thinned by: how many tensors are left out, their bytes, the rule. None if it is whole."""
+        return self.commit.dropped
 
     @property
     def healthy(self) -> bool | None:

@@ -46,12 +46,14 @@ def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Say what its commit says, and what its save did. Reads no manifest."""
+    dropped = checkpoint.dropped
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
         "healthy": checkpoint.healthy,
         "metrics": checkpoint.commit.committed.metrics,
         "forgotten": checkpoint.forgotten,
+        "dropped": None if dropped is None else {name: getattr(dropped, name) for name in dropped.__struct_fields__},
         "replaced": checkpoint.replaced,
         "stats": asdict(checkpoint.stats),
     }

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from casckpt.format.columns import pack
 from casckpt.format.digest import Buffer
-from casckpt.format.extents import ExtentTable
+from casckpt.format.extents import ExtentTable, renumbered
 from casckpt.format.manifest import Manifest, Places, of_bytes
 from casckpt.format.names import ManifestId
+from casckpt.format.records import changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import (
     BLOBS,
@@ -122,6 +123,23 @@ def placed(manifest: Manifest, blobs: Buffer, moved: Mapping[int, ExtentTable] |
         parts[PLACES] = msgspec.msgpack.encode(Places(rows=rows))
     taken = [section for section in manifest.head.foreign if section.flags & COPIED]
     return _assembled(parts, [(section, manifest.section(section.name)) for section in taken])
+
+
+def thinned(manifest: Manifest, drop: Container[int]) -> Encoded:
+    """Encode the same checkpoint without the bytes of some entries, by number, and the blobs that only they use.
+
+    Raises Damaged, Refused, and what reading does.
+    """
+    tables = {entry.number: manifest.extents(entry) for entry in manifest.held}
+    kept = [table for number, table in tables.items() if number not in drop]
+    used = sorted({one.blob for table in kept for extent in table.extents for one in extent.chain})
+    numbers = {old: new for new, old in enumerate(used)}
+    moved = {n: renumbered(table, numbers) if n not in drop else _emptied(table) for n, table in tables.items()}
+    return placed(manifest, encode_blobs(manifest.blob(number) for number in used), moved)
+
+
+def _emptied(table: ExtentTable) -> ExtentTable:
+    return changed(table, extents=())
 
 
 def _assembled(parts: Mapping[str, Buffer], foreign: Sequence[tuple[Section, Buffer]] = ()) -> Encoded:

@@ -12,7 +12,7 @@ never among those that cover the tensor.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -228,6 +228,20 @@ def build(shape: Shape, itemsize: int, cell: int, cells: Sequence[StoredCell]) -
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
+def moved(table: ExtentTable, place: Callable[[StoredCell], tuple[int, int]]) -> ExtentTable:
+    """Return a table of the same cells at other places: ``place`` tells blob and offset of each, and of their bases."""
+    runs: list[tuple[int, list[StoredCell]]] = []
+    for extent in table.extents:
+        for cell in table.stored_cells([extent]):
+            one = cell.moved(place)
+            if runs and runs[-1][0] == extent.box and _follows(one, runs[-1][1][-1], table.cell):
+                runs[-1][1].append(one)
+            else:
+                runs.append((extent.box, [one]))
+    extents = tuple(_extent(box, run[0].lo, run[-1].hi, run) for box, run in runs)
+    return msgspec.structs.replace(table, extents=extents)
+
+
 def _extent(box: int, lo: int, hi: int, run: Sequence[StoredCell]) -> Extent:
     first, digests = run[0], b"".join([one.digest for one in run])
     if first.frame is None:
@@ -268,7 +282,13 @@ def join(parts: Sequence[tuple[ExtentTable, Sequence[int]]]) -> ExtentTable:
     return ExtentTable(first.shape, first.itemsize, first.cell, boxes, tuple(extents))
 
 
-def _renumbered(one: Extent, box: int, blobs: Sequence[int]) -> Extent:
+def renumbered(table: ExtentTable, blobs: Mapping[int, int]) -> ExtentTable:
+    """Return the same table where blobs have other numbers."""
+    extents = tuple([_renumbered(one, one.box, blobs) for one in table.extents])
+    return msgspec.structs.replace(table, extents=extents)
+
+
+def _renumbered(one: Extent, box: int, blobs: Sequence[int] | Mapping[int, int]) -> Extent:
     coding = one.coding
     if coding is not None and coding.base is not None:
         coding = Coding(coding.frames, _renumbered(coding.base, box, blobs))

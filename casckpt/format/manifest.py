@@ -22,7 +22,7 @@ from typing import Any, Self
 import msgspec
 from msgspec.msgpack import Decoder
 
-from casckpt.errors import Damaged, InvalidInput, Refused
+from casckpt.errors import Damaged, InvalidInput, MissingKey, Refused
 from casckpt.format.digest import Buffer, cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
@@ -42,7 +42,7 @@ from casckpt.format.sections.head import (
 )
 from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
-from casckpt.format.sections.tables import decode_table
+from casckpt.format.sections.tables import decode_cells, decode_table
 from casckpt.lazy import cached_property
 
 FRONT = (INDEX, PLACES, BLOBS)
@@ -66,8 +66,11 @@ class Manifest:
 
     ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
     ``data``: all of its bytes, where they are at hand. ``proved``: these have the hashes of the head. It pickles, for
-    other ranks, without ``read``: see `attach`.
+    other ranks, without ``read``: see `attach`. ``left_out``: of a checkpoint that was thinned, by what and when; None
+    for others.
     """
+
+    left_out: str | None = None
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class Manifest:
     @property
     def blobs(self) -> Iterator[BlobRef]:
         """All blobs, in order."""
-        return (self.blob_list[index] for index in range(len(self.blob_list)))
+        return iter(self.blob_list)
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
@@ -147,6 +150,15 @@ class Manifest:
             return self.body.entries
         except InvalidInput as error:
             raise _unfit(self.id, error) from error
+
+    @property
+    def held(self) -> Sequence[StreamEntry]:
+        """All streams but those whose bytes were left out. Raises Refused if they are not usable."""
+        return self.entries if self.left_out is None else [one for one in self.entries if not self.lacks(one)]
+
+    def lacks(self, entry: StreamEntry) -> bool:
+        """Tell whether a thinned checkpoint leaves the bytes of an entry out."""
+        return self.left_out is not None and bool(entry.nbytes) and not self._rows.length(entry.number)
 
     def check_entries(self) -> None:
         """Raise Refused if the entries are not usable."""
@@ -209,11 +221,29 @@ class Manifest:
             self._objects.ready(range(len(self._objects)) if objects is None else objects)
 
     def extents(self, entry: StreamEntry) -> ExtentTable:
-        """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does."""
+        """Decode and check the extents of an entry. Raises Refused, or Damaged, and what reading does.
+
+        MissingKey, which says why, for what a thinned checkpoint leaves out.
+        """
+        if self.lacks(entry):
+            where = f"{self.body.run}@{self.body.step}"
+            why = f"{where} does not hold the bytes of {entry.key!r} any more: {self.left_out}"
+            raise MissingKey(why, key=entry.key, keys=(entry.key,), checkpoints=(self.id,))
         try:
             cells, rows = self._cells.get(entry.number), self._rows.get(entry.number)
             cell = self.body.cell_bytes // entry.itemsize
             return decode_table(cells, rows, self.blob_sizes, shape=entry.shape, itemsize=entry.itemsize, cell=cell)
+        except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
+            raise _unfit(self.id, error, entry.key) from error
+
+    def cells(self, entry: StreamEntry) -> ExtentTable:
+        """Decode what the cells of an entry are, also where its bytes were left out; its places mean nothing.
+
+        Raises Refused, or Damaged, and what reading does.
+        """
+        try:
+            cell = self.body.cell_bytes // entry.itemsize
+            return decode_cells(self._cells.get(entry.number), shape=entry.shape, itemsize=entry.itemsize, cell=cell)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 

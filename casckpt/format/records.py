@@ -107,6 +107,7 @@ class Settings(Record, frozen=True, kw_only=True):
     revoke_after_seconds: float | None = None
     exclusive_create: bool | None = None
     mirror: str | None = None  # URL: gc neither forgets nor purges what is not noted as safe there
+    mirror_thinned: bool | None = None  # what is thinned here is thinned there, too; else it stays whole there
     requires: list[str] = []
     compress: str | None = None  # for saves that do not say
 

@@ -31,6 +31,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, NotFound, Unsupported
 from casckpt.format.keys import check_attachment_name
+from casckpt.format.metrics import MAX_METRIC_NAME, MAX_METRICS
 from casckpt.frontends.new_files import new_folder
 from casckpt.frontends.safetensors.importing import Maps
 from casckpt.frontends.stores import AnyStore, as_store
@@ -58,7 +59,8 @@ _USE_ANOTHER = "save by casckpt.frontends.trainer.Checkpointer in a loop of your
 class CasCheckpointCallback(TrainerCallback):
     """For ``Trainer(callbacks=[...])``. ``settings``: those of `CheckpointerConfig`, but for when to save.
 
-    Retention counts in the store.
+    Retention counts in the store; what the trainer has logged at the step of a checkpoint are its metrics, so that
+    ``keep={"keep_best": "eval_loss:3"}`` keeps the best.
 
     A step that is saved again replaces the one of before. ``async_save``: in the background, one at a time; what fails
     is logged by the next save, and raised at the end of the training. ``tag_best``: a tag for the best checkpoint so
@@ -107,7 +109,7 @@ class CasCheckpointCallback(TrainerCallback):
         step, metadata = state.global_step, {"epoch": state.epoch}
         best = self._tag is not None and getattr(state, "best_global_step", None) == step
         save = self.checkpointer.save_async if self._async and not best else self.checkpointer.save
-        save(step, contents, attachments=contents.attachments, metadata=metadata)
+        save(step, contents, attachments=contents.attachments, metadata=metadata, metrics=_metrics(state, step))
         if best and self._tag is not None and this_rank() == 0:
             self._set_tag(self._tag, f"{self.config.run}@{step}")
 
@@ -121,6 +123,14 @@ class CasCheckpointCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Wait for what is in the background. Raises what it raised."""
         self.checkpointer.close()
+
+
+def _metrics(state: Any, step: int) -> dict[str, float]:
+    """What was logged at a step: a loss, figures of an evaluation."""
+    logged = [one for one in getattr(state, "log_history", None) or () if one.get("step") == step]
+    numbers = {str(name): value for one in logged for name, value in one.items() if type(value) in (int, float)}
+    wanted = sorted(numbers.keys() - {"step", "epoch"}, key=lambda name: not name.startswith("eval_"))
+    return {name: numbers[name] for name in wanted[:MAX_METRICS] if len(name) <= MAX_METRIC_NAME and name.isprintable()}
 
 
 class _Folder:

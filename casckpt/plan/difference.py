@@ -83,7 +83,7 @@ def _change(old: Manifest, before: StreamEntry, new: Manifest, after: StreamEntr
         return Change(after.key, "shape", after.nbytes)
     if before.dtype != after.dtype:
         return Change(after.key, "dtype", after.nbytes)
-    one, other = old.extents(before), new.extents(after)
+    one, other = old.cells(before), new.cells(after)
     if one.cell == other.cell and encode_cells(one) == encode_cells(other):
         return None  # as most are: this is the quick way to know
     known = {(cell.region, cell.digest) for cell in one.stored_cells()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -54,7 +55,7 @@ def plan_units(table: ExtentTable, wanted: Region, *, verify: bool) -> Iterator[
     ``wanted`` is a region of the tensor of ``table.shape``.
     """
     wanted = normalise(wanted, table.shape)
-    if not wanted.numel:
+    if wanted.lo == wanted.hi:
         return
     by_cell = verify or any(extent.coding is not None for extent in table.extents)
     find: Callable[[int, int, int], Iterator[Unit]] = table.cells_in if by_cell else partial(_pieces, table)
@@ -137,7 +138,7 @@ def plan_batches(items: Iterable[tuple[int, int, int, T]], *, gap: int, most: in
             batches.append(Batch(blob, start, end - start, tuple(current)))
             current.clear()
 
-    for number, offset, nbytes, item in sorted(items, key=lambda row: row[:3]):
+    for number, offset, nbytes, item in sorted(items, key=itemgetter(0, 1, 2)):
         overlaps = number == blob and offset < end
         fits = number == blob and offset - end <= gap and offset + nbytes - start <= most
         if not (overlaps or fits):

@@ -12,9 +12,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from casckpt.errors import Damaged, Refused
+from casckpt.format.blob import most_data
 from casckpt.format.extents import DIGEST_BYTES, Extent, ExtentTable, StoredCell
+from casckpt.format.keys import parse_txid, run_hash
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import CellDigest
+from casckpt.format.names import CellDigest, TxId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name, StreamEntry
@@ -41,7 +43,7 @@ class ManifestCells:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._entries = {entry.name: entry for entry in manifest.entries}
+        self._entries = {entry.name: entry for entry in manifest.held}
         self._tables: dict[Name, ExtentTable | None] = {}
         self.refs: Sequence[BlobRef] = list(manifest.blobs)
 
@@ -179,3 +181,29 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
     plain = sum((one.hi - one.lo) * table.itemsize for table, one, _ in coded)
     frames = sum(table.stored_bytes(one) for table, one, _ in coded)
     return CodedBytes(plain, frames, sum(table.stored_bytes(one) for table, one, how in coded if how.base is not None))
+
+
+def frames_in(tables: Iterable[ExtentTable]) -> set[int]:
+    """Return the numbers of the blobs that hold frames."""
+    coded = (extent for table in tables for extent in table.extents if extent.coding)
+    return {one.blob for extent in coded for one in extent.chain if one.coding}
+
+
+def mark_worn(
+    tables: Iterable[ExtentTable], refs: Sequence[BlobRef], run: str, lives: Callable[[TxId], bool]
+) -> list[BlobRef]:
+    """Return ``refs``, which ``tables`` count, with those marked that the next save of the run is to leave behind.
+
+    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used. One
+    of frames is not: to leave it takes the cells whole.
+    """
+    every = list(tables)
+    used, framed = used_bytes(every, len(refs)), frames_in(every)
+    mine, ours = run_hash(run), dict[TxId, bool]()
+    marked = []
+    for number, (ref, nbytes) in enumerate(zip(refs, used, strict=True)):
+        half_empty = 2 * nbytes < most_data(ref.size) and number not in framed
+        if half_empty and ref.uploader not in ours:
+            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
+        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
+    return marked

@@ -128,7 +128,10 @@ def _quotas(load: npt.NDArray[np.float64], total: float) -> npt.NDArray[np.float
 
 
 def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
-    """Find the element of each pool at which byte ``bound`` cuts the sequence: a multiple of the cell inside a pool."""
+    """Find the element of each pool at which to cut the sequence: where cells of the pool meet, or an end of it.
+
+    That is the place nearest to byte ``bound``, at most half a cell away.
+    """
     at = rows.lo[one].copy()
     whole = ends <= bound
     at[whole] = rows.hi[one][whole]
@@ -136,8 +139,8 @@ def _cut_points(rows: _Rows, one: Ints, ends: Ints, bound: float) -> Ints:
     if inside < len(one):
         row = one[inside]
         lo, hi, step = int(rows.lo[row]), int(rows.hi[row]), int(rows.cell[row])
-        elements = int(bound - (ends[inside] - rows.nbytes[row])) // int(rows.size[row])
-        at[inside] = min(max(round((lo + elements) / step) * step, lo), hi)
+        wanted = hi - float(ends[inside] - bound) / int(rows.size[row])
+        at[inside] = min((lo, hi, round(wanted / step) * step), key=lambda cut: abs(cut - wanted))
     return at
 
 

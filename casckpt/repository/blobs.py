@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from casckpt.errors import CasckptError, Conflict, StorageError
-from casckpt.format.keys import blob_key, damaged_key, parse_damaged, parse_object
+from casckpt.errors import CasckptError, Conflict, Revoked, StorageError
+from casckpt.format.keys import blob_key, commit_key, damaged_key, parse_damaged, parse_object
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import DamageRecord
 from casckpt.format.sections.blobs import BlobRef
@@ -20,6 +21,8 @@ PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,20 @@ def check(repo: Repository, refs: Iterable[BlobRef]) -> list[BlobRef]:
     lost = [ref for ref, size in zip(wanted, sizes, strict=True) if size != ref.size]
     repo.seen_blobs.update((ref.uploader, ref.hash) for ref in wanted)
     repo.seen_blobs.difference_update((ref.uploader, ref.hash) for ref in lost)
+    return lost
+
+
+def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[BlobRef]:
+    """Return those of ``refs``, which transaction ``txid`` reuses, that are not there as they were; marks them.
+
+    Raises `Revoked` if a gc took the transaction for dead, and may have deleted them for that; `StorageError`.
+    """
+    lost = check(repo, refs)
+    if lost and repo.storage.size(commit_key(txid)) is not None:
+        raise Revoked("a gc took this for dead, and deleted what it reused; begin anew", key=commit_key(txid))
+    for ref in lost:
+        log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
+        mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when it was to be reused")
     return lost
 
 

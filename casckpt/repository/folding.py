@@ -180,18 +180,24 @@ class CommitList:
         """Return what an id means: of its live commits the visible one, else the one that answers; None without any."""
         return max((one for one in self.live() if one.id == id), key=lambda one: one.rank, default=None)
 
-    def standin(self, commit: Commit) -> Commit:
-        """Return what has replaced ``commit`` in the end, and has all that it has; itself where nothing has."""
+    def standin(self, commit: Commit, *, loses: bool = False) -> Commit:
+        """Return what has replaced ``commit`` in the end, and has all that it has; itself where nothing has.
+
+        ``loses``: it need not have all.
+        """
         while commit.replaced is not None:
             other = self.commits.get(commit.replaced[1])
-            if other is None or commit not in Holdings([other]):
+            if other is None or not (loses or commit in Holdings([other])):
                 break
             commit = other
         return commit
 
-    def needed(self) -> list[Commit]:
-        """Return live ones that nothing stands in for, oldest first: whose loss would be one."""
-        return [commit for commit in self.standing() if self.standin(commit) is commit]
+    def needed(self, *, loses: bool = False) -> list[Commit]:
+        """Return live ones that nothing stands in for, oldest first: whose loss would be one.
+
+        ``loses``: what was thinned stands in for what was whole.
+        """
+        return [commit for commit in self.standing() if self.standin(commit, loses=loses) is commit]
 
     def is_rewrite_of(self, commit: Commit | None, txid: TxId) -> bool:
         """Tell whether ``commit`` is a rewrite of the transaction, or of one of its rewrites."""

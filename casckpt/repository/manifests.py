@@ -20,7 +20,7 @@ from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
 from casckpt.format.names import BlobHash, ManifestId, TxId
-from casckpt.format.records import Committed
+from casckpt.format.records import Committed, time_of
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.parallel import in_parallel
@@ -63,7 +63,20 @@ def get(repo: Repository, commit: Commit) -> Manifest:
     Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Conflict` if the checkpoint
     was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
     """
-    return _unless_purged(repo, commit, lambda: _read(repo, commit))
+    found = _unless_purged(repo, commit, lambda: _read(repo, commit))
+    found.left_out = left_out(commit)
+    return found
+
+
+def left_out(commit: Commit) -> str | None:
+    """Return by what and when some of a checkpoint was left out, and what to do, for people; None if all is there.
+
+    Of a copy, or of what was repaired, it is the time of that.
+    """
+    if commit.dropped is None:
+        return None
+    when = f"{time_of(commit.committed.time):%Y-%m-%d %H:%M} UTC"
+    return f"it was thinned by {commit.dropped.rule[:500]} ({when}). Load other keys, or another checkpoint"
 
 
 def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Commit]:
@@ -96,6 +109,7 @@ def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) 
 def adopt(repo: Repository, commit: Commit, manifest: Manifest) -> None:
     """Hold a manifest that came from another rank, and read in ``repo`` what it lacks."""
     manifest.attach(partial(_read_later, repo, commit))
+    manifest.left_out = left_out(commit)
     repo.manifests.add(commit.txid, manifest)
 
 

@@ -21,6 +21,7 @@ def open_repository(
     cache_dir: str | os.PathLike[str] | None = None,
     cache_bytes: int | str | None = None,
     single_writer: bool = False,
+    page_cache: bool | None = None,
 ) -> Repository:
     """Open what `casckpt.open` does, with the same arguments. Makes and reads nothing.
 
@@ -29,7 +30,7 @@ def open_repository(
 
     Raises `InvalidInput` or `Unsupported` for a URL that cannot be used.
     """
-    storage = open_storage(url, storage_options, single_writer=single_writer)
+    storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
     return Repository(
         storage,

@@ -21,13 +21,17 @@ _NORMALISED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")  # "s3:/bucket", as
 
 
 def open_storage(
-    url: str | os.PathLike[str], storage_options: Options | None = None, *, single_writer: bool = False
+    url: str | os.PathLike[str],
+    storage_options: Options | None = None,
+    *,
+    single_writer: bool = False,
+    page_cache: bool | None = None,
 ) -> ObjectStore:
     """Open a path, ``file:///path``, ``memory://name``, ``s3://bucket/prefix`` or another URL of fsspec's.
 
     Makes and reads nothing. Relative paths are made absolute, and ``~`` is expanded. ``single_writer``: see
-    `casckpt.storage.remote.store.RemoteStore`. Raises `InvalidInput` for what is no such name, `Unsupported` for
-    storages that nothing here can open.
+    `casckpt.storage.remote.store.RemoteStore`. ``page_cache``: see `LocalStore`; of no use elsewhere. Raises
+    `InvalidInput` for what is no such name, `Unsupported` for storages that nothing here can open.
     """
     text: Any = os.fspath(url) if hasattr(url, "__fspath__") else url
     if not isinstance(text, str) or not text or "\0" in text:
@@ -40,6 +44,8 @@ def open_storage(
     if opener is None:
         return _open_remote(scheme, rest, storage_options or {}, single_writer=single_writer)
     storage = opener(rest)
+    if isinstance(storage, LocalStore):
+        storage = LocalStore(storage.path, page_cache=page_cache)
     if storage_options:
         names = sorted(storage_options)
         raise InvalidInput(f"storage_options are for remote storages; here they would do nothing: {names}")

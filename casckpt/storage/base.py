@@ -38,7 +38,9 @@ class Traits:
     to merge two ranges; ``parallel`` the number of requests worth having in flight; ``exclusive`` tells whether the
     storage refuses a second create of a key (None: not known, to be probed). ``stale``: why its listings may lag behind
     what others wrote, and what to do about it; "" where they do not. Then nothing may be deleted on their word.
-    ``uploads``: the number of puts of blobs worth having in flight, each with a buffer of its own.
+    ``uploads``: the number of puts of blobs worth having in flight, each with a buffer of its own. ``page_cache``:
+    whether what is read goes through the page cache of this host, for whoever reads it next; None: where memory is
+    plenty, since that costs no more than to go around it.
     """
 
     remote: bool
@@ -48,6 +50,7 @@ class Traits:
     stale: str = ""
     uploads: int = 1
     read_only: bool = False
+    page_cache: bool | None = False
 
     @property
     def requests(self) -> int:

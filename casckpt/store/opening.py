@@ -20,6 +20,7 @@ def open(
     cache_bytes: int | str | None = None,
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
+    page_cache: bool | None = None,
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
 
@@ -30,12 +31,15 @@ def open(
     there the files that they read for the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half of
     what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which what is
     committed here is copied in the background; see `Store.wait_for_mirror`. ``single_writer``: your word that nobody
-    else writes to the store at the same time, which makes storages usable that cannot create exclusively. Raises
-    InvalidInput or Unsupported for a URL that cannot be used.
+    else writes to the store at the same time, which makes storages usable that cannot create exclusively.
+    ``page_cache``, of a store in a folder: True leaves what is saved and loaded in the host's memory for whoever loads
+    it next, False leaves nothing there; by default a load does where that costs nothing: memory is plenty, and the
+    file system fills its cache in large pieces. Raises InvalidInput or Unsupported for a URL that cannot be used.
     """
     here = open_repository(
-        url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes, single_writer=single_writer
-    )
+        url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
+        single_writer=single_writer, page_cache=page_cache,
+    )  # fmt: skip
     if mirror is None:
         return Store(here)
     there = repository_of(mirror, None if cache_dir is None else Path(cache_dir))

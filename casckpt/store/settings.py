@@ -13,7 +13,7 @@ from casckpt.format.records import Settings
 from casckpt.plan.durations import Duration, seconds_of
 
 DURATIONS: Final = ("min_age", "min_age_ephemeral", "revoke_after")
-NAMES: Final = (*DURATIONS, "mirror", "compress")
+NAMES: Final = (*DURATIONS, "mirror", "mirror_thinned", "compress")
 
 
 class SettingChanges(TypedDict, total=False):
@@ -23,6 +23,7 @@ class SettingChanges(TypedDict, total=False):
     min_age_ephemeral: Duration | None
     revoke_after: Duration | None
     mirror: str | os.PathLike[str] | None
+    mirror_thinned: bool | None
     compress: Compress | None
 
 
@@ -32,14 +33,16 @@ class StoreSettings:
 
     ``min_age``, ``min_age_ephemeral``: from forgetting to purging (default: 24 h, and 15 minutes for ephemeral
     checkpoints). ``revoke_after``: how long a save shows no sign of life before a gc gives up on it (default: 1 h).
-    ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet. ``compress``: for
-    saves that do not say ("auto", "off", "always"; see `casckpt.Store.save`).
+    ``mirror``: URL of the store that this one is copied to; a gc keeps what is not safe there yet. ``mirror_thinned``:
+    what is thinned here is thinned there, too (default: it stays whole there). ``compress``: for saves that do not say
+    ("auto", "off", "always"; see `casckpt.Store.save`).
     """
 
     min_age: timedelta | None = None
     min_age_ephemeral: timedelta | None = None
     revoke_after: timedelta | None = None
     mirror: str | None = None
+    mirror_thinned: bool | None = None
     compress: str | None = None
 
 
@@ -47,7 +50,9 @@ def settings_from(record: Settings) -> StoreSettings:
     """Convert the record that is stored."""
     seconds = {name: getattr(record, f"{name}_seconds") for name in DURATIONS}
     durations = {name: None if found is None else timedelta(seconds=found) for name, found in seconds.items()}
-    return StoreSettings(**durations, mirror=record.mirror, compress=record.compress)
+    return StoreSettings(
+        **durations, mirror=record.mirror, mirror_thinned=record.mirror_thinned, compress=record.compress
+    )
 
 
 def check_names(changes: SettingChanges) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -23,7 +24,7 @@ from casckpt.format.sections.index import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
 from casckpt.plan.durations import Duration, seconds_of
 from casckpt.plan.progress import Progress, Shown
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import KeepRules, Policy, thinning_of
 from casckpt.repository import commits as commit_log
 from casckpt.repository import manifests, refs, tags
 from casckpt.repository.blob_cache import AT_ONCE as PREFETCHING
@@ -48,6 +49,8 @@ from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.upkeep.repair.repair import RepairResult, repair
 from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
 from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
+from casckpt.upkeep.thinning import ThinResult, plan_thin, thin, thin_by, whole_of
+from casckpt.upkeep.thinning import check as check_thinned
 from casckpt.upkeep.usage import StoreStats, StoreUsage, measure, usage
 
 if TYPE_CHECKING:
@@ -424,11 +427,40 @@ class Store:
             chosen = forget(self.repository, chosen)
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
-    def restore(self, ref: str | Checkpoint) -> Checkpoint:
+    def thin(
+        self,
+        *refs: str | Checkpoint,
+        drop: str | Sequence[str],
+        run: str | None = None,
+        tagged: bool = False,
+        dry_run: bool = False,
+        **keep: Unpack[KeepRules],
+    ) -> ThinResult:
+        """Leave tensors out of checkpoints for good, such as those of an optimizer; all else stays, under the same id.
+
+        ``drop``: fnmatch patterns on flat keys of tensors. ``refs``: of which checkpoints, ranges of steps too. Else of
+        all but what ``keep_last=2`` or another rule of `gc` keeps whole; of ``run``, if it is given; the newest of a
+        run stays whole then, and what is tagged, unless ``tagged``. No byte of a tensor is moved. Space is freed by a
+        gc that purges the old places; until then `restore` of these (`checkpoints` with ``forgotten``) has all back.
+
+        Raises InvalidInput, NotFound, MissingKey if nothing matches, Conflict if one of ``refs`` is tagged. What cannot
+        be thinned, as it is damaged, keeps nothing else from it, and is raised in the end. StorageError.
+        """
+        check_keywords("Store.thin", keep, KeepRules)
+        policy = Policy(**keep)
+        plan = plan_thin(self.repository, map(_plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
+        result = thin(self.repository, plan, dry_run=dry_run)
+        check_thinned(plan)
+        return result
+
+    def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.
 
         What `checkpoints` shows as ``replaced`` is had back in place of what it was rewritten to, as long as it lives.
+        ``whole``: have back what `thin` left out of a checkpoint. Raises NotFound once a gc has purged that.
         """
+        if whole:
+            return self.restore(Checkpoint(self.repository, whole_of(self.repository, self._resolve(ref))))
         held = ref.commit if isinstance(ref, Checkpoint) and ref.commit.last == "replaced" else self._resolve(ref)
         return Checkpoint(self.repository, commit_log.restore(self.repository, held))
 
@@ -441,6 +473,8 @@ class Store:
         keep_daily: int | None = None,
         keep_weekly: int | None = None,
         keep_monthly: int | None = None,
+        keep_best: str | Sequence[str] | None = None,
+        thin: Mapping[str, Any] | None = None,
         run: str | None = None,
         min_age: Duration | None = None,
         wait: Duration = WAIT,
@@ -452,8 +486,10 @@ class Store:
         """Forget what a policy does not keep, purge what was forgotten, delete what nothing needs; safe at any time.
 
         ``keep_last``, ``keep_every`` (step % N == 0), ``keep_within``, ``keep_daily``, ``keep_weekly``,
-        ``keep_monthly``: the policy, a union, applied to each run by itself (see `Policy`); none of them forgets
-        nothing. The newest of a run and tagged ones always stay. ``run``: only this run.
+        ``keep_monthly``, ``keep_best`` ("loss:3", "acc:max:1"): the policy, a union, applied to each run by itself (see
+        `Policy`); none of them forgets nothing. The newest of a run, the newest that nobody called unhealthy, and
+        tagged ones always stay. ``thin``: what `thin` leaves out of what stays, as
+        ``{"drop": ["optim.*"], "keep_last": 2}``. ``run``: only this run.
 
         Durations are a timedelta or text with a unit ("7d", "90s"); 0 needs none. ``min_age``: from forgetting to
         purging; until then `restore` brings a checkpoint back (default: the store's setting, else 24 h, and 15 minutes
@@ -465,15 +501,18 @@ class Store:
 
         Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
         """
-        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly)
+        policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly, keep_best)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
-        plan = plan_gc(self.repository, policy, run=run, min_age=_optional(min_age, "min-age"))
-        if dry_run:
-            return preview(self.repository, plan)
-        return execute(
-            self.repository, plan, wait=wait_seconds, revoke_after=revoke_seconds,
+        thinning, repo = thinning_of(thin), self.repository
+        plan = plan_gc(repo, policy, run=run, min_age=_optional(min_age, "min-age"))
+        thinned = None if thinning is None else thin_by(repo, thinning, run, spare=plan.forget, dry_run=dry_run)
+        if thinned is not None and not dry_run:
+            plan = plan_gc(repo, policy, run=run, min_age=_optional(min_age, "min-age"))
+        result = preview(repo, plan) if dry_run else execute(
+            repo, plan, wait=wait_seconds, revoke_after=revoke_seconds,
             progress=Progress(progress), tell=tell or (lambda waiting: None),
         )  # fmt: skip
+        return replace(result, thin=thinned)
 
     @property
     def settings(self) -> StoreSettings:
@@ -495,6 +534,8 @@ class Store:
                 raise InvalidInput(f"mirror: {self.url} cannot be its own mirror; give another store")
         if "compress" in changes:
             fields["compress"] = None if changes["compress"] is None else usable_compress(changes["compress"])
+        if "mirror_thinned" in changes:
+            fields["mirror_thinned"] = changes["mirror_thinned"]
         return settings_from(self.repository.change_settings(**fields))
 
     def transactions(self) -> list[SaveInProgress]:
@@ -558,6 +599,7 @@ class Store:
         tags: bool = False,
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
+        blob_bytes: int | None = None,
         dry_run: bool = False,
         check: bool = True,
         progress: Shown | None = None,
@@ -568,15 +610,16 @@ class Store:
         ``target`` once it is whole and durable there. ``target`` is made, with the cell and blob size of this store, if
         there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
         it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
-        ``part``: (rank, number of ranks), where several processes share the work. ``check``: raise what went wrong
-        once all others are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that
-        are there now.
+        ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
+        anew, into files of so many bytes (what is stored as what changed keeps its files); then ``target`` may be this
+        very store, of which small and worn files are packed together. ``check``: raise what went wrong once all others
+        are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that are there now.
 
         Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
         and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
-        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run)
+        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes)
         if dry_run:
             return copying.preview(self.repository, other, plan)
         shown = Progress(progress)

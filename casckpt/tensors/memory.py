@@ -7,7 +7,7 @@ where that cannot be, `copy_out` and `copy_in` move them piece by piece, so that
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -97,15 +97,15 @@ def tensor_bytes(data: torch.Tensor) -> memoryview | None:
 
     By address, since not every dtype can be viewed as bytes by torch.
     """
-    in_place = data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg()
-    nbytes = data.numel() * data.element_size()
+    in_place = data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg()
     if not in_place:
         return None
+    nbytes, address = data.nbytes, data.data_ptr()
     if not nbytes:
         return memoryview(bytearray())
-    if not data.data_ptr():  # nothing may be read or written there
+    if not address:  # nothing may be read or written there
         raise InvalidInput("a tensor has no memory of its own, as in a FakeTensorMode: call casckpt outside of it")
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(data.data_ptr())).cast("B")
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
 def _is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -135,13 +135,13 @@ def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
     return as_bits(data.detach()).numpy() if as_is else None
 
 
-def note_write(data: torch.Tensor) -> None:
-    """Tell autograd of a write that bypasses torch, so that it refuses to use values that it saved before.
+def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Tell autograd of writes that bypass torch, so that it refuses to use values that it saved before.
 
     All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor.
     """
-    if not data.is_inference():  # those are in no graph, and do not count
-        torch.autograd.graph.increment_version(data)
+    counting = [data for data in tensors if not data.is_inference()]  # the others are in no graph
+    torch.autograd.graph.increment_version(counting)
 
 
 def narrow(data: torch.Tensor, box: Box) -> torch.Tensor:
@@ -165,9 +165,9 @@ class Destination:
         self.region = region
         self.itemsize = stored.itemsize
         self._part_of = part_of
-        self._data = data.detach()
+        self._data = data
         self._stored = stored
-        self._bytes = tensor_bytes(self._data) if self._data.dtype == stored else None
+        self._bytes = tensor_bytes(data) if data.dtype == stored else None
 
     def view(self, lo: int, hi: int) -> memoryview | None:
         """View the bytes of elements [lo, hi) of the local data in place; None if they must be copied in."""
@@ -180,11 +180,10 @@ class Destination:
         here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
         return here or sum(one.numel for one in intersect(region, self.region)) == region.numel
 
-    def note_write(self) -> None:
-        """See `note_write`."""
-        note_write(self._data)
-        if self._part_of is not None:
-            note_write(self._part_of)
+    @property
+    def written(self) -> Sequence[torch.Tensor]:
+        """The tensors that a write to it changes; see `note_writes`."""
+        return (self._data,) if self._part_of is None else (self._data, self._part_of)
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
@@ -196,7 +195,7 @@ class Destination:
 
     @cached_property
     def _target(self) -> _Arrays | _Tensors:
-        data = self._data
+        data = self._data.detach()
         if data.dtype != self._stored or data.is_conj() or data.is_neg():
             return _Tensors(self.region, data, self._stored)
         bits = as_bits(data)

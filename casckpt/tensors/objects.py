@@ -16,6 +16,7 @@ from casckpt.tensors.plain_torch import TORCH_EXTENSIONS
 from casckpt.tensors.untrusted import MISREAD
 
 _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError)
+_NO_ARCHIVE: Final[tuple[type[Exception], ...]] = (BadZipFile, *MISREAD)
 _RECORD: Final = re.compile(
     r"[^/]+/(?:data\.pkl|data/[0-9]+|version|byteorder|\.format_version|\.storage_alignment|\.data/serialization_id)"
 )
@@ -82,7 +83,7 @@ def is_only_torchs(archive: bytes) -> bool:
     try:
         with ZipFile(io.BytesIO(archive)) as opened:
             names = opened.namelist()
-    except (BadZipFile, ValueError):
+    except _NO_ARCHIVE:
         return False
     return archive[-22:-18] == b"PK\x05\x06" and all(map(_RECORD.fullmatch, names))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -21,16 +20,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of what is neither sharded nor lazy, nor a wrapper. Their subclasses may be anything."""
+
+
+class Piece(NamedTuple):
     """The local data of one region: a tensor of the box's shape, or flat if the region is a part of its box."""
 
     region: Region
     data: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(NamedTuple):
     """The part of one tensor that this process holds. ``shape``: of the whole. ``pieces`` may be none.
 
     ``replicated``: by construction the same on all of its holders, so that they may share the writing.
@@ -45,16 +46,22 @@ class LocalTensor:
 
 def local_tensor(key: str, leaf: Any) -> LocalTensor:
     """Return the pieces of a leaf. Raises InvalidInput, naming the key, for a tensor without bytes of its own."""
+    if type(leaf) in _PLAIN:
+        return _from_whole(key, leaf)
     if is_dtensor(leaf):
         return _from_dtensor(key, leaf)
     if isinstance(leaf, torch.Tensor):
         parts = parts_of(key, leaf)
         if parts is not None:
             return _from_shards(key, parts.shards) if parts.shards else LocalTensor(key, parts.dtype, parts.shape, [])
-        check_storable(key, leaf)
-        shape = tuple(leaf.shape)
-        return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], isinstance(leaf, torch.nn.Parameter))
+        return _from_whole(key, leaf)
     return _from_shards(key, _shards(key, leaf))
+
+
+def _from_whole(key: str, leaf: torch.Tensor) -> LocalTensor:
+    check_storable(key, leaf)
+    shape, is_parameter = tuple(leaf.shape), type(leaf) is not torch.Tensor and isinstance(leaf, torch.nn.Parameter)
+    return LocalTensor(key, leaf.dtype, shape, [Piece(whole(shape), leaf)], is_parameter)
 
 
 def _shards(key: str, leaf: Any) -> list[Shard]:
@@ -113,9 +120,10 @@ def check_storable(key: str, data: torch.Tensor) -> None:
 
 
 def _problem(data: torch.Tensor) -> str | None:
+    is_plain = type(data) in _PLAIN
     if data.is_meta:
         return "a meta tensor has no bytes; materialise it first (module.to_empty(device=...))"
-    if is_lazy(data):
+    if not is_plain and is_lazy(data):
         return "an uninitialized parameter has no shape yet; run the module once, or fill it, first"
     if data.is_nested:
         return "a nested tensor cannot be stored as it is; store the tensors that it unbinds to"
@@ -126,14 +134,16 @@ def _problem(data: torch.Tensor) -> str | None:
     if data.is_quantized:
         return "a quantized tensor cannot be stored as it is; store int_repr() with its scale and zero point"
     dtype_name(data.dtype)
-    on_host = data.device.type == "cpu" and data.numel()
-    if on_host and (data.untyped_storage().device.type == "meta" or data.data_ptr() == 0):
+    is_fake = not is_plain and data.untyped_storage().device.type == "meta"
+    if data.is_cpu and data.numel() and (is_fake or data.data_ptr() == 0):
         return f"a {type(data).__name__} has no memory of its own; store the tensors that it wraps"
     return None
 
 
 def check_in_place(key: str, leaf: Any) -> None:
     """Raise InvalidInput for a flat `Shard` whose data cannot be viewed flat: a load would fill a copy."""
+    if type(leaf) in _PLAIN:
+        return
     for shard in _shards(key, leaf):
         memory = shard.data.untyped_storage().data_ptr()
         if any(piece.data.untyped_storage().data_ptr() != memory for piece in _shard_pieces(shard)):
@@ -147,6 +157,11 @@ def check_in_place(key: str, leaf: Any) -> None:
 def check_destination(key: str, data: torch.Tensor) -> None:
     """Raise InvalidInput for a tensor that cannot be loaded into."""
     check_storable(key, data)
+    check_apart(key, data)
+
+
+def check_apart(key: str, data: torch.Tensor) -> None:
+    """Raise InvalidInput for a tensor whose elements share memory with each other."""
     if data.is_contiguous():
         return
     reach = 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,8 +28,7 @@ from casckpt.tensors.values import PerRank, Shard
 IsTensorLike: TypeAlias = Callable[[Any], bool]
 
 
-@dataclass(frozen=True)
-class LeafValue:
+class LeafValue(NamedTuple):
     """One leaf of a state. ``value``: unwrapped from `PerRank`; ``per_rank``: it stood in one."""
 
     key: str
@@ -115,6 +114,7 @@ def check_nesting(value: Any, name: str) -> None:
 
 
 _CONTAINERS = (Mapping, list, tuple)
+_TENSORS = (torch.Tensor, Shard)  # no union, which would be made anew for each leaf
 
 
 def _check_nesting(value: Any, name: str, path: Path, above: set[int], seen: dict[int, Any]) -> None:
@@ -141,7 +141,7 @@ class _Rules:
     is_tensor_like: IsTensorLike | None
 
     def is_tensor(self, value: Any) -> bool:
-        if isinstance(value, torch.Tensor | Shard) or is_megatron_tensor(value):
+        if isinstance(value, _TENSORS) or is_megatron_tensor(value):
             return True
         if type(value) is list and value and all(isinstance(item, Shard) for item in value):
             return True

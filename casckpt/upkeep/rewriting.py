@@ -12,9 +12,11 @@ import logging
 from collections.abc import Callable
 
 from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.format.draft import Encoded
 from casckpt.format.keys import commit_key
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, Replaced, changed
+from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, forget, keep, list_commits, refresh
 from casckpt.repository.folding import VOID
 from casckpt.repository.repository import Repository
@@ -47,6 +49,13 @@ def rewrite(repo: Repository, base: Commit, save: Callable[[TxId, CommitList], C
         transaction.abort(f"the rewrite failed: {error}")
         raise
     return _replace(repo, now, made)
+
+
+def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
+    """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
+    manifests.put_encoded(repo, txid, made)
+    places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
+    return changed(commit.committed, time=repo.clock(), **places)
 
 
 def _replace(repo: Repository, base: Commit, made: Commit) -> Commit:

@@ -12,7 +12,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirrored import unmirrored
+from casckpt.upkeep.copies.mirrored import needed_in_mirror, unmirrored
 from casckpt.upkeep.gc.retiring import min_age_of, plan_retiring
 from casckpt.upkeep.stock import BLOB, Stock, Sums, take_stock
 
@@ -147,7 +147,7 @@ def measure(repo: Repository) -> StoreStats:
         bytes_freed_now=freed.now,
         bytes_freed_later=freed.later,
         mirror=mirror,
-        unmirrored=len(unmirrored(repo, commits.needed(), mirror)),
+        unmirrored=len(unmirrored(repo, needed_in_mirror(repo), mirror)),
     )
 
 

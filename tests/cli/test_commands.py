@@ -758,3 +758,33 @@ def test_verbose_says_what_is_being_done(saved: Path, run: Run, tmp_path: Path) 
     for command, line in said.items():
         told = run(*command, "-v").stderr
         assert line in told, told
+
+
+def test_thin_and_restore_whole(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    planned = as_json("thin", saved, "a@1", "--drop", key, "--dry-run")
+    assert (planned["dry_run"], planned["entries"], named(planned["thinned"])) == (True, 1, ["a@1"])
+    assert as_json("show", saved, "a@1")["dropped"] is None
+    text = run("thin", saved, "--drop", key, "--keep-last", 2).stdout
+    assert "thinned a@1" in text
+    assert "freed by a gc after" in text
+    assert [bool(row["dropped"]) for row in as_json("list", saved)] == [True, False, False, False]
+    assert " thin" in run("list", saved).stdout
+    assert f"by --drop {key}" in run("show", saved, "a@1").stdout
+    assert named(as_json("restore", saved, "--whole", "a@1")["restored"]) == ["a@1"]
+    assert as_json("show", saved, "a@1")["dropped"] is None
+    assert as_json("thin", saved, "a@1", "--drop", "nothing", status=3)["error"]["kind"] == "missing-key"
+    assert "one of both" in as_json("thin", saved, "--drop", key, status=1)["error"]["message"]
+
+
+def test_gc_thins_by_a_rule(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    rules = ("--thin", key, "--thin-keep-last", 1, "--keep-last", 2)
+    planned = as_json("gc", saved, *rules, "--dry-run")
+    assert (named(planned["forgotten"]), named(planned["thin"]["thinned"])) == (["a@1"], ["a@2"])
+    assert "thinned a@2" in run("gc", saved, *rules, "--min-age", 0).stdout
+    assert [(row["step"], bool(row["dropped"])) for row in as_json("list", saved, "--run", "a")] == [
+        (2, True),
+        (3, False),
+    ]
+    assert as_json("gc", saved, *rules)["thin"]["thinned"] == []

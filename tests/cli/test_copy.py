@@ -42,6 +42,28 @@ def test_tags_and_runs(as_json: AsJson, run: Run, saved: Path, there: Path) -> N
     assert [row["tags"] for row in as_json("list", there)] == [[], ["best"], []]
 
 
+def test_into_blobs_of_another_size(as_json: AsJson, run: Run, saved: Path, there: Path) -> None:
+    copied = as_json("copy", saved, there, "--blob-size", "4MiB")
+    assert (len(copied["copied"]), copied["failed"]) == (4, [])
+    assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20
+    run("verify", there)
+
+
+def test_a_store_is_packed_anew_in_place(as_json: AsJson, run: Run, saved: Path) -> None:
+    ids = [row["id"] for row in as_json("list", saved)]
+    planned = as_json("copy", saved, saved, "--blob-size", "4MiB", "--dry-run")
+    found = as_json("copy", saved, saved, "--blob-size", "4MiB")
+    assert found["copied"] == planned["copied"] != []
+    assert (
+        "copied 0 checkpoints, 0 B; 4 checkpoints there already"
+        in run("copy", saved, saved, "--blob-size", "4MiB").output
+    )
+    assert [row["id"] for row in as_json("list", saved)] == ids
+    run("gc", saved, "--min-age", "0")
+    run("verify", saved)
+    assert "or a size of blobs" in run("copy", saved, saved, status=1).stderr
+
+
 def test_a_run_that_is_not_there_is_told_of(run: Run, saved: Path, there: Path) -> None:
     assert "no checkpoint of run 'typo'" in run("copy", saved, there, "--run", "typo").stderr
 

@@ -120,13 +120,18 @@ def test_without_arguments_there_is_help() -> None:
     assert "Commands:" in result.output
 
 
-@pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "import", "init"}))
+@pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "import", "init", "watch"}))
 def test_no_command_makes_a_store_by_looking_for_one(name: str, store_path: Path, as_json: AsJson) -> None:
     with cli.make_context("casckpt", ["list", "s"]) as context:
         command = cli.get_command(context, name)
     assert command is not None
     more = ["x" for one in command.params if isinstance(one, click.Argument) and one.required][1:]
-    more = {"diff": ["a@1", "a@2"], "export": ["a@1", "out"]}.get(name, ["a@1"] if more else [])
+    given = {
+        "diff": ["a@1", "a@2"],
+        "export": ["a@1", "out"],
+        "thin": ["--drop", "x", "--keep-last", "1"],
+    }
+    more = given.get(name, ["a@1"] if more else [])
     assert as_json(name, store_path, *more, status=3)["error"]["kind"] == "not-found"
     assert not store_path.exists()
 

@@ -11,7 +11,10 @@ import casckpt
 from casckpt.errors import InvalidInput, NotFound
 from tests.cli.conftest import AsJson, Run
 
-UNSET = {"min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None, "compress": None}
+UNSET = {
+    "min_age": None, "min_age_ephemeral": None, "revoke_after": None, "mirror": None, "mirror_thinned": None,
+    "compress": None,
+}  # fmt: skip
 
 
 def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: AsJson, run: Run) -> None:
@@ -22,7 +25,7 @@ def test_a_setting_is_changed_for_all_and_the_others_stay(saved: Path, as_json: 
     lines = run("settings", saved, "--set", "min_age=36h").stdout.splitlines()
     assert [line.split() for line in lines] == [
         ["min_age", "36h"], ["min_age_ephemeral", "15m", "(default)"], ["revoke_after", "0"],
-        ["mirror", "none", "(default)"], ["compress", "off", "(default)"],
+        ["mirror", "none", "(default)"], ["mirror_thinned", "no", "(default)"], ["compress", "off", "(default)"],
     ]  # fmt: skip
 
 

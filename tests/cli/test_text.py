@@ -4,7 +4,7 @@ import contextlib
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from casckpt.cli.text import Column, bold, cell_width, count, moment, printable, shortened, size, table
@@ -116,15 +116,25 @@ def test_a_line_that_is_too_long_all_the_same_is_cut(
     assert printed(capsys, ("abcdef", "abcd", "7", "abcdef")) == ["ID      RUN  S…", "abcdef  ab…   …"]
 
 
-@given(st.lists(st.tuples(*[st.text(max_size=60)] * 4), max_size=4))
-def test_any_text_stands_in_its_column(rows: list[tuple[str, str, str, str]]) -> None:
+_ROWS = st.lists(st.tuples(*[st.text(max_size=60)] * 4), max_size=4)
+_ALL_FIT = 4 * 60 * len("\\U0001b2fc") + 100  # places: no character takes more than its escape
+
+
+def on_a_terminal_of(columns: int, rows: list[tuple[str, str, str, str]]) -> str:
     with pytest.MonkeyPatch.context() as patch, io.StringIO() as out, contextlib.redirect_stdout(out):
-        on_a_terminal(patch, 200)
-        short = [(one[:10], two, three[:4], four) for one, two, three, four in rows]
-        table(_COLUMNS, short)
-        text = out.getvalue()
-    assert all(cell_width(line) <= 200 for line in text.split("\n"))
-    shown = "".join(text.split())
-    assert len(shown) == sum(len("".join(printable(cell).split())) for row in short for cell in row) + len(
-        "IDRUNSTEPNOTES"
-    )
+        on_a_terminal(patch, columns)
+        table(_COLUMNS, rows)
+        return out.getvalue()
+
+
+@given(_ROWS, st.integers(20, 300))
+def test_no_line_is_longer_than_a_terminal_is_wide(rows: list[tuple[str, str, str, str]], columns: int) -> None:
+    assert all(cell_width(line) <= columns for line in on_a_terminal_of(columns, rows).split("\n"))
+
+
+@given(_ROWS)
+@example([("", "0\x1f\U00018d09\U0001b2fc", "\U00018d09\U0002ebe1", 30 * "\U00018d09")])  # escapes in older Pythons
+def test_any_text_is_shown_whole_where_there_is_room(rows: list[tuple[str, str, str, str]]) -> None:
+    wanted = [[column.title for column in _COLUMNS], *([printable(cell) for cell in row] for row in rows)]
+    shown = on_a_terminal_of(_ALL_FIT, rows)
+    assert "".join(shown.split()) == "".join("".join(cell.split()) for row in wanted for cell in row)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.format.extents import DIGEST_BYTES, ExtentTable, build, join
+from casckpt.format.extents import DIGEST_BYTES, ExtentTable, StoredCell, build, join, moved
 from casckpt.format.regions import Box, Region, full_box, intersect
 from casckpt.format.sections.tables import encode_cells
 from tests.support.geometry import Case, cases, digest, stored_cell
@@ -39,6 +39,25 @@ def test_the_cells_of_a_range_are_those_that_meet_it(case: Case, data: st.DataOb
     lo, hi = sorted(data.draw(st.tuples(*[st.integers(0, table.boxes[box].numel)] * 2)))
     mine = [cell for cell in table.stored_cells() if cell.box == table.boxes[box]]
     assert list(table.cells_in(box, lo, hi)) == [cell for cell in mine if max(cell.lo, lo) < min(cell.hi, hi)]
+
+
+@given(cases(), st.data())
+def test_cells_that_moved_are_the_same_cells(case: Case, data: st.DataObject) -> None:
+    """Wherever they lie, what is said of them in the first part of a table stays as it is."""
+    places, end = {}, 4096
+    every = [one for cell in case.table.stored_cells() for one in cell.chain]
+    for cell in data.draw(st.permutations(every)):
+        places[cell] = data.draw(st.sampled_from([(0, end), (1, end)]))
+        end += cell.stored
+
+    def place(cell: StoredCell) -> tuple[int, int]:
+        return places[cell]
+
+    table = moved(case.table, place)
+    expected = [cell.moved(place) for cell in case.table.stored_cells()]
+    assert list(table.stored_cells()) == expected
+    assert encode_cells(table) == encode_cells(case.table)
+    assert table == build(table.shape, table.itemsize, table.cell, expected)
 
 
 def test_cells_that_follow_each_other_are_one_extent() -> None:

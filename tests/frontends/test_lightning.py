@@ -102,6 +102,7 @@ def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_
     assert len(files) == 3
     assert sorted(step for run, step in steps(store) if run == "sft") == [8, 12]  # the best two of 4, 8, 12
     assert ("sft/last", 12) in steps(store)
+    assert all(0 < one.metrics["loss"] < 1e9 for one in store.checkpoints("sft"))
     assert len(store.checkpoints(forgotten=True)) == len(store.checkpoints())  # what was removed is gone for good
 
     again, model = Losses(), Model()

@@ -157,6 +157,18 @@ def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store
     assert callback.checkpointer.summary is not None
 
 
+def test_the_best_stay_by_a_rule_too(tmp_path: Path, store: Store) -> None:
+    callback = CasCheckpointCallback(store, run="sft", keep={"keep_best": "eval_loss:max:2"})
+    training = trainer(tmp_path, tiny(), callback, most=6, eval_strategy="steps", eval_steps=1, learning_rate=5e-3)
+    training.train()
+    losses = {one["step"]: one["eval_loss"] for one in training.state.log_history if "eval_loss" in one}
+    best = sorted(losses, key=lambda step: -losses[step])[:2]
+    assert {step for _, step in steps(store)} == {*best, 6}
+    assert {one.step: one.metrics["eval_loss"] for one in store.checkpoints()} == {
+        one: losses[one] for one in {*best, 6}
+    }
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
 def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, kind: str) -> None:
     callback = CasCheckpointCallback(store, run="sft")

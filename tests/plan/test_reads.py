@@ -14,7 +14,18 @@ from casckpt.format.regions import Box, Region, Shape, full_box, whole
 from casckpt.plan import reads
 from casckpt.plan.cells import plan_cells
 from casckpt.plan.reads import Unit, affordable_gap, covers, plan_batches, plan_units
-from tests.support.geometry import cells_of, columns, elements, full_shapes, partitions, regions, rows, table_of
+from tests.support.geometry import (
+    Case,
+    cases,
+    cells_of,
+    columns,
+    elements,
+    full_shapes,
+    partitions,
+    regions,
+    rows,
+    table_of,
+)
 
 ITEM = 2  # bytes of an element
 
@@ -61,6 +72,16 @@ def test_unverified_units_may_bridge_small_gaps(shape: Shape, data: st.DataObjec
     assert len(held) == len(set(held))
     assert set(held) >= set(elements(wanted, shape))
     _check_places(table, units)
+
+
+@given(cases(), st.data())
+def test_what_is_coded_is_read_in_cells_each_once(case: Case, data: st.DataObject) -> None:
+    assume(any(cell.frame is not None for cell in case.cells))
+    wanted = data.draw(regions(case.shape))
+    with mock.patch.object(reads, "_SMALL_GAP", 0):
+        units = list(plan_units(case.table, wanted, verify=False))
+    assert units == list(plan_units(case.table, wanted, verify=True))
+    assert len({unit.region for unit in units}) == len(units)
 
 
 def _check_places(table: ExtentTable, units: Sequence[Unit]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
-from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.plan.retention import Kept, Policy, plan_forget, thinning_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = 86_400_000_000
@@ -162,3 +162,63 @@ def test_one_more_rule_never_forgets_more(store: list[Kept], policy: Policy, eve
         return
     forgotten = set(plan_forget(store, policy, 9 * DAY))
     assert set(plan_forget(store, replace(policy, keep_every=every), 9 * DAY)) <= forgotten
+
+
+def scored(*values: float | None, name: str = "loss") -> list[Kept]:
+    return [replace(kept(i, i), metrics={} if value is None else {name: value}) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("best", "stay"),
+    [
+        ("loss:1", [3]),
+        ("loss:min:2", [1, 3]),  # of equal ones the first
+        ("loss:max:1", [0]),
+        (["loss:1", "loss:max:1"], [0, 3]),
+        ("loss:99", [0, 1, 2, 3]),
+        ("acc:3", []),
+    ],
+)
+def test_the_best_of_a_metric_stay(best: Any, stay: list[int]) -> None:
+    store = [*scored(9.0, 2.0, 2.0, float("-inf"), float("nan"), None), kept(9, 9)]
+    assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
+
+
+def test_a_metric_may_have_colons() -> None:
+    for text, name in (("val:loss:1", "val:loss"), ("max:1", "max"), ("val:max:max:1", "val:max")):
+        store = [*scored(1.0, name=name), kept(5, 5), kept(9, 9)]
+        assert steps(plan_forget(store, Policy(keep_best=text), 0)) == [5]
+
+
+@pytest.mark.parametrize("best", ["loss", "loss:", ":3", "loss:0", "loss:-1", "loss:max:", "loss:1.5", 3, ["x"], [3]])
+def test_a_best_of_nonsense_is_refused(best: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"keep-best"):
+        Policy(keep_best=best)
+
+
+def test_no_best_is_no_rule() -> None:
+    assert Policy(keep_best=()).is_empty
+    assert plan_forget(TEN, Policy(keep_best=[]), 0) == []
+
+
+def test_the_last_healthy_one_stays() -> None:
+    store = [replace(kept(i, i), healthy=word) for i, word in enumerate([True, None, None, False, False])]
+    assert steps(plan_forget(store, Policy(keep_last=1), 0)) == [0, 1, 3]
+    assert steps(plan_forget(store[:3], Policy(keep_last=1), 0)) == [0, 1]
+    assert steps(plan_forget(store[3:], Policy(keep_last=1), 0)) == [3]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [3, {}, {"drop": []}, {"drop": ["a"]}, {"keep_last": 1}, {"drop": [1], "keep_last": 1}, {"drop": "a", "x": 1}],
+)
+def test_a_thinning_of_nonsense_is_refused(rule: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"drop|stays whole"):
+        thinning_of(rule)
+
+
+def test_a_thinning() -> None:
+    assert thinning_of(None) is None
+    found = thinning_of({"drop": "optim.*", "keep_last": 2})
+    assert found is not None
+    assert (found.drop, found.keep) == (("optim.*",), Policy(keep_last=2))

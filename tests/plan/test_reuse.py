@@ -150,6 +150,14 @@ def test_used_bytes_count_each_byte_once(tables: list[list[tuple[int, int, int]]
 
 
 @given(cases())
+def test_used_bytes_are_those_of_bases_too(case: Case) -> None:
+    stored = [one for cell in case.cells for one in cell.chain]
+    every = {(one.blob, at) for one in stored for at in range(one.offset, one.offset + one.stored)}
+    blobs = len(case.blob_sizes)
+    assert used_bytes([case.table], blobs) == [sum(blob == number for blob, _ in every) for number in range(blobs)]
+
+
+@given(cases())
 def test_coded_bytes_are_those_of_frames(case: Case) -> None:
     coded = [cell for cell in case.cells if cell.frame is not None]
     assert coded_bytes([case.table, case.table]) == (

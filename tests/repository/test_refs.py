@@ -130,6 +130,18 @@ def test_tags(repo: Repository) -> None:
         resolve(repo, "tag:best")
 
 
+def test_a_tag_goes_on_to_another_commit_of_the_checkpoint_while_its_own_is_forgotten(repo: Repository) -> None:
+    own = commit_bare(repo, "a", 1)
+    set_tag(repo, "best", own)
+    other = commit_bare(repo, "b", 1, manifest=own.id)
+    assert resolve(repo, "tag:best") == own
+    forget(repo, own)
+    assert resolve(repo, "tag:best") == other
+    forget(repo, other)
+    with pytest.raises(NotFound, match=r"a@1.* forgotten"):
+        resolve(repo, "tag:best")
+
+
 def test_a_tag_on_what_is_not_there_is_not_found(repo: Repository, tmp_path: Path) -> None:
     other = repository(tmp_path, seed=9)
     set_tag(other, "best", commit_bare(other))

@@ -45,7 +45,7 @@ def needed(store: Store) -> set[str]:
 def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
     points = sorted(killed.glob(f"{way}-*"))
     assert len(points) >= POINTS
-    outcomes = set()
+    outcomes, deltas = set[bool](), set[bool]()
     for point in points:
         store = open_folder(point)
         visible = ("default", 2) in steps(store)
@@ -57,10 +57,12 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
         assert not result.waiting, point.name  # its process is dead, and that can be proved here
         _check_clean(store)
         check_all(store, {("default", step): state(step) for step in (1, 2)})
-        store.save(state(3), step=3)
+        store.save(state(3), step=3, compress="auto")
+        deltas.add(store.get("default@3").commit.committed.bytes_deltas > 0)
         assert same_state(open_folder(point).read("default@3"), state(3))
         assert not store.verify().is_damaged
     assert outcomes == {False, True} or way == "timed"
+    assert deltas == {True}
 
 
 def _check_clean(store: Store) -> None:

@@ -109,9 +109,10 @@ def test_where_torch_makes_no_memory_that_is_said() -> None:
     store.save({"w": torch.ones(5)}, step=1)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for call in (lambda: store.load(here, "default@1"), lambda: store.read("default@1")):
-            with pytest.raises(InvalidInput, match="FakeTensorMode"):
-                call()
+        store.load(here, "default@1")  # which has memory
+        with pytest.raises(InvalidInput, match="FakeTensorMode"):
+            store.read("default@1")
+    assert torch.equal(here["w"], torch.ones(5))
 
 
 def exchange_long_messages(rank: int, size: int) -> Any:

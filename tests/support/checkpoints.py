@@ -22,6 +22,7 @@ from casckpt.format.sections.index import TENSOR, StreamEntry
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.repair.salvage import locate
 from tests.support.geometry import stored_cell
 from tests.support.repositories import blob_hash, commit_draft, draft
 
@@ -60,6 +61,16 @@ def save_arrays(
     streams = {(TENSOR, name, 0, None): _stream(name, data, known, refs, cell) for name, data in sorted(arrays.items())}
     made = draft(refs, run, step, cell_bytes=cell, streams=streams, created_at=repo.clock())
     return commit_draft(repo, txid, made, **fields)
+
+
+def save_parts(repo: Repository, *parts: Arrays, run: str = "run", step: int = 0, **fields: object) -> Commit:
+    """A checkpoint of all ``parts``, each of which has a blob of its own."""
+    uploader, known = repo.new_txid(run, step), Known()
+    for arrays in parts:
+        ref, places = put_cells(repo, uploader, _new_cells(arrays, {}))
+        known |= {digest: (ref, offset) for digest, offset in places.items()}
+    every = {name: data for arrays in parts for name, data in arrays.items()}
+    return save_arrays(repo, every, run, step, known=known, **fields)  # type: ignore[arg-type]  # of the record
 
 
 def known_cells(repo: Repository, commit: Commit) -> Known:
@@ -162,9 +173,5 @@ def _read(repo: Repository, manifest: Manifest, entry: StreamEntry) -> bytes:
     table = manifest.extents(entry)
     out = bytearray(entry.nbytes)
     for place in table.stored_cells():
-        ref = manifest.blob(place.blob)
-        part = memoryview(out)[place.lo * table.itemsize :][: place.nbytes]
-        with repo.storage.open(blob_key(ref.uploader, ref.hash)) as reader:
-            reader.read_into(place.offset, [part])
-        assert cell_digest(part) == place.digest
+        memoryview(out)[place.lo * table.itemsize :][: place.nbytes] = locate(repo, manifest, place).read()
     return bytes(out)

@@ -22,8 +22,7 @@ from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from casckpt.upkeep.repair.relocating import record_of
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 
 Encode = Callable[[memoryview, int, memoryview | None], bytes | None]
 Place = tuple[BlobRef, int]

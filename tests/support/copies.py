@@ -40,8 +40,8 @@ def elsewhere(tmp_path: Path, storage: ObjectStore | None = None, seed: int = 2)
 
 def copy(source: Repository, target: Repository, *refs: str | Commit, **options: object) -> CopyResult:
     """All of it, or what ``refs`` name."""
-    run = options.pop("run", None)
-    return execute(source, target, plan_copy(source, target, refs, run=run), **options)  # type: ignore[arg-type]  # any of its arguments
+    planned = {name: options.pop(name, None) for name in ("run", "blob_bytes")}
+    return execute(source, target, plan_copy(source, target, refs, **planned), **options)  # type: ignore[arg-type]  # any of their arguments
 
 
 def contents(repo: Repository) -> dict[str, dict[str, bytes]]:

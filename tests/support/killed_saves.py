@@ -29,14 +29,19 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.crash import CALLS
 from tests.support.faulty import FaultyStore, Kind
-from tests.support.saves import CELL, cells, same_state
+from tests.support.saves import CELL, cells, same_state, trained
 
 WAYS = ("calls", "syscalls", "timed")
 
 
 def state(step: int) -> dict[str, Any]:
-    """Of two steps some is the same and some is not; several blobs of it."""
-    return {"kept": cells(30, seed=1), "new": cells(30, seed=step), "part": {"x": torch.arange(step), "o": b"x" * 5000}}
+    """Of two steps some is the same, some is told by what changed, and some is new; several blobs of it."""
+    return {
+        "kept": cells(30, seed=1),
+        "new": cells(30, seed=step),
+        "told": trained(20, step),
+        "part": {"x": torch.arange(step), "o": b"x" * 5000},
+    }
 
 
 def open_folder(folder: Path, storage: Any = None) -> Store:
@@ -73,7 +78,7 @@ def _save(folder: Path, way: str, at: float) -> int:
     counted = _wrap_system_calls(int(at)) if way == "syscalls" else None
     if way == "timed" and at:
         signal.setitimer(signal.ITIMER_REAL, at)  # whose signal ends the process, since nobody handles it
-    store.save(state(2), step=2, threads=2)
+    store.save(state(2), step=2, threads=2, compress="auto")
     return counted() if counted else killing.count_
 
 
@@ -159,7 +164,7 @@ def _write(folder: Path, run: str, saves: int) -> None:
     try:
         for step in range(saves):
             want = state(step) | {"run": run}
-            ckpt = store.save(want, run=run, step=step)
+            ckpt = store.save(want, run=run, step=step, compress="auto")
             if not same_state(store.read(ckpt), want):
                 raise SystemExit(f"{run}@{step} did not come back")
     finally:

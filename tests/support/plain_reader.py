@@ -198,9 +198,8 @@ class Checkpoint:
             name = blake3(raw[start:], derive_key_context=PROOF_CONTEXT).hexdigest()
             check(len(raw) == size and name in key, f"the proof of the blob {key}", DamagedError)
             lengths, hashes = zip(*struct.iter_unpack("<I32s", raw[start:]), strict=True)
-            at = [*accumulate(lengths, initial=0)]
-            fits = 2 <= len(lengths) <= 65536 and lengths[0] == 4096 and at[-1] == start
-            check(fits and min(lengths) > 0 and max(lengths) <= 2**30, f"the leaves of the blob {key}")
+            at, fits = [*accumulate(lengths, initial=0)], 2 <= len(lengths) <= 65536 and lengths[0] == 4096
+            check(fits and 0 < min(lengths) <= max(lengths) <= 2**30 and at[-1] == start, f"the leaves of {key}")
             sound = (blake3(raw[a:b]).digest() == digest for (a, b), digest in zip(pairwise(at), hashes, strict=True))
             found[key] = list(zip(at, at[1:], sound, strict=False))
         return found
@@ -246,7 +245,6 @@ class Store:
         return state, first
 
     def visible(self) -> dict[tuple[str, int], str]:
-        """Give the transaction that answers to each run and step."""
         logs = [(txid, *self.log(txid)) for txid in self._names("commits", TXID)]
         seen = sorted((one["origin"], txid, one["run"], one["step"]) for txid, state, one in logs if state == "visible")
         return {(run, step): txid for _, txid, run, step in seen}
@@ -254,9 +252,8 @@ class Store:
     def newest_announced(self, run: str) -> str:
         """Find the newest visible checkpoint by the announcements of the run, from the head downwards; "": none."""
         folder, best, floor = f"runs/{blake3(run.encode()).hexdigest()[:16]}", ("", ""), -1
-        for key in (
-            f"{six}/{n}" for six in self._names(folder, r"\d{6}") for n in self._names(f"{folder}/{six}", r"\d{3}")
-        ):
+        folders = self._names(folder, r"\d{6}")
+        for key in (f"{six}/{name}" for six in folders for name in self._names(f"{folder}/{six}", r"\d{3}")):
             record = self.record(f"{folder}/{key}")
             logs = [(txid, *self.log(txid)) for txid, _ in record["announced"]]
             told = [(first["origin"], txid) for txid, state, first in logs if state == "visible"]
@@ -298,9 +295,9 @@ def after(change: Callable[[Any], object], made: Any) -> Any:
     return made
 
 
-def ordered(*children: Any) -> Any:
-    extra = {} if children[0] is None else {"_metadata": children[0]}
-    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*children[1:])))
+def ordered(more: Any, *flat: Any) -> Any:
+    extra = {} if more is None else {"_metadata": more}
+    return after(lambda made: vars(made).update(extra), OrderedDict(pairs(*flat)))
 
 
 def dtype_of(form: Any) -> Any:

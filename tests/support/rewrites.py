@@ -14,8 +14,7 @@ from casckpt.format.sections.blobs import encode_blobs
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.relocating import record_of
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 
 
 def _renumbered(table: ExtentTable, count: int) -> ExtentTable:

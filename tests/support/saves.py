@@ -47,6 +47,14 @@ def cells(count: float, seed: int | None = None) -> torch.Tensor:
     return torch.randn(int(count * CELL // 4), generator=generator)
 
 
+def trained(count: float, step: int, seed: int = 0) -> torch.Tensor:
+    """bfloat16 of so many cells, some of whose elements each step of a training has changed."""
+    bits = cells(2 * count, seed).bfloat16().view(torch.int16)
+    for number in range(step):
+        bits[number % 97 :: 97] += 1
+    return bits.view(torch.bfloat16)
+
+
 def same_state(one: Any, other: Any) -> bool:
     """Are two nested states equal: types, order, dtypes, every bit?"""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):

@@ -9,7 +9,7 @@ import torch
 
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format import plain
-from casckpt.tensors.objects import decode_object, encode_object
+from casckpt.tensors.objects import decode_object, encode_object, is_only_torchs, write_archive
 
 
 class Thing:
@@ -81,3 +81,11 @@ def test_data_of_a_later_version_is_refused() -> None:
     data = plain.encode(Thing(1), extensions=[plain.Extension("later", Thing, lambda thing: 1, Thing)])
     with pytest.raises(Refused, match="'later' is not known"):
         decode_object("a", data, False, False)
+
+
+def test_an_archive_that_is_bent_anywhere_is_torchs_or_not() -> None:
+    """As one whose directory asks for a later version of zip, for which Python's zipfile raises no BadZipFile."""
+    archive = write_archive([1])
+    assert is_only_torchs(archive)
+    found = {is_only_torchs(archive[:at] + b"\xff" + archive[at + 1 :]) for at in range(len(archive))}
+    assert found == {True, False}

@@ -20,6 +20,7 @@ from benchmarks.results import Report, ScenarioResult
 from benchmarks.scenarios import SCENARIOS
 from benchmarks.scenarios.base import Options
 from benchmarks.show import markdown, plot, table
+from benchmarks.traces import default_folder
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
     add("--before", type=_tree, metavar="TREE", help="compare with the casckpt of another checkout, as one more peer")
     add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
+    add("--traces", type=Path, help="where traces of trainings are kept (the user's cache); deltas, coding")
     add("--json", type=Path, help="where the results go (bench-results/<time>.json)")
     add("--plot", type=Path, metavar="DIR", help="draw a picture of each scenario there")
     add("--markdown", type=Path, metavar="FILE", help="put the tables between the marks in this page")
@@ -107,6 +109,7 @@ def _run(chosen: argparse.Namespace) -> Report:
                 peers=[*chosen.peers, *([Before] if chosen.before else [])],
                 rounds=_QUICK_ROUNDS if chosen.quick else chosen.rounds,
                 before=chosen.before,
+                traces=(chosen.traces or default_folder()).resolve(),
                 threads=len(os.sched_getaffinity(0)),
                 size=chosen.size,
                 quick=chosen.quick,

@@ -82,6 +82,26 @@ class Meter:
         return self._tree.since(Measured(blocked=blocked, durable=durable, load_average=self._load))
 
 
+class Clock:
+    """Time of all that is done with it, and processor time of this process meanwhile."""
+
+    def __init__(self) -> None:
+        self.time = self.cpu = 0.0
+
+    def __enter__(self) -> None:
+        self.time -= time.perf_counter()
+        self.cpu -= time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.cpu += time.process_time()
+        self.time += time.perf_counter()
+
+    def write(self, measured: Measured) -> None:
+        """Put it among what was measured."""
+        measured.blocked = measured.durable = self.time
+        measured.cpu, measured.load_average = self.cpu, os.getloadavg()[0]
+
+
 class _Tree:
     """Counters of this process and of its children, at one moment."""
 

@@ -26,7 +26,8 @@ class BlobReader:
     def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool) -> None:
         self.ref = ref
         self.left = 0  # batches
-        self._repo, self._shared, self._keep = repo, shared, keep
+        self.shared = shared
+        self._repo, self._keep = repo, keep
         self._cached = True
         self._lock = Lock()
         self._current: Reader | None = None
@@ -45,7 +46,7 @@ class BlobReader:
             return self._opened.enter_context(cached)
         self._cached = False
         return self._opened.enter_context(
-            self._repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self._shared)
+            self._repo.storage.open(blob_key(self.ref.uploader, self.ref.hash), shared=self.shared)
         )
 
     def _from_cache(self) -> LocalReader | None:
@@ -80,10 +81,19 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load; ``blob_at``: by the numbers that its batches have."""
+    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: there is memory.
+
+    Of a blob that is read for the lesser part nothing is kept: to skip what is between costs the page cache more.
+    """
 
     def __init__(
-        self, repo: Repository, blob_at: Callable[[int], BlobRef], batches: Sequence[Batch[T]], *, shared: bool
+        self,
+        repo: Repository,
+        blob_at: Callable[[int], BlobRef],
+        batches: Sequence[Batch[T]],
+        *,
+        shared: bool,
+        stays: bool,
     ) -> None:
         wanted: Counter[int] = Counter()
         for batch in batches:
@@ -92,7 +102,8 @@ class BlobReaders:
         self._slots: dict[int, BlobReader] = {}
         for blob, nbytes in wanted.items():
             ref = blob_at(blob)
-            self._slots[blob] = BlobReader(repo, ref, shared=shared, keep=fills and 2 * nbytes >= ref.size)
+            most = 2 * nbytes >= ref.size
+            self._slots[blob] = BlobReader(repo, ref, shared=shared or (stays and most), keep=fills and most)
         for batch in batches:
             self._slots[batch.blob].left += 1
 
@@ -103,6 +114,10 @@ class BlobReaders:
         except (NotFound, StorageError):  # who reads it will say
             return False
         return isinstance(reader, LocalReader) and reader.is_cached
+
+    def is_shared(self, blob: int) -> bool:
+        """Is a blob read through the page cache of this host, whatever that holds?"""
+        return self._slots[blob].shared
 
     @contextmanager
     def use(self, blob: int) -> Iterator[BlobReader]:

@@ -10,9 +10,9 @@ from threading import Condition
 from casckpt.checkpoint.loading.blob_readers import BlobReader
 from casckpt.checkpoint.loading.damage import Lost
 from casckpt.checkpoint.loading.items import Item
-from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
-from casckpt.format.digest import cell_digest
+from casckpt.errors import NotFound, Refused, StorageError
 from casckpt.format.encodings import decode
+from casckpt.format.encodings.chains import decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.plan.reads import Batch
@@ -81,7 +81,7 @@ class Lot:
 
 def decode_again(
     repo: Repository, manifest: Manifest, cell: StoredCell, key: str, *, what: str = "a cell"
-) -> memoryview:
+) -> bytearray:
     """Read and decode a cell once more, from the last of its bases on, and compare each of them.
 
     So what a cache had wrong comes out right. Raises `Lost` for the first that does not, StorageError.
@@ -94,26 +94,15 @@ def decode_again(
             reader: Reader | None = None
             try:
                 reader = slot.reader()
-                return _decoded(reader, cell, base)
-            except (NotFound, ShortObject, StorageError, InvalidInput) as error:
+                stored = bytearray(cell.stored)
+                reader.read_into(cell.offset, [memoryview(stored)])
+                return decoded(cell, stored, None if base is None else bytearray(base))
+            except (NotFound, ShortObject, StorageError, Refused) as error:
                 if slot.distrust(reader):
                     continue
                 if isinstance(error, StorageError):
                     raise
                 why = explain(slot.ref, error)
-                if isinstance(error, InvalidInput):
+                if isinstance(error, Refused):
                     why = f"its bytes {cell.offset} to {cell.offset + cell.stored}, {what}, are not what was written"
                 raise Lost(slot.ref, key, why) from error
-
-
-def _decoded(reader: Reader, cell: StoredCell, base: memoryview | None) -> memoryview:
-    """Read and decode one cell of a chain. Raises Refused if it is not what was written, and what reading does."""
-    stored = memoryview(bytearray(cell.stored))
-    reader.read_into(cell.offset, [stored])
-    plain = stored
-    if cell.frame is not None:
-        plain = memoryview(bytearray(cell.nbytes))
-        decode(stored, plain, base)
-    if cell_digest(plain) != cell.digest:
-        raise Refused("it does not have its digest")
-    return plain

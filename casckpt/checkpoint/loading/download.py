@@ -10,7 +10,9 @@ import logging
 from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
 from threading import BoundedSemaphore
+from typing import NamedTuple
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.loading.blob_readers import BlobReaders
@@ -30,17 +32,19 @@ from casckpt.plan.reads import Batch, plan_units
 from casckpt.repository.manifests import get, others
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
-from casckpt.tensors.memory import Destination
+from casckpt.storage.local.headroom import headroom
+from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
 _AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
+_ALWAYS = 64 << 20  # so little memory is not asked for: the answer takes longer than a tiny load
+_PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRequest:
+class StreamRequest(NamedTuple):
     """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
 
     ``is_new``: there is nothing in the sink yet.
@@ -86,7 +90,7 @@ class Download:
                 raise
             log.info("%s; the load goes on from another commit of %s", error, self.manifest.id)
         takers = (taker for batch in finished for _, _, item in batch.items for taker in item.takers)
-        left = [replace(want, table=None) for want in wants]
+        left = [want._replace(table=None) for want in wants]
         replace(self, manifest=other)._run(left, done | {part(one.sink, one.unit) for one in takers}, tried)
 
     def _other(self, tried: Set[str]) -> Manifest | None:
@@ -102,38 +106,49 @@ class Download:
         if not is_first:
             self.manifest.ready({want.entry for want in wants}, ())
         reads = self._reads(wants, done)
-        for want in wants:
-            want.sink.note_write()
+        note_writes(tensor for want in wants for tensor in want.sink.written)
         if is_first:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        slots = BlobReaders(self.repo, self.manifest.blob, reads.every, shared=shared)
-        threads = self._threads(reads, slots)
+        stays, blob_at = self._stays_in_memory(total), self.manifest.blob
+        slots = BlobReaders(self.repo, blob_at, reads.every, shared=shared, stays=stays)
+        lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
+        tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
         transfer = Transfer(
             self.repo, self.manifest, slots, scratches, self.turns, self.progress, finished, self.verify
         )  # fmt: skip
-        lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
-        tasks = [Task(batch, lot, reads.room) for lot, batches in lots for batch in batches]
         try:
             with collecting_later() if threads == 1 else nullcontext():
-                run_all(transfer.run, tasks, threads)
+                run_all(transfer.run_all, tasks, threads)
         finally:
             slots.close()
             scratches.close()
 
-    def _threads(self, reads: Reads, slots: BlobReaders) -> int:
-        traits, batches = self.repo.storage.traits, reads.batches
+    def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
+        """What one thread reads after the other, and how many threads do."""
+        traits, each = self.repo.storage.traits, [[task] for task in tasks]
         if traits.remote:
-            return traits.parallel
-        threads = useful_threads(self.threads, reads.plain, sum(len(batch.items) for batch in batches))
-        if not batches or threads == 1:
-            return threads
-        if slots.is_in_memory(batches[0].blob):
-            return min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
-        return threads + _AHEAD
+            return each, traits.parallel
+        items = [item for task in tasks for _, _, item in task.batch.items]
+        threads = useful_threads(self.threads, sum(item.unit.nbytes for item in items), len(items))
+        if not tasks or threads == 1:
+            return each, threads
+        first = tasks[0].batch.blob
+        if slots.is_in_memory(first):
+            return each, min(threads, usable_cores(self.ranks_here))  # reads wait for nothing else
+        if not slots.is_shared(first):
+            return each, threads + _AHEAD
+        # the kernel reads ahead, and fills its cache in large pieces, for one who reads a file in order
+        by_blob = groupby(tasks, key=lambda task: task.batch.blob)
+        return [list(group) for _, group in by_blob], threads + _AHEAD // 2
+
+    def _stays_in_memory(self, nbytes: int) -> bool:
+        """Whether so much, and what the other ranks here read, is left in the page cache for the next load."""
+        wanted, most = self.repo.storage.traits.page_cache, _PLENTY * nbytes * self.ranks_here
+        return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
     @cached_property
     def turns(self) -> BoundedSemaphore:
@@ -153,18 +168,18 @@ class Download:
     def _items(self, wants: Sequence[StreamRequest], done: Set[Part]) -> Iterable[Item]:
         """One item for each distinct range of bytes that is not ``done``."""
         items: dict[Hashable, Item] = {}
-        for want in wants:
-            entry, sink = self.manifest.entries[want.entry], want.sink
-            table = self.manifest.extents(entry) if want.table is None else want.table
+        entries = self.manifest.entries
+        for number, sink, given, _ in wants:
+            entry = entries[number]
+            table = self.manifest.extents(entry) if given is None else given
             region = normalise(sink.region, entry.shape)
             for unit in plan_units(table, region, verify=self.verify):
                 if done and part(sink, unit) in done:
                     continue
-                where = place_of(unit)
-                item = items.get(where)
-                if item is None:
-                    item = items[where] = new_item(unit, entry.key)
-                item.takers.append(Taker(sink, unit, place(sink, region, unit)))
+                taker, name = Taker(sink, unit, place(sink, region, unit)), place_of(unit)
+                if name not in items:
+                    items[name] = new_item(unit, entry.key)
+                items[name].takers.append(taker)
         for item in items.values():
             if len(item.takers) > 1:
                 item.takers.sort(key=lambda taker: taker.place is None)

@@ -35,8 +35,7 @@ class Taker(NamedTuple):
             copy_bytes(self.place, data)
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One cell, or one range of bytes, and all who want it. Their units differ where equal cells are stored once.
 
     ``root``: the unit itself, or the last in the chain of its bases. ``frames``: the others of that chain, the one that

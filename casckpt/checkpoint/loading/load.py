@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from socket import gethostname
@@ -16,6 +17,7 @@ import torch
 
 from casckpt.checkpoint.agreement import StoreIdentity, check_same, named
 from casckpt.checkpoint.arguments import matches, usable_patterns
+from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
@@ -32,6 +34,8 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 from casckpt.tensors.state import LeafValue, inflate
+
+_QUICK_BYTES = 256 << 20  # of a checkpoint: it is loaded in well under a second
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ def load_together(
     What is wrong on any rank is raised on all of them, before anything changes on one.
     """
     found, mine = _find(repo, ranks, ref, options, resolve)
+    with collecting_later() if found.commit.committed.bytes_total < _QUICK_BYTES else nullcontext():
+        return _load(repo, ranks, state, found, mine)
+
+
+def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadOptions) -> Loaded:
     commit, told = found.commit, found.manifest
     if told is not None and ranks.rank != 0:
         manifests.adopt(repo, commit, told)

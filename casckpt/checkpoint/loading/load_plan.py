@@ -28,7 +28,7 @@ from casckpt.tensors.dtensors import is_dtensor
 from casckpt.tensors.dtypes import converts, dtype_name, torch_dtype
 from casckpt.tensors.memory import Destination
 from casckpt.tensors.objects import decode_object, refuse_pickle
-from casckpt.tensors.shards import LocalTensor, Piece, check_destination, check_in_place, local_tensor
+from casckpt.tensors.shards import LocalTensor, Piece, check_apart, check_in_place, local_tensor
 from casckpt.tensors.state import LeafValue, inflate
 
 if TYPE_CHECKING:
@@ -136,12 +136,14 @@ class LoadPlan:
         return [*self._values, *self._objects, *self._below]
 
     def add(self, key: str, name: str, leaf: LeafValue) -> bool:
-        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint has no such key."""
+        """One leaf of the template, ``key``, to be filled from ``name``; False if the checkpoint lacks it."""
         found = self.contents.tensor(name)
         one = self.contents.objects.get(name)
         if found is None and one is None:
             return self._add_container(key, name, leaf)
         self.named.add(name)
+        if found is not None and self.contents.manifest.lacks(found[1]):
+            return False
         if leaf.is_tensor:
             if found is None:
                 raise Mismatch(f"{key!r} is a tensor here, but plain data in the checkpoint (key {name!r})", key=key)
@@ -199,13 +201,13 @@ class LoadPlan:
                 )
         table = self.contents.manifest.extents(entry)
         for piece in local.pieces:
-            check_destination(key, piece.data)
-            if not covers(table, piece.region):
-                raise Damaged(f"the checkpoint holds {key!r} only in part; {piece.region} is not all there", key=key)
-            if piece.region.numel:
-                self._tied.add(key, piece.data, entry.dtype, table, piece.region)
-        for piece in local.pieces:
-            self._want(number, table, piece, entry.dtype, part_of=part_of)
+            region, data = piece
+            check_apart(key, data)
+            if not covers(table, region):
+                raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
+            if region.lo < region.hi:
+                self._tied.add(key, data, entry.dtype, table, region)
+                self._want(number, table, piece, entry.dtype, part_of=part_of)
 
     def _want(
         self,
@@ -217,9 +219,8 @@ class LoadPlan:
         part_of: torch.Tensor | None = None,
         is_new: bool = False,
     ) -> None:
-        if piece.region.numel:
-            destination = Destination(piece.region, piece.data, torch_dtype(stored), part_of)
-            self._wants.append(StreamRequest(number, destination, table, is_new))
+        destination = Destination(*piece, torch_dtype(stored), part_of)
+        self._wants.append(StreamRequest(number, destination, table, is_new))
 
     def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
@@ -227,7 +228,8 @@ class LoadPlan:
         if not covers(table, whole(entry.shape)):  # before memory is asked for: a hostile shape is caught here
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
-        self._want(number, table, Piece(whole(entry.shape), data), entry.dtype, is_new=True)
+        if entry.numel:
+            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype, is_new=True)
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:

@@ -117,6 +117,8 @@ class Template:
     def _lacks(self, needed: Sequence[str], names: Mapping[str, str]) -> MissingKey:
         near = difflib.get_close_matches(names[needed[0]], self._plan.contents.keys(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        if near == [names[needed[0]]]:
+            hint = f" That is, not any more: {self._plan.contents.manifest.left_out}."
         return MissingKey(
             f"{self._where} lacks {_listed([names[key] for key in needed])}.{hint} Pass strict=False to leave them "
             "as they are, or rename= to map them",
@@ -147,8 +149,10 @@ def _empty_mappings(node: Node, path: Path) -> Iterator[tuple[str, bool]]:
     """The flat keys of empty containers below the top, and whether each is the state of an optimizer."""
     has_groups = any(element == "param_groups" for element, _ in children(node))
     for element, child in children(node):
+        if isinstance(child, int):
+            continue
         below = (*path, element)
-        if not isinstance(child, int) and not child:
+        if not child:
             yield join(below), element == "state" and has_groups
         yield from _empty_mappings(child, below)
 

@@ -36,7 +36,11 @@ class Tied:
         nobody knows which one stays, and the other would be taken for damaged.
         """
         content = _Content(key, data, dtype, table, region)
-        beside = self._held.setdefault(data.data_ptr(), [])
+        address = data.data_ptr()
+        beside = self._held.get(address)
+        if beside is None:
+            self._held[address] = [content]
+            return
         other = next((one for one in beside if _same_memory(one.data, data)), None)
         if other is None:
             beside.append(content)

@@ -6,7 +6,7 @@ into a buffer and copied from there. What is told from a base is decoded where t
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -46,8 +46,7 @@ class Task(NamedTuple):
         return self.room + self.batch.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """A buffer of a read. ``items``: what lies in it, and where. ``direct``: it is the place of its first taker."""
 
     view: memoryview
@@ -71,6 +70,11 @@ class Transfer:
     finished: list[Batch[Item]]
     verify: bool
     _stop: Event = field(default_factory=Event)
+
+    def run_all(self, tasks: Iterable[Task]) -> None:
+        """`run` each, one after the other."""
+        for task in tasks:
+            self.run(task)
 
     def run(self, task: Task) -> None:
         """Read and deliver. Raises Lost, StorageError; what has not begun then is left out."""
@@ -151,7 +155,7 @@ class Transfer:
                 return
         except InvalidInput:  # a frame is none
             pass
-        copy_bytes(into, decode_again(self.repo, self.manifest, cell, item.key))
+        copy_bytes(into, memoryview(decode_again(self.repo, self.manifest, cell, item.key)))
         if self.verify and cell_digest(into) != cell.digest:
             why = f"its bytes {cell.offset} to {cell.offset + cell.stored} seem wrong" + _SECOND_LOOK.format(item.key)
             raise Lost(self.manifest.blob(cell.blob), item.key, why)

@@ -19,7 +19,7 @@ from casckpt.checkpoint.loading.blob_readers import BlobReaders
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.items import Part, Taker, part, place, place_of
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import decode, undo
 from casckpt.format.encodings.scratch import scratch
@@ -34,15 +34,15 @@ from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Route, find_route
 from casckpt.repository import manifests
 from casckpt.storage.base import ShortObject
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.memory import Destination, note_writes
 
 _LOT_BYTES = 8 << 20  # of frames that are read before the first of them is used, for each thread
 _LEAST_BYTES = 256 << 10
 _WORK = 16  # bytes of a cell that are hashed and decoded for the price of one that is read
 _SPARE_SHARE = 25  # 1/25 of what is wanted may be read in vain, to have fewer requests
 
-_UNKNOWN = (Conflict, Damaged, Refused, NotFound)
-"""What is raised of a manifest that is gone, or of no use."""
+_UNKNOWN = (Conflict, Damaged, MissingKey, Refused, NotFound)
+"""What is raised of a manifest that is gone, thinned, or of no use."""
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class _Update:
     def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
         """Do what can be done with what is held; the requests of which something may not be ``done``."""
         steps, left = dict[Hashable, Step](), list[StreamRequest]()
+        note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
-            want.sink.note_write()
             entry = self.download.manifest.entries[want.entry]
             table = self.download.manifest.extents(entry) if want.table is None else want.table
             before = None if want.is_new else self._held_table(entry)
@@ -169,7 +169,7 @@ class _Update:
         planned = [(lot, self._batches(lot)) for lot in lots(in_order, lambda step: step.work, most)]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)
-        slots = BlobReaders(download.repo, self._blob, batches, shared=False)
+        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=False)
         try:
             run_all(partial(self._run, slots), planned, threads)
         finally:

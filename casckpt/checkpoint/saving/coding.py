@@ -136,8 +136,10 @@ class Coder:
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
             self.memory.held.keep(name, digest, plain)
-        elif self.memory.held.find(name, digest) is None:
-            self.memory.held.drop(name)  # the frames of this version are not at hand
+            return
+        held = self.memory.held.take(name)
+        if held is not None and held.digest == digest:  # else the frames of this version are not at hand
+            self.memory.held.put(name, held)
 
     def _delta(self, source: Source, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
         """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
@@ -148,18 +150,22 @@ class Coder:
         if link is None:
             return None
         name, chain = _name(source, cell), list(old.chain)
-        held = self.memory.held.find(name, old.digest)
-        if held is None or len(held.frames) != len(chain) - 1:
+        held = self.memory.held.take(name)
+        if held is None or held.digest != old.digest or len(held.frames) != len(chain) - 1:
             held = self._read(old)
         if held is None:
             return None
         base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
         frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
-        if base is None or frame is None or not _decodes(frame, base, plain):
+        if base is None or frame is None:
+            self.memory.held.put(name, held)
+            return None
+        if not _decodes(frame, base, plain):
             return None
         if not link:  # what is held has become the new version, in place
-            self.memory.held.take(name, HeldCell(digest, held.plain, (frame, *held.frames)))
+            self.memory.held.put(name, HeldCell(digest, held.plain, (frame, *held.frames)))
         else:
+            self.memory.held.put(name, held)
             self.memory.held.keep(name, digest, plain, (frame, *held.frames[link:]))
         return Coded(frame, chain[link])
 

@@ -19,7 +19,7 @@ CellName: TypeAlias = tuple[Name, Box, int, int]
 """Which elements a cell holds: [lo, hi) of a box of a stream."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class HeldCell:
     """The bytes of one version of a cell. ``frames``: those by which it was saved, its own first, down to its key."""
 
@@ -46,24 +46,20 @@ class HeldCells:
             self._cells.clear()
             self.run = run
 
-    def find(self, name: CellName, digest: CellDigest) -> HeldCell | None:
-        """Find the bytes of a cell, if they are those with this digest."""
-        held = self._cells.get(name)
-        return held if held is not None and held.digest == digest else None
+    def take(self, name: CellName) -> HeldCell | None:
+        """Take out what is held of a cell: it is the caller's alone, to be changed in place, until he puts it back.
 
-    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[bytes, ...] = ()) -> None:
-        """Keep a copy of the bytes of a cell, in the memory of its last version."""
-        held = self._cells.get(name)
-        if held is None or len(held.plain) != plain.nbytes:
-            self._cells[name] = HeldCell(digest, bytearray(plain), frames)
-            return
-        copy_bytes(memoryview(held.plain), plain)
-        held.digest, held.frames = digest, frames
+        So neither another save in another thread nor one after an error finds bytes that are being changed.
+        """
+        return self._cells.pop(name, None)
 
-    def take(self, name: CellName, cell: HeldCell) -> None:
+    def put(self, name: CellName, cell: HeldCell) -> None:
         """Keep these bytes themselves."""
         self._cells[name] = cell
 
-    def drop(self, name: CellName) -> None:
-        """Keep nothing of a cell."""
-        self._cells.pop(name, None)
+    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[bytes, ...] = ()) -> None:
+        """Keep a copy of the bytes of a cell, in the memory of what is held of it."""
+        held = self.take(name)
+        buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain
+        copy_bytes(memoryview(buffer), plain)
+        self.put(name, HeldCell(digest, buffer, frames))

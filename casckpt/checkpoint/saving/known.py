@@ -106,5 +106,5 @@ def _lacks(parent: Manifest | None, streams: Streams) -> bool:
     """Is there a stream that the parent does not have in this form?"""
     if parent is None:
         return True
-    have = {entry.name: (entry.dtype, entry.shape) for entry in parent.entries}
+    have = {entry.name: (entry.dtype, entry.shape) for entry in parent.held}
     return any(have.get(name) != form for name, form in streams.items())

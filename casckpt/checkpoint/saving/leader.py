@@ -18,7 +18,7 @@ from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
-from casckpt.checkpoint.saving.shares import Share, Streams, mark_worn, merge
+from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
@@ -26,7 +26,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.reuse import coded_bytes
+from casckpt.plan.reuse import coded_bytes, mark_worn
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -223,7 +223,7 @@ class Leader:
         self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
     ) -> tuple[Committed, set[tuple[TxId, BlobHash]]]:
         """Upload the manifest; the record that will make it visible, and the blobs that it marks as worn."""
-        refs = mark_worn(described, self.options.run, self._lives)
+        refs = mark_worn(described.tables(), described.refs, self.options.run, self._lives)
         raw, short = encode_metadata(self.options.metadata or {})
         draft = Draft(
             casckpt=__version__,

@@ -18,7 +18,7 @@ from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
 from casckpt.format.digest import Hasher, cell_digest
-from casckpt.format.keys import commit_key, uploader_folder
+from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
 from casckpt.format.sections.index import PART, TENSOR
@@ -184,12 +184,7 @@ def _placed(upload: Upload, work: Sequence[Sequence[Cell]]) -> list[list[PlacedC
 def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[PlacedCell]]) -> set[int]:
     """Reused blobs that are gone or cut short; marked, so that no later save trusts them."""
     reused = {number for placed in places for place in placed for number in place.needs}
-    lost = blobs.check(repo, [known.blobs[number] for number in sorted(reused)])
-    if lost and repo.storage.size(commit_key(txid)) is not None:
-        raise Revoked("a gc took this save for dead and deleted what it reused; save again")
-    for ref in lost:
-        log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
-        blobs.mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when a save was to reuse it")
+    lost = blobs.check_reused(repo, txid, [known.blobs[number] for number in sorted(reused)])
     names = {(ref.uploader, ref.hash) for ref in lost}
     missing = {number for number in reused if (known.blobs[number].uploader, known.blobs[number].hash) in names}
     for number in missing:

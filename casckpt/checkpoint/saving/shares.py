@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -11,15 +11,12 @@ from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.checkpoint.saving.upload import PlacedCell
 from casckpt.errors import InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.blob import most_data
 from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, join
-from casckpt.format.keys import parse_txid, run_hash
-from casckpt.format.names import TxId
 from casckpt.format.regions import Region, Shape, intersect
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import Name
 from casckpt.plan.coverage import holes_and_overlaps
-from casckpt.plan.reuse import KnownCells, used_bytes
+from casckpt.plan.reuse import KnownCells
 
 Streams: TypeAlias = Mapping[Name, tuple[str, Shape]]
 """Dtype and shape of streams, in the order in which the manifest is to hold them."""
@@ -145,23 +142,3 @@ def _check_whole(name: Name, table: ExtentTable, shares: Sequence[Share]) -> Non
 
 def _meets(region: Region, one: Region, other: Region) -> bool:
     return bool(intersect(region, one) and intersect(region, other)) or region in (one, other)
-
-
-def mark_worn(described: Share, run: str, lives: Callable[[TxId], bool]) -> list[BlobRef]:
-    """The blobs, with those marked that the next save of the run is to leave behind.
-
-    Worn is a blob of the run itself, or of a checkpoint that no longer ``lives``, of which less than half is used. One
-    of frames is not: to leave it takes the cells whole.
-    """
-    used = used_bytes(described.tables(), len(described.refs))
-    framed = {
-        one.blob for table in described.tables() for extent in table.extents for one in extent.chain if one.coding
-    }
-    mine, ours = run_hash(run), dict[TxId, bool]()
-    marked = []
-    for number, (ref, nbytes) in enumerate(zip(described.refs, used, strict=True)):
-        half_empty = 2 * nbytes < most_data(ref.size) and number not in framed
-        if half_empty and ref.uploader not in ours:
-            ours[ref.uploader] = parse_txid(ref.uploader).run_hash == mine or not lives(ref.uploader)
-        marked.append(BlobRef(ref.hash, ref.size, ref.uploader, half_empty and ours[ref.uploader]))
-    return marked

@@ -14,8 +14,9 @@ from casckpt.format import blob, dtypes
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.regions import Region, Shape, normalise, whole
-from casckpt.format.sections.index import ATTACHMENT, Name
+from casckpt.format.sections.index import Name
 from casckpt.plan.cells import Cut, Group, plan_cells
+from casckpt.plan.packing import branch_of
 from casckpt.plan.reuse import KnownCells
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
 from casckpt.tensors.shards import Piece
@@ -51,8 +52,8 @@ class Source:
 
     @property
     def branch(self) -> str:
-        """The child of the state's root that it belongs to, as far as a key tells; attachments are a branch."""
-        return "" if self.kind == ATTACHMENT else self.key.partition(".")[0]
+        """The child of the state's root that it belongs to."""
+        return branch_of(self.kind, self.key)
 
     @property
     def nbytes(self) -> int:

@@ -17,7 +17,6 @@ Memory is bounded by the workers' buffers, whatever the size of the state; they 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from time import perf_counter
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.coding import Coder
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
+from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import Frame, StoredCell
 from casckpt.format.names import CellDigest, TxId
@@ -36,6 +35,7 @@ from casckpt.format.sections.blobs import BlobRef
 from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.lots import lots
+from casckpt.plan.packing import Queue, branches_of, by_branch
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository import blobs
@@ -48,8 +48,6 @@ _TASK_CELLS = 4096
 _SMALL = 64 << 10  # bytes: to copy a cell costs less than to hash it twice where it changed
 _SAMPLE = 16  # cells of a frozen tensor that are looked at: at least 1, at most so many
 _BUFFERS = KeptBuffers()  # of this process, whichever store it saves to
-_MAX_BRANCHES = 16
-_MIXED = 1 << 20  # bytes: branches that have no more together share a blob
 _WORTH_FILLING = 4  # a buffer with more than 1/4 of it free takes more cells, if there are any
 
 
@@ -208,34 +206,13 @@ class Upload:
         moved = [cell for cell in unknown if cell.known is not None and not self.known.usable_cell(cell.known)]
         ids = {id(cell) for cell in moved}
         rest = [cell for cell in unknown if id(cell) not in ids] if moved else unknown
-        return [_Queue(cells) for part in (rest, moved) for cells in self._by_branch(part)]
-
-    def _by_branch(self, cells: Sequence[Cell]) -> list[Sequence[Cell]]:
-        """Keep the branches of the state apart, for who wants one of them alone; small ones lie together."""
-        if not cells or len(self._branches) == 1:
-            return [cells] if cells else []
-        branch_of = [source.branch for source in self.sources]
-        nbytes: dict[str, int] = defaultdict(int)
-        for cell in cells:
-            nbytes[branch_of[cell.source]] += cell.nbytes
-        parts: list[list[Cell]] = []
-        part_of: dict[str, list[Cell]] = {}
-        for lot in lots(sorted(nbytes, key=nbytes.__getitem__), nbytes.__getitem__, _MIXED):
-            parts.append([])
-            part_of.update((branch, parts[-1]) for branch in lot)
-        for cell in cells:
-            part_of[branch_of[cell.source]].append(cell)
-        return list(parts)
+        branch = [source.branch for source in self.sources] if len(self._branches) > 1 else []
+        parts = (by_branch(part, lambda cell: branch[cell.source], self._branches) for part in (rest, moved))
+        return [_Queue(cells) for part in parts for cells in part]
 
     @cached_property
     def _branches(self) -> frozenset[str]:
-        """All branches; where they are many, they count as one."""
-        found: set[str] = set()
-        for source in self.sources:
-            found.add(source.branch)
-            if len(found) > _MAX_BRANCHES:
-                return frozenset({""})
-        return frozenset(found)
+        return branches_of(source.branch for source in self.sources)
 
     def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
         while not packing.stop.is_set() and not queue.is_empty:
@@ -327,32 +304,12 @@ def _digest_of(cell: Cell) -> CellDigest:
     return cell_digest(view)
 
 
-class _Queue:
-    """Cells in order, handed out by the buffer."""
+class _Queue(Queue[Cell]):
+    """Cells in order, handed out by the buffer. ``frames``: those of its cells that lie in no blob yet."""
 
     def __init__(self, cells: Sequence[Cell]) -> None:
+        super().__init__(cells)
         self.frames = _Frames()
-        self._cells = cells
-        self._next = 0
-        self._lock = Lock()
-
-    @property
-    def is_empty(self) -> bool:
-        """Are all cells handed out?"""
-        return self._next == len(self._cells)
-
-    def take(self, begin: int, end: int) -> tuple[int, Sequence[Cell]]:
-        """The next cells that have room in a blob from byte ``begin`` to byte ``end``, and the number of the first."""
-        with self._lock:
-            first = last = self._next
-            while last < len(self._cells):
-                nbytes = self._cells[last].nbytes
-                begin = (begin if nbytes < LEAF_BYTES else place_behind(begin, nbytes)) + nbytes
-                if begin > end:
-                    break
-                last += 1
-            self._next = last
-            return first, self._cells[first:last]
 
 
 class _Frames:

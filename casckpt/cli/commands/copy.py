@@ -12,7 +12,7 @@ from casckpt.cli.describe import brief, doubt, plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_some, shortened, size
-from casckpt.cli.types import SETTING
+from casckpt.cli.types import SETTING, SIZE
 
 if TYPE_CHECKING:
     from casckpt.upkeep.copies.copying import CopyResult
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
+@click.option("--blob-size", type=SIZE, help="Pack it anew, into files of about so much; DST may be STORE.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")
 def command(
@@ -34,6 +35,7 @@ def command(
     run: str | None,
     tags: bool,
     jobs: int | None,
+    blob_size: int | None,
     dst_options: Any,
     dry_run: bool,
 ) -> int:
@@ -57,7 +59,8 @@ def command(
         doubt(session.store, run)
     with progress_bar("copying") as done:
         result = session.store.copy_to(
-            target, *refs, run=run, tags=tags, jobs=jobs, part=part, dry_run=dry_run, progress=done, check=False
+            target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, dry_run=dry_run,
+            progress=done, check=False,
         )  # fmt: skip
     if part[0] == 0:  # of those that torchrun has started, one says it
         session.give(_described(result), text)

@@ -33,14 +33,15 @@ def _text(result: dict[str, Any]) -> None:
 
 @store_command("restore")
 @click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="ID...")
-def restore(session: Session, refs: tuple[str, ...]) -> None:
+@click.option("--whole", is_flag=True, help="Bring back what `casckpt thin` left out of them.")
+def restore(session: Session, refs: tuple[str, ...], *, whole: bool) -> None:
     """Make forgotten checkpoints visible again.
 
     By their ids (`casckpt list --all`). Those that were purged are not found; a conflict if another one is visible
     under its run and step.
     """
     found = [session.store.get(ref) for ref in refs]
-    restored = [session.store.restore(one) for one in found]
+    restored = [session.store.restore(one, whole=whole) for one in found]
     session.give({"restored": list(map(brief, restored))}, _restored_text)
 
 

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from casckpt.cli.commands.thin import text as thinned_text
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
 from casckpt.cli.progress import progress_bar
+from casckpt.cli.rules import AT_LEAST_ONE, keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import DURATION
@@ -19,17 +21,15 @@ if TYPE_CHECKING:
     from casckpt.upkeep.gc.retiring import Waiting
 
 _OLD: Final = "the old places of "  # of what was rewritten
-AT_LEAST_ONE = click.IntRange(min=1)
 
 
 @store_command("gc")
 @click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
-@click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run.")
-@click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N.")
-@click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d).")
-@click.option("--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any.")
-@click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks.")
-@click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months.")
+@keep_options
+@click.option(
+    "--thin", multiple=True, metavar="PATTERN", help="Leave such tensors out of what stays (see thin). May be repeated."
+)
+@click.option("--thin-keep-last", type=AT_LEAST_ONE, default=1, metavar="N", help="But of the N newest of each run.")
 @click.option(
     "--min-age",
     type=DURATION,
@@ -40,7 +40,13 @@ AT_LEAST_ONE = click.IntRange(min=1)
     "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for so long.  [default: 1h]"
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def command(session: Session, dry_run: bool, **options: Any) -> None:  # those of `Store.gc`
+def command(
+    session: Session,
+    dry_run: bool,
+    thin: tuple[str, ...],
+    thin_keep_last: int,
+    **options: Any,  # those of `Store.gc`
+) -> None:
     """Forget by rules, delete what nothing needs.
 
     Safe while others save. A checkpoint that any --keep rule keeps is kept; without a rule none is forgotten. The
@@ -49,8 +55,9 @@ def command(session: Session, dry_run: bool, **options: Any) -> None:  # those o
     """
     if options["run"] is not None:
         doubt(session.store, options["run"])
+    rule = {"drop": thin, "keep_last": thin_keep_last} if thin else None
     with progress_bar("deleting", of_bytes=False) as done:
-        result = session.store.gc(dry_run=dry_run, progress=done, tell=_Teller(), **options)
+        result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)
     session.give(described(result), text)
 
 
@@ -83,6 +90,8 @@ def text(result: dict[str, Any]) -> None:
     forget, purge, delete = ("would forget", "would purge", "would delete")
     if not result["dry_run"]:
         forget, purge, delete = ("forgot", "purged", "deleted")
+    if result["thin"]:
+        thinned_text(result["thin"], with_space=result["dry_run"])
     purged = {one["id"] for one in result["purged"]}
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}

@@ -160,6 +160,7 @@ def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
 
 def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "replaced", "superseded") if row[what])]
+    notes += ["thin"] * bool(row["dropped"])
     notes += ["unhealthy"] * (row["healthy"] is False)
     written = size(row["stats"]["bytes_written"])
     created = moment(row["created_at"])

@@ -12,7 +12,14 @@ from casckpt.cli.text import facts
 from casckpt.cli.types import TEXT_SETTING
 from casckpt.plan.durations import format_duration
 
-_DEFAULTS = {"min_age": "24h", "min_age_ephemeral": "15m", "revoke_after": "1h", "mirror": "none", "compress": "off"}
+_DEFAULTS = {
+    "min_age": "24h",
+    "min_age_ephemeral": "15m",
+    "revoke_after": "1h",
+    "mirror": "none",
+    "mirror_thinned": "no",
+    "compress": "off",
+}
 
 
 @store_command("settings")
@@ -23,12 +30,15 @@ def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple
 
     They hold for all who use the store. min_age: from forgetting to purging; min_age_ephemeral: the same for ephemeral
     checkpoints; revoke_after: how long a save shows no sign of life before a gc gives up on it; all three as 90s, 15m,
-    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet. compress: off,
-    auto or always: for saves that do not say.
+    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet.
+    mirror_thinned, yes or no: what is thinned here is thinned there, too. compress: off, auto or always: for saves that
+    do not say.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
         raise click.UsageError(f"--set and --unset both name {', '.join(sorted(both))}: give one of them")
+    if "mirror_thinned" in fields:
+        fields["mirror_thinned"] = click.BOOL.convert(fields["mirror_thinned"], None, click.get_current_context())
     fields |= dict.fromkeys(unset)
     settings = session.store.change_settings(**fields) if fields else session.store.settings
     session.give(plain(settings), _text)
@@ -41,4 +51,6 @@ def _text(result: dict[str, Any]) -> None:
 def _value(name: str, value: Any) -> str:
     if value is None:
         return f"{_DEFAULTS[name]} (default)"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return format_duration(value) if isinstance(value, float) else str(value)

@@ -89,6 +89,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("notes", ", ".join(notes)),
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
+        ("thinned", _thinned(result["dropped"])),
         ("parent", result["parent"] or ""),
         ("ranks", str(result["world_size"])),
         ("files", attachments),
@@ -102,6 +103,12 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         table(_COLUMNS, map(_cells, result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
+
+
+def _thinned(dropped: dict[str, Any] | None) -> str:
+    if dropped is None:
+        return ""
+    return f"{count(dropped['entries'], 'tensor')}, {size(dropped['bytes'])}, by {dropped['rule']}"
 
 
 def _few(keys: list[str]) -> str:

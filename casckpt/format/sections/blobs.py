@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -75,6 +75,9 @@ class BlobList:
         digest = self.hashes[32 * index : 32 * index + 32]
         uploader = self.uploaders[self._uploader_of[index]]
         return BlobRef(BlobHash(digest.hex()), self.sizes[index], uploader, index in self._worn)
+
+    def __iter__(self) -> Iterator[BlobRef]:
+        return map(self.__getitem__, range(len(self)))
 
     def names(self) -> list[tuple[TxId, BlobHash, int]]:
         """Return (uploader, hash, size of the file in bytes) of every blob, in order."""

@@ -87,16 +87,29 @@ def decode_table(
     return ExtentTable(shape, itemsize, cell, boxes, extents)
 
 
+def decode_cells(cells: Buffer, *, shape: Shape, itemsize: int, cell: int) -> ExtentTable:
+    """Decode what the cells of a tensor are: each span as an extent that lies nowhere. Raises as `decode_table`."""
+    boxes, spans, digests = _decoded_cells(cells, shape)
+    extents, at = [], 0
+    for box, lo, hi in spans:
+        end = at + (-(-hi // cell) - lo // cell) * DIGEST_BYTES
+        extents.append(Extent(box, lo, hi, 0, 0, digests[at:end]))
+        at = end
+    if at != len(digests):
+        raise Refused("a tensor has another number of digests than of cells")
+    return ExtentTable(shape, itemsize, cell, boxes, tuple(extents))
+
+
 def _decoded_cells(cells: Buffer, shape: Shape) -> tuple[tuple[Box, ...], Sequence[tuple[int, int, int]], bytes]:
-    tensor, form = full_box(shape), bytes(cells[:1])
-    numel = tensor.numel
+    tensor, stored = full_box(shape), bytes(cells)
+    numel, form = tensor.numel, stored[:1]
     if form == (WHOLE if numel else b""):
-        return (tensor,), [(0, 0, numel)] if numel else [], bytes(cells[1:])
+        return (tensor,), [(0, 0, numel)] if numel else [], stored[1:]
     if not numel or not form:
         raise Refused("a tensor has no cell table, or one although it is empty")
     if form != SPANS:
         raise Refused(f"a cell table has the form {form[0]}, which this version does not know; upgrade casckpt")
-    packed = _SPANS.decode(cells[1:])
+    packed = _SPANS.decode(stored[1:])
     boxes = (tensor, *(_box(offset, extent, tensor) for offset, extent in packed.boxes))
     sizes = [box.numel for box in boxes]
     before, total = (0, 0), 0
@@ -119,12 +132,13 @@ def _box(offset: Shape, shape: Shape, tensor: Box) -> Box:
 
 
 def _decoded_rows(rows: Buffer) -> Iterator[tuple[int, int, int]]:
-    if rows and rows[0]:
-        raise Refused(f"rows have the form {rows[0]}, which this version does not know; upgrade casckpt")
-    if rows and (len(rows) - 1) % ROW.size:
+    stored = bytes(rows)  # no memoryview: Python 3.11 crashes where its collector finds one and the iterator together
+    if stored and stored[0]:
+        raise Refused(f"rows have the form {stored[0]}, which this version does not know; upgrade casckpt")
+    if stored and (len(stored) - 1) % ROW.size:
         raise Refused("the last row of a tensor is cut short")
-    found: Iterator[tuple[int, int, int]] = ROW.iter_unpack(bytes(rows[1:]))
-    return found  # not of a memoryview: Python 3.11 crashes where its collector finds one and such an iterator together
+    found: Iterator[tuple[int, int, int]] = ROW.iter_unpack(stored[1:])
+    return found
 
 
 def _extents(

@@ -24,7 +24,7 @@ from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.saving.coding import CodingMemory, coder_for
 from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
-from casckpt.checkpoint.saving.options import Compress, SaveOptions
+from casckpt.checkpoint.saving.options import Compress, SaveOptions, usable_compress
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
 from casckpt.checkpoint.saving.save import store_share
 from casckpt.checkpoint.saving.shares import Streams, joined
@@ -227,7 +227,8 @@ class WriterSession:
             told.home.check(self.repo)
         parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
         knowledge = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
-        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge), "off"
+        compress = usable_compress(self.repo.settings.compress or "off")
+        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge), compress
 
 
 def _give_up(leader: Leader, process: int) -> None:

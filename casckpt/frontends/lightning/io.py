@@ -67,6 +67,7 @@ class CasCheckpointIO(CheckpointIO):
         options: SaveArguments = {
             "overwrite": overwrite, "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads,
             "compress": self._compress,
+            "metrics": monitored(checkpoint),
         }  # fmt: skip
         if not self._async:
             self._run_files.saved(pointer, before, self.store.save(state, run=run, step=step, **options))
@@ -151,6 +152,16 @@ def to_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(checkpoint)
     weights = rest.pop("state_dict", None)
     return {REST: rest} if weights is None else {WEIGHTS: weights, REST: rest}
+
+
+def monitored(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+    """Give the figures that Lightning's callbacks choose checkpoints by, as they are now."""
+    found = {}
+    for one in (checkpoint.get("callbacks") or {}).values():
+        name, score = (one.get("monitor"), one.get("current_score")) if isinstance(one, Mapping) else (None, None)
+        if isinstance(name, str) and score is not None:
+            found[name] = float(score)
+    return found
 
 
 def from_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from casckpt.checkpoint.agreement import check_same
 from casckpt.checkpoint.ranks import everyone, open_ranks
 from casckpt.errors import InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
+from casckpt.frontends.lightning.io import monitored
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.trainer import Checkpointer
@@ -63,7 +64,9 @@ class CasModelParallelStrategy(ModelParallelStrategy):
             return list(everyone((paths[0], pointer.read(), *self._book.place(pointer, step)), ranks.size))
 
         path, before, run, overwrite = ranks.exchange(lambda: str(filepath), place)
-        saved = self._checkpointer(run).save(step, self._module(), optims or None, rest, overwrite=overwrite)
+        saved = self._checkpointer(run).save(
+            step, self._module(), optims or None, rest, overwrite=overwrite, metrics=monitored(checkpoint)
+        )
 
         def name(_: list[None]) -> list[None]:
             self._book.saved(Pointer(path), before, saved)

@@ -24,7 +24,7 @@ from casckpt.plan.coverage import holes_and_overlaps
 from casckpt.tensors.dtensors import local_of
 from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.foreign import flat_range, megatron_region
-from casckpt.tensors.memory import note_write, tensor_bytes
+from casckpt.tensors.memory import note_writes, tensor_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -235,7 +235,7 @@ def hand_on(ranks: Ranks, sharing: Sharing, data: Sequence[Any]) -> None:
 
     ranks.exchange(swap, lambda done: done)
     for (target, _), (tensor, _) in zip(targets, taken, strict=True):
-        note_write(target)
+        note_writes([target])
         if tensor is not target:
             target.copy_(tensor)
 

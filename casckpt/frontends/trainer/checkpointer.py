@@ -22,7 +22,7 @@ from casckpt.frontends.trainer.contents import AnyTrainState, Restoring, TrainMo
 from casckpt.frontends.trainer.janitor import Janitor
 from casckpt.frontends.trainer.one_run import OneRun, newest_together
 from casckpt.frontends.trainer.resuming import Missing, is_to_be_set, set_train_state, to_resume
-from casckpt.frontends.trainer.rotation import rotate
+from casckpt.frontends.trainer.rotation import rotate, thin
 from casckpt.frontends.trainer.settings import DueArguments, Kind, StepArguments, TrainerArguments, TrainerSettings
 from casckpt.frontends.trainer.summary import SaveSummary
 from casckpt.frontends.trainer.throttle import throttled
@@ -60,7 +60,8 @@ class Checkpointer(OneRun):
     """Saves and loads the checkpoints of one run, and keeps their number down. Every rank makes the same calls.
 
     ``keep``, ``max_checkpoints``, ``fixed_steps``: what of the permanent checkpoints stays once a new one is committed
-    (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``save_interval``,
+    (see `Rotation`; with neither of the first two everything stays, ephemeral ones too). ``thin``: what those that stay
+    leave out, and which of them stay whole, as ``{"drop": ["optim.*"], "keep_last": 2}``. ``save_interval``,
     ``fixed_steps``, ``ephemeral_save_interval``, ``ephemeral_cooldown``: when `save_if_due` saves (see `due`).
     ``max_steps_at_risk``: `save_if_due` waits for the save in the background before more steps than that could be lost,
     whenever the job dies; no less than the interval. None: it waits when the next save is due, so up to two intervals.
@@ -262,14 +263,16 @@ class Checkpointer(OneRun):
         *,
         missing: Missing = "raise",
         unread: Unread = "warn",
+        healthy: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
 
+        ``healthy``: the newest that was not saved with ``healthy=False``; if there are only such ones, NotFound.
         ``missing``: of an optimizer or a train state that is given, but cannot be restored: "raise" NotFound or
         MissingKey, or "warn" in the log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and
         InvalidInput for a train state without load_state_dict.
         """
-        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing))
+        found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:
             return None
         pre_download = self.config.pre_download
@@ -301,9 +304,11 @@ class Checkpointer(OneRun):
         self.last_step, self._begun = (loaded.step if loaded.run == self.run else None), None
         return loaded, train
 
-    def _find_together(self, step: int | None, ask: Callable[[], bool]) -> tuple[Checkpoint | None, bool]:
+    def _find_together(
+        self, step: int | None, ask: Callable[[], bool], *, healthy: bool = False
+    ) -> tuple[Checkpoint | None, bool]:
         self._settle()
-        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask)
+        return newest_together(open_ranks(self.process_group), self.store, self.run, step, ask, healthy=healthy)
 
     def _save_arguments(
         self,
@@ -334,9 +339,10 @@ class Checkpointer(OneRun):
         """Do, on rank 0, what is due once a checkpoint is committed. It is there whatever goes wrong here."""
         if not leads:
             return
-        gone: list[Commit] = []
+        gone, thinned = list[Commit](), list[Commit]()
         try:
             gone = rotate(self.store.repository, self.run, self._rotation)
+            thinned = thin(self.store.repository, self.run, self._rotation.thin)
         except CasckptError as error:
             log.warning("after %s@%d nothing was forgotten: %s", saved.run, saved.step, error)
         steps = tuple(commit.step for commit in gone)
@@ -344,7 +350,7 @@ class Checkpointer(OneRun):
         log.info("%s", self.summary)
         if self.config.gc:
             self._janitor.ask(self.run)
-        elif gone and not self._told_of_space:
+        elif (gone or thinned) and not self._told_of_space:
             self._told_of_space = True
             log.warning(
                 "checkpoints of %s that are not kept take space until a gc: make the Checkpointer with gc=True, or run "

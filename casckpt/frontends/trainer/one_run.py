@@ -25,19 +25,31 @@ def newest(store: Store, run: str, step: int | None = None) -> Commit | None:
         return None
 
 
+def newest_healthy(store: Store, run: str) -> Commit | None:
+    """The newest of a run that nobody called unhealthy; None if there is none. Raises NotFound if all are unhealthy."""
+    found = store.checkpoints(run) if store.repository.exists() else []
+    healthy = [one.commit for one in found if one.healthy is not False]
+    if found and not healthy:
+        raise NotFound(f"all checkpoints of {run} were saved with healthy=False; load one of them by its step")
+    return healthy[-1] if healthy else None
+
+
 def newest_together(
-    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool]
+    ranks: Ranks, store: Store, run: str, step: int | None, ask: Callable[[], bool], *, healthy: bool
 ) -> tuple[Checkpoint | None, bool]:
     """`newest` as rank 0 finds it; and did ``ask``, whose errors reach all ranks, say yes on any of them?
 
     Raises Conflict if ranks name another run or step.
     """
 
+    def find_one() -> Commit | None:
+        return newest_healthy(store, run) if healthy else newest(store, run, step)
+
     def find(told: Sequence[tuple[str, bool]]) -> Sequence[tuple[Commit | None, bool]]:
         check_same([text for text, _ in told])
-        return everyone((newest(store, run, step), any(yes for _, yes in told)), ranks.size)
+        return everyone((find_one(), any(yes for _, yes in told)), ranks.size)
 
-    commit, yes = ranks.exchange(lambda: (_ref(run, step), ask()), find)
+    commit, yes = ranks.exchange(lambda: (f"{_ref(run, step)}{', healthy' * healthy}", ask()), find)
     return None if commit is None else Checkpoint(store.repository, commit), yes
 
 

@@ -9,11 +9,12 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from casckpt.format.names import TxId
-from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.plan.retention import Policy, Thinning, newest_of, plan_forget
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, tagged_txids, tags
-from casckpt.upkeep.gc.retiring import retire_now
+from casckpt.upkeep.gc.retiring import kept_of, purge_now, retire_now
+from casckpt.upkeep.thinning import execute, plan_thin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,16 +22,17 @@ class Rotation:
     """What stays: of permanent checkpoints what any of the rules keeps, and of ephemeral ones the newest of the run.
 
     ``max_checkpoints``: that many of the newest, not counting tagged ones and those of ``fixed`` steps, which stay in
-    any case. Without ``keep`` and ``max_checkpoints`` everything stays.
+    any case. Without ``keep`` and ``max_checkpoints`` everything stays. ``thin``: what is left out of what stays.
     """
 
     keep: Policy | None = None
     max_checkpoints: int | None = None
     fixed: frozenset[int] = frozenset()
+    thin: Thinning | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether everything stays."""
+        """Tell whether all checkpoints stay."""
         return self.keep is None and self.max_checkpoints is None
 
 
@@ -44,7 +46,8 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
         return []
     current = sorted({one.step: one for one in visible}.values(), key=lambda one: one.order)
     permanent = [one for one in current if not one.committed.ephemeral]
-    keep = {visible[-1].txid} | {one.txid for one in current if one.step in rotation.fixed}
+    keep = {one.txid for one in newest_of([*map(kept_of, current)])}
+    keep |= {one.txid for one in current if one.step in rotation.fixed}
     if rotation.keep is not None:
         keep |= _kept_by(rotation.keep, permanent, now)
     if rotation.max_checkpoints is not None:
@@ -54,8 +57,7 @@ def plan_rotation(visible: Sequence[Commit], rotation: Rotation, tagged: Contain
 
 
 def _kept_by(policy: Policy, permanent: Sequence[Commit], now: int) -> set[TxId]:
-    kept = [Kept(one.txid, one.run, one.step, one.committed.created_at) for one in permanent]
-    forgotten = {one.txid for one in plan_forget(kept, policy, now)}
+    forgotten = {one.txid for one in plan_forget(map(kept_of, permanent), policy, now)}
     return {one.txid for one in permanent if one.txid not in forgotten}
 
 
@@ -75,3 +77,19 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
     chosen = plan_rotation(visible, rotation, tagged, now)
     return retire_now(repo, chosen)
+
+
+def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:
+    """Leave out of the checkpoints of ``run`` what ``rule`` says, and purge their old places; what was thinned.
+
+    Where the settings of the store name a minimum age, the purge is left to a gc. What is damaged stays as it is.
+    Raises as `rotate`.
+    """
+    if rule is None:
+        return []
+    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run)
+    if not plan.thin:
+        return []
+    made = execute(repo, plan)
+    purge_now(repo, [one.commit.txid for one in plan.thin])
+    return list(made)

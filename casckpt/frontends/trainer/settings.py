@@ -12,7 +12,7 @@ from casckpt.checkpoint.saving.prepare import Frozen
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
 from casckpt.frontends.trainer.rotation import Rotation
-from casckpt.plan.retention import Policy
+from casckpt.plan.retention import Policy, thinning_of
 
 Kind: TypeAlias = Literal["permanent", "ephemeral"]
 Keep: TypeAlias = Policy | Mapping[str, Any] | int | None
@@ -23,6 +23,7 @@ class TrainerArguments(TypedDict, total=False):
     """The keyword arguments of `Checkpointer`, which describes them, beside store, run and process_group."""
 
     keep: Keep
+    thin: Mapping[str, Any] | None
     overwrite: bool
     save_threads: int | None
     load_threads: int | None
@@ -63,6 +64,7 @@ class TrainerSettings:
 
     run: str = "default"
     keep: Keep = None
+    thin: Mapping[str, Any] | None = None
     overwrite: bool = False
     save_threads: int | None = None
     load_threads: int | None = None
@@ -96,6 +98,7 @@ class TrainerSettings:
         policy_of(self.keep)
         if self.compress is not None:
             usable_compress(self.compress)
+        thinning_of(self.thin)
         self._check_risk()
 
     def _check_risk(self) -> None:
@@ -131,8 +134,9 @@ class TrainerSettings:
     def rotation(self) -> Rotation:
         """Give what to forget after a save."""
         return Rotation(
-            keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ())
-        )
+            keep=policy_of(self.keep), max_checkpoints=self.max_checkpoints, fixed=frozenset(self.fixed_steps or ()),
+            thin=thinning_of(self.thin),
+        )  # fmt: skip
 
 
 def _is_multiple(step: int, interval: int | None) -> bool:

@@ -125,6 +125,11 @@ def runs(repo: Repository) -> list[str]:
     return sorted(name[0] for name in found if name is not None)
 
 
+def are_there_any(repo: Repository) -> bool:
+    """Tell whether any run has an announcement; a folder without one is none. Raises `StorageError`."""
+    return any(parse_announcement(entry.key) for entry in repo.storage.list(PREFIX))
+
+
 def _unannounced(known: RunCache, wanted: Iterable[Announcement]) -> list[Announcement]:
     return [(txid, number) for txid, number in wanted if known.announced.get(txid, -1) < number]
 

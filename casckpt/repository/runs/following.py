@@ -16,7 +16,7 @@ from casckpt.parallel import in_parallel
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, follow, list_commits, list_names, read_log
 from casckpt.repository.repository import Repository
-from casckpt.repository.runs.announcements import Announcement, announce, look, read_back, runs
+from casckpt.repository.runs.announcements import Announcement, announce, are_there_any, look, read_back, runs
 
 MANY_RUNS = 100
 """Beyond it one listing of commits/ costs less than a few requests for each run."""
@@ -48,7 +48,7 @@ def announce_lost(repo: Repository) -> bool:
 
     A gc does that for single records. False where there is nothing to be told. Raises `StorageError`.
     """
-    if runs(repo):
+    if are_there_any(repo):
         return False
     lost = [commit for commit in list_commits(repo).commits.values() if commit.last != "revoked"]
     announce(repo, [(commit.txid, commit.number) for commit in lost])

@@ -53,11 +53,14 @@ def is_temporary(name: str) -> bool:
 
 
 class FileMaker:
-    """Makes files on one file system, and remembers what that lacks. Safe for use by several threads."""
+    """Makes files on one file system, and remembers what that lacks. Safe for use by several threads.
 
-    def __init__(self, counts: IoCounts) -> None:
+    ``direct``: write what is large around the page cache, where that can be done.
+    """
+
+    def __init__(self, counts: IoCounts, *, direct: bool = True) -> None:
         self.way = Naming.UNNAMED
-        self.direct = True
+        self.direct = direct
         self._counts = counts
 
     def create(self, folder: int, name: str, data: memoryview) -> None:

@@ -62,7 +62,7 @@ class LocalReader(Reader):
     def is_cached(self) -> bool:
         """Whether the page cache holds most of it; looked up once."""
         if self._cached is None:
-            self._cached = is_cached(self._fd, self._size)
+            self._cached = is_cached(self._fd, 0, self._size)
         return self._cached
 
     @override
@@ -81,11 +81,10 @@ class LocalReader(Reader):
         total = sum(buffer.nbytes for buffer in buffers)
         self._counts.add(requests=1, reads=1)
         with reporting("read", self._path):
-            if total >= _LARGE and self._direct_fd() >= 0:
+            if total >= _LARGE and self._direct_fd(offset, total) >= 0:
                 yield from self._fill_directly(offset, buffers, turns)
             else:
-                with turns:
-                    yield from self._fill_from_cache(offset, buffers)
+                yield from self._fill_from_cache(offset, buffers, turns)
         self._counts.add(bytes_read=total)
 
     def read_all(self) -> bytes:
@@ -95,12 +94,16 @@ class LocalReader(Reader):
             self._fill(0, [memoryview(data)] if data else [])
         return bytes(data)
 
-    def _direct_fd(self) -> int:
-        """Open the file around the cache, once for each file; -1 if it is cached, or cannot be opened so."""
+    def _direct_fd(self, offset: int, nbytes: int) -> int:
+        """Open the file around the cache, once for each file; -1 if it cannot be opened so, or is cached.
+
+        Of the whole file that takes a while to tell; if it is not known, what is read first decides.
+        """
         with self._lock:
             if self._direct is None:
                 self._direct = -1
-                if _DIRECT and not self.is_cached:
+                cached = is_cached(self._fd, offset, nbytes) if self._cached is None else self._cached
+                if _DIRECT and not cached:
                     with suppress(OSError):  # the file system, or the platform, has no such thing
                         self._direct = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
             return self._direct
@@ -109,12 +112,12 @@ class LocalReader(Reader):
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
         """Read around the cache as much at a time as the bounce buffer holds."""
-        bounce = _bounce_buffer()
+        bounce, direct = _bounce_buffer(), self._direct_fd(offset, 0)
         left, full, at = sum(buffer.nbytes for buffer in buffers), 0, 0
         while left:
             skipped = offset % BLOCK
             most = min(-(-(skipped + left) // BLOCK) * BLOCK, len(bounce))
-            held = min(os.preadv(self._direct_fd(), [bounce[:most]], offset - skipped) - skipped, left)
+            held = min(os.preadv(direct, [bounce[:most]], offset - skipped) - skipped, left)
             if held <= 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
             offset, left = offset + held, left - held
@@ -128,16 +131,19 @@ class LocalReader(Reader):
                         full, at = full + 1, 0
                         yield full
 
-    def _fill_from_cache(self, offset: int, buffers: Sequence[memoryview]) -> Iterator[int]:
+    def _fill_from_cache(
+        self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
+    ) -> Iterator[int]:
         """Read some buffers at a time: so much that the call is worth it, so little that a core's cache holds it."""
         full = 0
         while full < len(buffers):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(offset, list(buffers[first:full]))
+            self._fill(offset, list(buffers[first:full]))  # without a turn: what the cache lacks, it waits for
             offset += nbytes
-            yield full
+            with turns:
+                yield full
 
     def _fill(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill all of ``buffers``, however short the reads are."""
@@ -162,23 +168,25 @@ class LocalReader(Reader):
         self.close()
 
 
-def is_cached(fd: int, size: int) -> bool:
-    """Tell whether the page cache holds most of a file; True also where the system does not say."""
-    if size == 0:
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Tell whether the page cache holds most of these bytes of a file; True also where the system does not say."""
+    if nbytes == 0:
         return True
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    size = offset + nbytes - start
     with suppress(Lacking):
-        return cached_pages(fd, size) >= _MOST * -(-size // mmap.PAGESIZE)
-    return _is_resident(fd, size)
+        return cached_pages(fd, start, size) >= _MOST * -(-size // mmap.PAGESIZE)
+    return _is_resident(fd, start, size)
 
 
-def _is_resident(fd: int, size: int) -> bool:
+def _is_resident(fd: int, start: int, size: int) -> bool:
     """Tell the same by a map of the file, which takes ten times as long."""
     import numpy as np
 
     if not hasattr(_LIBC, "mincore"):
         return True
     try:
-        with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as mapped:
+        with mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=start) as mapped:
             pages = np.empty(-(-size // mmap.PAGESIZE), dtype=np.uint8)
             view = np.frombuffer(mapped, dtype=np.uint8)
             failed = _LIBC.mincore(

@@ -12,6 +12,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -23,7 +24,7 @@ from casckpt.storage.buffers import plain_bytes
 from casckpt.storage.counts import IoCounts
 from casckpt.storage.failures import reporting
 from casckpt.storage.local.folders import Folders, misplaced
-from casckpt.storage.local.mounts import stale_listings
+from casckpt.storage.local.mounts import caches_well, stale_listings
 from casckpt.storage.local.newfile import FileMaker, is_temporary
 from casckpt.storage.local.reader import LocalReader
 from casckpt.storage.names import split_folder, split_key
@@ -38,17 +39,21 @@ UPLOADS = 4  # while some wait for the disk, others copy and hash
 class LocalStore(ObjectStore):
     """`casckpt.storage.base.ObjectStore` in the folder ``path``, which the first put makes.
 
+    ``page_cache``: whether what is read, and what is written, stays in the page cache. None: what is read, where memory
+    is plenty and the file system is one that reads no slower so.
+
     Every failure of the file system is a `StorageError` that names the path and says what to do.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, page_cache: bool | None = None) -> None:
         self.path = Path(path).absolute()
         self.counts = IoCounts()
-        self._files = FileMaker(self.counts)
+        self._page_cache = page_cache
+        self._files = FileMaker(self.counts, direct=not page_cache)
         self._folders = Folders(self.path, self.counts)
 
-    def __reduce__(self) -> tuple[type[LocalStore], tuple[str]]:
-        return LocalStore, (str(self.path),)
+    def __reduce__(self) -> tuple[partial[LocalStore], tuple[str]]:
+        return partial(LocalStore, page_cache=self._page_cache), (str(self.path),)
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.path)!r})"
@@ -61,9 +66,10 @@ class LocalStore(ObjectStore):
     @cached_property
     def traits(self) -> Traits:
         """A gap of 128 KiB takes about as long to read as another request."""
+        chosen = self._page_cache
         return Traits(
             remote=False, read_gap=128 << 10, parallel=8, exclusive=True, stale=stale_listings(self.path),
-            uploads=UPLOADS,
+            uploads=UPLOADS, page_cache=None if chosen is None and caches_well(self.path) else bool(chosen),
         )  # fmt: skip
 
     def put(self, key: str, data: memoryview | bytes, *, settle: bool = True) -> None:

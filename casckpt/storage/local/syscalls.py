@@ -121,11 +121,11 @@ def sync(fd: int) -> None:
     os.fsync(fd)
 
 
-def cached_pages(fd: int, nbytes: int) -> int:
-    """Count how many pages of the first ``nbytes`` of a file the page cache holds (cachestat, Linux 6.5)."""
+def cached_pages(fd: int, start: int, nbytes: int) -> int:
+    """Count how many pages of ``nbytes`` of a file the page cache holds (cachestat, Linux 6.5)."""
     if not hasattr(_LIBC, "syscall"):
         raise Lacking
-    span, found = (ctypes.c_uint64 * 2)(0, nbytes), (ctypes.c_uint64 * 5)()  # found: cached, dirty, and so on
+    span, found = (ctypes.c_uint64 * 2)(start, nbytes), (ctypes.c_uint64 * 5)()  # found: cached, dirty, and so on
     if _LIBC.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, found, ctypes.c_uint(0)):
         raise Lacking  # an older kernel, one that does not tell this user, or a sandbox
     return int(found[0])

@@ -8,13 +8,14 @@ the others from being copied.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
-from casckpt.format.names import BlobHash
+from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
@@ -25,13 +26,16 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
 from casckpt.upkeep.copies.mirrored import note, unmirrored
-from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, replicate, taken, twin
+from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
+from casckpt.upkeep.recoding import poor_blobs
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Refused)
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class CopyPlan:
 
     ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
     ``nbytes``: of blobs that the destination lacks. ``total``: of all blobs of what is missing, counted anew for each.
+    ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``moving``: numbers of the blobs that this is to
+    spare, by transaction, of a store that is packed anew in place, newest first; None for a copy into another one.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -57,6 +63,8 @@ class CopyPlan:
     failed: tuple[CopyFailure, ...] = ()
     nbytes: int = 0
     total: int = 0
+    blob_bytes: int | None = None
+    moving: Mapping[TxId, frozenset[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,21 +96,54 @@ class CopyResult:
 
 
 def plan_copy(
-    source: Repository, target: Repository, refs: Iterable[str | Commit] = (), *, run: str | None = None
+    source: Repository,
+    target: Repository,
+    refs: Iterable[str | Commit] = (),
+    *,
+    run: str | None = None,
+    blob_bytes: int | None = None,
 ) -> CopyPlan:
     """Plan a copy of what ``refs`` name (ranges too), else of all that is visible; only of ``run``, if that is given.
 
+    With ``blob_bytes`` the cells are packed anew, into blobs of so many bytes; then ``target`` may be ``source``.
     Writes nothing. Raises `NotFound`, `InvalidInput`, `StorageError`.
     """
-    if source.exists() and target.exists() and source.storage.url == target.storage.url:
-        raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store")
+    in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
+    if in_place and blob_bytes is None:
+        raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store, or a size of blobs")
+    if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
+        raise InvalidInput(f"blobs of {blob_bytes} bytes are not possible: give a size from 4KiB to 1GiB")
     named = list(refs)
     listed = list_commits(source)
     source.check_exists()  # a store that is not there is not the same as an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
     chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
+    if in_place and blob_bytes is not None:
+        return _in_place(source, chosen, listed, blob_bytes)
+    if blob_bytes is not None and any(one.committed.bytes_coded for one in chosen):
+        log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
+        blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
-    return _sorted_out(source, target, chosen, there, named=bool(named))
+    return replace(_sorted_out(source, target, chosen, there, named=bool(named)), blob_bytes=blob_bytes)
+
+
+def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
+    """Find out whose cells are to be packed anew: the newest first, which the others then share blobs with."""
+    named = (ref for one in manifests.learn(repo, listed.live()) for ref in manifests.blob_list(repo, one))
+    kept = {(ref.uploader, ref.hash) for ref in named if not ref.worn and 2 * ref.size >= blob_bytes}
+    moving: dict[TxId, frozenset[int]] = {}
+
+    def look(commit: Commit) -> None:
+        manifest = manifests.get(repo, commit)
+        moving[commit.txid] = numbers = poor_blobs(manifest, blob_bytes, kept)
+        kept.update((ref.uploader, ref.hash) for number, ref in enumerate(manifest.blobs) if number not in numbers)
+
+    _, failed = _each(reversed(chosen), look)
+    missing = [one for one in reversed(chosen) if moving.get(one.txid)]
+    present = [one for one in chosen if moving.get(one.txid) == frozenset()]
+    nbytes = sum(manifests.blob_list(repo, one)[number].size for one in missing for number in moving[one.txid])
+    done = CopyPlan(tuple(missing), present=tuple(present), failed=tuple(failed), nbytes=nbytes, total=nbytes)
+    return replace(done, blob_bytes=blob_bytes, moving=moving)
 
 
 def _sorted_out(
@@ -174,14 +215,19 @@ def execute(
     stands in the result.
     """
     progress.expect(plan.total)
-    work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
+    blob_bytes = plan.blob_bytes
+    work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress, blob_bytes=blob_bytes)
+    if blob_bytes is not None and part != (0, 1):
+        raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
-    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
+    made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
 
     def copy(commit: Commit) -> Replica:
+        if plan.moving is not None:
+            return repack(source, commit, plan.moving[commit.txid], work)
         replica = replicate(source, target, commit, work)
         if is_mirror:
             note(source, commit, target.storage.url)

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
 from casckpt.format.keys import MARKER
-from casckpt.repository.commits import Commit, forget, list_commits
+from casckpt.repository.commits import Commit, CommitList, forget, list_commits
 from casckpt.repository.folding import Holdings
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
-from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, note, take_back, unmirrored
+from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, needed_in_mirror, note, take_back, unmirrored
 from casckpt.upkeep.copies.replicating import Work, replicate
 from casckpt.upkeep.copies.signatures import copy_signatures
+from casckpt.upkeep.thinning import thin_alike
 
 JOBS = 4
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # seconds until what failed is tried again
@@ -70,7 +71,7 @@ class Mirror:
         error = self._state.get().error
         if not self._repo.exists():
             return MirrorLag(0, 0, 0.0)
-        return lag_of(self._repo, list_commits(self._repo).needed(), "" if error is None else str(error))
+        return lag_of(self._repo, needed_in_mirror(self._repo), "" if error is None else str(error))
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once all that is committed now is safe in the mirror.
@@ -139,9 +140,11 @@ class Mirror:
         """
         self._repo.declare_mirror()
         listed = list_commits(self._repo)
-        needed = listed.needed()
+        is_thinned = bool(self._repo.settings.mirror_thinned)
+        needed = listed.needed(loses=is_thinned)
         behind = unmirrored(self._repo, needed, self.target.storage.url)
         if not behind:
+            self._thin(listed, is_thinned)
             return None
         if self.target.storage.size(MARKER) is None:  # none yet; or it was deleted, with all that was safe there
             take_back(self._repo, listed.live())
@@ -163,7 +166,14 @@ class Mirror:
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)
                 failed = error
+        self._thin(listed, is_thinned)
         return failed
+
+    def _thin(self, listed: CommitList, is_thinned: bool) -> None:
+        """Thin there what is thin here, if that is wanted. Raises `StorageError`."""
+        thin = [commit for commit in listed.visible() if commit.dropped is not None] if is_thinned else []
+        if thin:
+            thin_alike(self.target, thin)
 
     def _copy(self, commit: Commit, *, is_there: bool) -> None:
         """Note what is seen there; else copy it first. What happens to it there later is the mirror's business."""

@@ -16,7 +16,7 @@ from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import mirrored_key, parse_mirrored
 from casckpt.format.records import Mirrored
 from casckpt.parallel import in_parallel
-from casckpt.repository.commits import Commit
+from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.reading import Read, read_records
 from casckpt.repository.repository import Repository
 
@@ -52,6 +52,11 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
             key="settings/",
         )
     return settings.mirror
+
+
+def needed_in_mirror(repo: Repository) -> list[Commit]:
+    """Return the commits that are to be in the mirror, as the settings have it, oldest first. Raises `StorageError`."""
+    return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
 def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:

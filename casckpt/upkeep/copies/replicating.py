@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
 from casckpt.format.manifest import Manifest
-from casckpt.format.names import BlobHash
+from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed, time_of
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
@@ -35,7 +35,9 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, join
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
+from casckpt.upkeep.recoding import Recoding, blobs_of_chains
 from casckpt.upkeep.repair.hits import keys_of
+from casckpt.upkeep.rewriting import record_of, rewrite
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +53,16 @@ Part = tuple[int, int]
 class Work:
     """How a copy is made. ``jobs``: blobs on their way at once, each with a buffer. ``progress``: gets bytes done.
 
-    ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict.
+    ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
+    cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
+    coded cells always are.
     """
 
     jobs: int = 4
     part: Part = (0, 1)
     twins: bool = False
     progress: Progress = silent
+    blob_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,13 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     """
     data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
+    manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
-    attempt = 0
+    attempt, kind = 0, _Copy if work.blob_bytes is None or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
         try:
-            return _Copy(source, target, commit, manifest, transaction, work).run()
+            return kind(source, target, commit, manifest, transaction, work).run()
         except Revoked:
             transaction.close()
     raise Conflict(
@@ -116,6 +122,26 @@ def _join(target: Repository, commit: Commit, attempt: int) -> tuple[Transaction
         attempt += 1
 
 
+def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work) -> Replica:
+    """Rewrite a checkpoint with the cells of the blobs ``moving``, by their numbers, in new ones.
+
+    Raises `Damaged` or `Refused` as `replicate`; `Conflict` if it is not visible, or was changed by somebody else; then
+    nothing has changed. `StorageError`, after which the rewrite may stand all the same.
+    """
+    manifest = manifests.get(repo, commit)
+
+    def save(txid: TxId, listed: CommitList) -> Committed:
+        recoding = Recoding(repo, repo, manifest, txid, listed, moving, work.blob_bytes, work.jobs, work.progress)
+        return record_of(repo, txid, commit, recoding.run())
+
+    try:
+        now = rewrite(repo, commit, save) or commit
+    except Spoilt as error:
+        raise _spoilt(repo, commit, manifest, error) from error
+    new = [ref.size for ref in manifests.blob_list(repo, now) if ref.uploader == now.txid]
+    return Replica(now, len(new), sum(new))
+
+
 def _gone(source: Repository, commit: Commit, why: str, **attributes: object) -> CasckptError:
     """Return `Damaged`, or `Conflict` if the checkpoint was purged meanwhile."""
     if not refresh(source, commit).live:
@@ -126,6 +152,15 @@ def _gone(source: Repository, commit: Commit, why: str, **attributes: object) ->
         checkpoints=(commit.id,),
         **attributes,
     )
+
+
+def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: Spoilt) -> CasckptError:
+    ref = error.ref
+    numbers = [number for number, other in enumerate(manifest.blobs) if other.hash == ref.hash]
+    keys = keys_of(manifest, numbers)
+    shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if keys[5:] else "")
+    what = f"blob {ref.hash}, which holds {shown}, is damaged: {error}"
+    return _gone(source, commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
 
 
 @dataclass
@@ -232,28 +267,20 @@ class _Copy:
             try:
                 data = fetch(self.source.storage, ref, buffer.view)
             except Spoilt as error:
-                raise self._spoilt(ref, str(error)) from error
+                raise _spoilt(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
         self.put[ref.hash] = ref.size
         return ref
 
-    def _spoilt(self, ref: BlobRef, why: str) -> CasckptError:
-        numbers = [number for number, other in enumerate(self.manifest.blobs) if other.hash == ref.hash]
-        keys = keys_of(self.manifest, numbers)
-        shown = ", ".join(map(repr, keys[:5])) + (f" and {len(keys) - 5} more" if keys[5:] else "")
-        what = f"blob {ref.hash}, which holds {shown}, is damaged: {why}"
-        return _gone(self.source, self.commit, what, blob=ref.hash, keys=tuple(keys), key=keys[0] if keys else None)
-
     def _lost(self) -> list[BlobRef]:
-        """Find and mark the blobs that were to be reused and are gone from the target: they are to be copied."""
+        """Find the blobs that were to be reused and are gone from the target: they are to be copied."""
         own = self.transaction.txid
-        reused = [ref for ref in self.places.values() if ref.uploader != own]
-        lost = blobs.check(self.target, reused)
-        if lost and self.target.storage.size(commit_key(own)) is not None:
-            raise Revoked("a gc took this copy for dead, and deleted what it reused; copy again")
-        for ref in lost:
-            blobs.mark_damaged(self.target, ref.uploader, ref.hash, "missing or of another size when a copy reused it")
-        return lost
+        return blobs.check_reused(self.target, own, [ref for ref in self.places.values() if ref.uploader != own])
+
+    def _check_open(self) -> None:
+        """Ask where something is gone: only once a transaction has ended may a gc delete what it has put or reuses."""
+        if self.target.storage.size(commit_key(self.transaction.txid)) is not None:
+            raise Revoked("a gc took this copy for dead, and deleted what it needs; copy again")
 
     def _commit(self, started: int) -> Commit:
         """Put the manifest, then the record that makes it visible. Whoever else did so first, it is the same."""
@@ -263,19 +290,29 @@ class _Copy:
 
     def _put_manifest(self) -> Encoded:
         txid, id = self.transaction.txid, self.commit.id
-        key = manifest_key(txid, id)
-        refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
-        made = placed(self.manifest, encode_blobs(refs))
+        key, made = manifest_key(txid, id), self._placed()
         try:
             self.target.storage.put(key, made.data)
         except AlreadyExists:  # of another process in this transaction: whatever it reuses was live, too
-            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
-            there = format_manifest.decode(data, id)
-            self.places = {ref.hash: ref for ref in there.blobs}
-            if blobs.check(self.target, there.blobs):
-                raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key) from None
-            made = Encoded(there.head, data)
+            return self._found_manifest(key)
         return made
+
+    def _placed(self) -> Encoded:
+        refs = (replace(self.places[ref.hash], worn=ref.worn) for ref in self.manifest.blobs)
+        return placed(self.manifest, encode_blobs(refs))
+
+    def _found_manifest(self, key: str) -> Encoded:
+        try:
+            data = self.target.storage.get(key, limit=MAX_MANIFEST_BYTES)
+        except NotFound:
+            self._check_open()
+            raise
+        there = format_manifest.decode(data, self.commit.id)
+        self.places = {ref.hash: ref for ref in there.blobs}
+        if blobs.check(self.target, there.blobs):
+            self._check_open()
+            raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key)
+        return Encoded(there.head, data)
 
     def _record(self, started: int, made: Encoded) -> Committed:
         first, now = self.commit.committed, self.target.clock()
@@ -295,6 +332,27 @@ class _Copy:
             blobs_reused=len(refs) - len(new),
             seconds=round((now - started) / 1e6, 6),
         )
+
+
+class _Recoded(_Copy):
+    """A copy with its cells packed anew. Who joins it with the blobs as they are shares no work, but the commit."""
+
+    made: Encoded
+
+    def _copy_blobs(self, listed: CommitList) -> None:
+        work, own, every = self.work, self.transaction.txid, range(len(self.manifest.blob_list))
+        recoding = Recoding(
+            self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress
+        )
+        try:
+            self.made = recoding.run()
+        except Spoilt as error:
+            raise _spoilt(self.source, self.commit, self.manifest, error) from error
+        self.places = {ref.hash: ref for ref in self.made.manifest().blobs}
+        self.put = {name: ref.size for name, ref in self.places.items() if ref.uploader == own}
+
+    def _placed(self) -> Encoded:
+        return self.made
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:

@@ -45,6 +45,7 @@ from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.lost import check_recorded
 from casckpt.upkeep.stock import BLOB, Stock, Sums, sums_of, take_stock
+from casckpt.upkeep.thinning import ThinResult
 from casckpt.upkeep.usage import needed_only_by
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class GcResult:
 
     ``later_blobs``, ``later_bytes``: of what stays, what is freed once the forgotten checkpoints that are too young are
     purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on.
-    ``foreign``: keys under objects/ that no casckpt made, which are left alone.
+    ``foreign``: keys under objects/ that no casckpt made, which are left alone. ``thin``: what was thinned before, or
+    would be, and not counted in the rest; None without such a rule.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -78,6 +80,7 @@ class GcResult:
     revoked: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
     dry_run: bool = False
+    thin: ThinResult | None = None
 
 
 @dataclass

@@ -9,20 +9,22 @@ forget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from casckpt.errors import Conflict, Damaged, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
+from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
-from casckpt.repository.folding import VOID, Holdings
+from casckpt.repository.folding import STANDS, VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
@@ -106,8 +108,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     named = tags(repo, anew=not repo.storage.traits.remote, slack=FOREIGN_CLOCKS)
     now = repo.clock()
     visible = {commit.txid: commit for commit in commits.visible()}
-    tagged = tagged_txids(named, commits.live()) - _free(commits, commits.live())
-    kept = (Kept(c.txid, c.run, c.step, c.committed.created_at) for c in visible.values())
+    tagged = _claimed(named, commits, commits.live()) - _free(commits, commits.live())
+    kept = map(kept_of, visible.values())
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
@@ -127,6 +129,13 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+
+
+def kept_of(commit: Commit) -> Kept:
+    """Return a commit as a policy sees it."""
+    said = commit.committed
+    metrics = metric_values(said.metrics)
+    return Kept(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
 
 
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
@@ -181,6 +190,13 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     return retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))))[0]
 
 
+def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
+    """Purge the places of checkpoints that were rewritten, with no gc in between, as `retire_now` does."""
+    commits, ages = list_commits(repo).commits, min_age_of(repo, None, AT_ONCE)
+    old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
+    retire(repo, GcPlan((), tuple(commit for commit in old if not ages.of(commit))))
+
+
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     wanted = list(commits)
     tagged = _tagged(repo, wanted)
@@ -190,14 +206,35 @@ def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
 def _tagged(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits`` a tag names that counts by the clock of this host, now."""
     wanted = list(commits)
-    return tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), wanted) if wanted else set()
+    return tagged_txids(_tags_now(repo), wanted) if wanted else set()
+
+
+def _tags_now(repo: Repository) -> dict[str, Tag]:
+    return tags(repo, slack=FOREIGN_CLOCKS)
 
 
 def _barred(repo: Repository, commits: Iterable[Commit]) -> set[TxId]:
     """Return which of ``commits``, which were read as forgotten before, no gc may purge for the tags that there are."""
     wanted = list(commits)
-    tagged = _tagged(repo, wanted)
-    return tagged - _free(list_commits(repo), wanted) if tagged else tagged
+    found = _tags_now(repo) if wanted else {}
+    if not tagged_txids(found, wanted):
+        return set()
+    listed = list_commits(repo)
+    return _claimed(found, listed, wanted) - _free(listed, wanted)
+
+
+def _claimed(found: Mapping[str, Tag], listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
+    """Return which of ``commits`` a tag names that was not set on what they were rewritten to, with less in it."""
+
+    def claims(tag: Tag, commit: Commit) -> bool:
+        on = listed.commits.get(tag.txid)
+        is_behind = on is not None and on.standing == STANDS and listed.is_rewrite_of(on, commit.txid)
+        return not (is_behind and commit.last == "replaced")
+
+    by_id: dict[str, list[Tag]] = defaultdict(list)
+    for tag in found.values():
+        by_id[tag.manifest].append(tag)
+    return {one.txid for one in commits if any(claims(tag, one) for tag in by_id.get(one.id, ()))}
 
 
 def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
@@ -216,13 +253,14 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
 def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> set[TxId]:
     """Return which of ``commits`` are not safe in ``mirror`` yet: they, or what they were rewritten to without a loss.
 
-    A rewrite that is void need not be.
+    With any loss, where the settings say that it is thinned, too. A rewrite that is void need not be.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
         return set()
     listed = list_commits(repo)
-    standins = {commit.txid: listed.standin(commit) for commit in wanted}
+    loses = bool(repo.settings.mirror_thinned)
+    standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}
     behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror)}
     return {txid for txid, one in standins.items() if one.txid in behind}
 

@@ -86,7 +86,7 @@ def _coded(repo: Repository, commit: Commit, right: Container[tuple[TxId, BlobHa
         manifest = manifests.get(repo, commit)
         manifest.ready(objects=())
         known = [(ref.uploader, ref.hash) in right for ref in manifest.blobs]
-        for entry in manifest.entries:
+        for entry in manifest.held:
             table = manifest.extents(entry)
             every = (one for one in table.extents if one.coding and all(known[link.blob] for link in one.chain))
             for cell in table.stored_cells(every):

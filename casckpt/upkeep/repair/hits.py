@@ -89,7 +89,7 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
     """Return the keys of the entries that need any of the blobs ``wanted``, given by their numbers."""
     numbers, found = frozenset(wanted), set()
     manifest.ready(objects=())
-    for entry in manifest.entries:
+    for entry in manifest.held:
         try:
             if any(one.blob in numbers for extent in manifest.extents(entry).extents for one in extent.chain):
                 found.add(entry.key)
@@ -100,7 +100,7 @@ def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:
 
 def _collect(repo: Repository, manifest: Manifest, uses: Mapping[int, _Uses]) -> None:
     """Note which cells lie in wrong bytes, of a manifest that is at hand; bases count for what is told from them."""
-    for entry in manifest.entries:
+    for entry in manifest.held:
         try:
             table = manifest.extents(entry)
         except (Damaged, Refused):

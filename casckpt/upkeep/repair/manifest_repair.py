@@ -22,10 +22,9 @@ from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import Spoilt, fetch
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.relocating import record_of
 from casckpt.upkeep.repair.salvage import readable
 from casckpt.upkeep.repair.verify import DamagedManifest
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
 from casckpt.upkeep.stock import BLOB, list_objects
 
 

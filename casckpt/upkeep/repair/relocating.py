@@ -7,17 +7,19 @@ all of them need of it, and the others name that.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
 
 from casckpt.errors import Damaged
 from casckpt.format.blob import order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded
-from casckpt.format.draft import Encoded, placed
-from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
+from casckpt.format.digest import Buffer
+from casckpt.format.draft import placed
+from casckpt.format.extents import Frame, StoredCell, build
 from casckpt.format.keys import uploader_folder
+from casckpt.format.manifest import Manifest
 from casckpt.format.names import TxId
 from casckpt.format.records import Committed, changed
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
@@ -26,9 +28,9 @@ from casckpt.plan.reuse import coded_bytes
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.repair.mending import Mending, Source, put
-from casckpt.upkeep.repair.salvage import LiveCell, live_cells
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.repair.mending import Source, put
+from casckpt.upkeep.repair.salvage import LiveCell
+from casckpt.upkeep.rewriting import record_of, rewrite
 
 
 class Place(NamedTuple):
@@ -39,18 +41,23 @@ class Place(NamedTuple):
     bare: bool
 
 
-Places = dict[int, Place]
-"""Of each cell of a blob, by the offset that it had."""
+K = TypeVar("K", bound=Hashable)
+Old = tuple[int, int]
+"""Where a cell lay: the number of its blob, and the offset in that."""
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """Rewrites checkpoints of ``repo``. ``live``: the cells that they need, by lost blob; they come from ``source``."""
+    """Rewrites checkpoints of ``repo``. ``live``: the cells that they need, by lost blob; they come from ``source``.
+
+    ``missing``: those of them that cannot be had.
+    """
 
     repo: Repository
     live: Mapping[BlobRef, Collection[LiveCell]]
+    missing: Mapping[BlobRef, Collection[LiveCell]]
     source: Source
-    _made: dict[BlobRef, Places] = field(default_factory=dict)
+    _made: dict[BlobRef, dict[int, Place]] = field(default_factory=dict)
 
     def relocate(self, commit: Commit, lost: Sequence[BlobRef]) -> Commit | None:
         """Rewrite ``commit`` so that it needs none of ``lost``; None if cells are missing.
@@ -62,59 +69,84 @@ class Relocation:
     def _save(self, txid: TxId, listed: CommitList, commit: Commit, lost: Sequence[BlobRef]) -> Committed | None:
         """Upload the new blobs and the manifest; return the record to commit."""
         manifest = manifests.get(self.repo, commit)
-        names = {(ref.uploader, ref.hash): ref for ref in lost}
-        refs = list(manifest.blobs)
+        names, refs = {(ref.uploader, ref.hash): ref for ref in lost}, list(manifest.blobs)
         wanted = {i: names[r.uploader, r.hash] for i, r in enumerate(refs) if (r.uploader, r.hash) in names}
-        needed = live_cells(manifest, wanted)
-        moved: dict[int, Places] = {}
-        for index, ref in wanted.items():
-            new = self._replacement(txid, listed, ref, needed[ref])
-            if new is None:
-                return None
-            moved[index] = new
-            refs[index], *more = dict.fromkeys(new[cell.offset].ref for cell in needed[ref])
-            refs += more
-        self.repo.storage.settle(uploader_folder(txid))
-        numbers = {ref: number for number, ref in enumerate(refs)}
-        tables = {
-            entry.number: made
-            for entry in manifest.entries
-            if (made := _moved_table(manifest.extents(entry), moved, numbers)) is not None
+        bare = self._to_bare(manifest, wanted)
+        if bare is None:
+            return None
+        places = {
+            (number, offset): place
+            for number, ref in wanted.items()
+            for offset, place in self._replacement(txid, listed, ref).items()
         }
-        record = record_of(self.repo, txid, commit, placed(manifest, encode_blobs(refs), tables))
-        every = (tables.get(entry.number) or manifest.extents(entry) for entry in manifest.entries)
-        return changed(record, **coded_bytes(every)._asdict())
+        found = self._put(txid, bare, lambda _, cell: self._fetch(cell))
+        places |= {old: Place(ref, offset, bare=True) for old, (ref, offset) in found.items()}
+        self.repo.storage.settle(uploader_folder(txid))
+        numbers = dict[BlobRef, int]()
+        tables = {}
+        for entry in manifest.held:
+            table = manifest.extents(entry)
+            cells = [_moved(cell, places, refs, numbers) for cell in table.stored_cells()]
+            tables[entry.number] = build(table.shape, table.itemsize, table.cell, cells)
+        record = record_of(self.repo, txid, commit, placed(manifest, encode_blobs(numbers), tables))
+        return changed(record, **coded_bytes(tables.values())._asdict())
 
-    def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef, needed: Set[LiveCell]) -> Places | None:
-        """Return where the cells of ``ref`` lie in new blobs; None if some of ``needed`` are missing.
+    def _to_bare(self, manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[Old, LiveCell] | None:
+        """Return cells that are told from missing ones and can be had otherwise, for all who need them; None if not."""
+        missing = {(number, cell.offset) for number, ref in wanted.items() for cell in self.missing[ref]}
+        found = dict[Old, LiveCell]()
+        for entry in manifest.held if missing else ():
+            for cell in manifest.extents(entry).stored_cells():
+                links = [*takewhile(lambda one: (one.blob, one.offset) not in missing, cell.chain)]
+                if len(links) == len([*cell.chain]):
+                    continue
+                one = next(filter(self._can_be_had, reversed(links)), None)
+                if one is None:
+                    return None
+                found[one.blob, one.offset] = LiveCell(one.offset, one.nbytes, one.digest, entry.dtype)
+        return found
 
-        They are those that another rewrite has made, if that lives; else they are put.
+    def _can_be_had(self, cell: StoredCell) -> bool:
+        return self.source.fetch(cell.digest, cell.nbytes) is not None
+
+    def _replacement(self, txid: TxId, listed: CommitList, ref: BlobRef) -> dict[int, Place]:
+        """Return where the cells of ``ref`` that can be had lie in new blobs, by the offset that they had.
+
+        These are what another rewrite has made, if that lives; else they are put.
         """
         made = self._made.get(ref)
-        user = None if made is None else listed.commits.get(next(iter(made.values())).ref.uploader)
+        user = listed.commits.get(next(iter(made.values())).ref.uploader) if made else None
         if made is None or user is None or not user.live:
-            found = self.source.mend(self.repo, ref, self.live[ref])
-            if not needed or any(self.source.plain(cell) is None for cell in found.missing & needed):
-                return None  # of nothing no blob can be made
-            made = self._made[ref] = self._upload(txid, found)
-        return made if {cell.offset for cell in needed} <= made.keys() else None
+            made = self._made[ref] = self._upload(txid, ref)
+        return made
 
-    def _upload(self, txid: TxId, found: Mending) -> Places:
-        """Upload what there is of the live cells of a damaged blob; return where it lies."""
-        cells = {
-            cell.offset: cell for cell in found.cells if cell not in found.missing
-        }  # the longest, which comes last
-        bare = {cell.offset: _bare(cell) for cell in found.missing if self.source.plain(cell) is not None}
-        places = Places()
-        for lot in lots(sorted((cells | bare).values(), key=_order), attrgetter("nbytes"), self.repo.marker.blob_bytes):
-            buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for cell in lot)))))
-            writer, at = BlobWriter(buffer), dict[int, int]()
-            for cell in lot:
-                data = found.part(cell.offset, cell.nbytes) if cell.offset not in bare else self._fetch(cell)
-                at[cell.offset] = put(writer, buffer, cell, data)
+    def _upload(self, txid: TxId, ref: BlobRef) -> dict[int, Place]:
+        """Upload what there is of the live cells of a damaged blob."""
+        found, lost = self.source.mend(self.repo, ref, self.live[ref]), self.missing[ref]
+        had = (cell for cell in found.cells if cell not in found.missing)
+        cells = {cell.offset: cell for cell in had}  # the longest, which comes last
+        bare = {cell.offset: _bare(cell) for cell in found.missing if cell not in lost}
+
+        def data(offset: int, cell: LiveCell) -> Buffer:
+            return self._fetch(cell) if offset in bare else found.part(offset, cell.nbytes)
+
+        places = self._put(txid, cells | bare, data)
+        return {old: Place(new, offset, old in bare) for old, (new, offset) in places.items()}
+
+    def _put(
+        self, txid: TxId, cells: Mapping[K, LiveCell], data: Callable[[K, LiveCell], Buffer]
+    ) -> dict[K, tuple[BlobRef, int]]:
+        """Put cells, of which ``data`` gives the bytes, into new blobs; return where each lies."""
+        places = dict[K, tuple[BlobRef, int]]()
+        ordered = sorted(cells.items(), key=lambda one: _order(one[1]))
+        for lot in lots(ordered, lambda one: one[1].nbytes, self.repo.marker.blob_bytes):
+            buffer = memoryview(bytearray(buffer_bytes(padded(sum(cell.nbytes for _, cell in lot)))))
+            writer, at = BlobWriter(buffer), dict[K, int]()
+            for old, cell in lot:
+                at[old] = put(writer, buffer, cell, data(old, cell))
             name, size = writer.finish()
             blobs.put(self.repo, txid, name, buffer[:size])
-            places |= {old: Place(BlobRef(name, size, txid), new, old in bare) for old, new in at.items()}
+            places |= {old: (BlobRef(name, size, txid), offset) for old, offset in at.items()}
         return places
 
     def _fetch(self, cell: LiveCell) -> bytearray:
@@ -122,13 +154,6 @@ class Relocation:
         if found is None:
             raise Damaged("a cell that could be had just now cannot any more; repair again")
         return found
-
-
-def record_of(repo: Repository, txid: TxId, commit: Commit, made: Encoded) -> Committed:
-    """Put a manifest, and return the record of a rewrite of ``commit`` that has it. Raises `StorageError`."""
-    manifests.put_encoded(repo, txid, made)
-    places = {"txid": txid, "head": made.head, "manifest_bytes": len(made.data)}
-    return changed(commit.committed, time=repo.clock(), **places)
 
 
 def _bare(cell: LiveCell) -> LiveCell:
@@ -140,17 +165,12 @@ def _order(cell: LiveCell) -> tuple[bool, tuple[int, str], bool, int]:
     return cell.coded is not None, order(cell.dtype), cell.nbytes < LEAF_BYTES, cell.offset
 
 
-def _moved_table(table: ExtentTable, moved: Mapping[int, Places], numbers: Mapping[BlobRef, int]) -> ExtentTable | None:
-    if next(table.cells_within(moved), None) is None:
-        return None
-    cells = [_moved(cell, moved, numbers) for cell in table.stored_cells()]
-    return build(table.shape, table.itemsize, table.cell, cells)
-
-
-def _moved(cell: StoredCell, moved: Mapping[int, Places], numbers: Mapping[BlobRef, int]) -> StoredCell:
-    base = None if cell.base is None else _moved(cell.base, moved, numbers)
-    frame = None if cell.frame is None else Frame(cell.stored, base)
-    place = moved.get(cell.blob, {}).get(cell.offset)
-    if place is None:
-        return cell._replace(frame=frame)
-    return cell._replace(blob=numbers[place.ref], offset=place.offset, frame=None if place.bare else frame)
+def _moved(
+    cell: StoredCell, places: Mapping[Old, Place], refs: Sequence[BlobRef], numbers: dict[BlobRef, int]
+) -> StoredCell:
+    """Return a cell where it lies now, and its bases, if it is still told from them; new blobs get the next numbers."""
+    place = places.get((cell.blob, cell.offset)) or Place(refs[cell.blob], cell.offset, bare=False)
+    number, frame = numbers.setdefault(place.ref, len(numbers)), None
+    if cell.frame is not None and not place.bare:
+        frame = Frame(cell.stored, None if cell.base is None else _moved(cell.base, places, refs, numbers))
+    return cell._replace(blob=number, offset=place.offset, frame=frame)

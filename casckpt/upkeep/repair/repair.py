@@ -5,7 +5,8 @@
    in another store; damaged copies mend each other
 3. blobs, cell by cell: equal cells of other blobs, coded again where they were; header, padding and proof made anew
 4. where a blob cannot be had again because it also held dead cells, or its frames are made otherwise now: the
-   checkpoint is rewritten, and the live cells lie in new blobs
+   checkpoint is rewritten, and the live cells lie in new blobs; so is one whose cells are told from what is lost, if
+   they can be had elsewhere
 
 `repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
 """
@@ -31,7 +32,7 @@ from casckpt.upkeep.repair.hits import DamagedBlob, describe
 from casckpt.upkeep.repair.manifest_repair import repair_manifests
 from casckpt.upkeep.repair.mending import Source, mend_from_copies
 from casckpt.upkeep.repair.relocating import Relocation
-from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable
+from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, related
 from casckpt.upkeep.repair.verify import DamagedManifest, survey
 from casckpt.upkeep.stock import list_objects
 
@@ -69,7 +70,8 @@ class _Repair:
     sources: Sequence[Repository]
     progress: Progress
     live: dict[BlobRef, set[LiveCell]] = field(default_factory=dict)
-    leaves: set[CellDigest] = field(default_factory=set)
+    digests: set[CellDigest] = field(default_factory=set)
+    missing: dict[BlobRef, list[LiveCell]] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
 
     def put_back(self, ref: BlobRef, data: bytearray | memoryview, how: str) -> None:
@@ -89,7 +91,7 @@ class _Repair:
                 self.put_back(ref, found.data, "from another copy")
             else:
                 rest.append(ref)
-                self.leaves |= {leaf.digest for leaf in found.wrong}
+                self.digests |= {leaf.digest for leaf in found.wrong}
         return rest
 
     def from_cells(self, wrong: Sequence[BlobRef], source: Source) -> list[BlobRef]:
@@ -101,6 +103,7 @@ class _Repair:
                 self.put_back(ref, found.data, "rebuilt from equal cells")
             else:
                 rest.append(ref)
+                self.missing[ref] = [cell for cell in found.missing if source.plain(cell) is None]
         return rest
 
 
@@ -124,11 +127,9 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        cells = [cell for cells in work.live.values() for cell in cells]
-        bases = {cell.coded.base for cell in cells if cell.coded and cell.coded.base}
-        source = Source(Cells((repo, *sources), {cell.digest for cell in cells} | bases | work.leaves), copies)
+        source = Source(Cells((repo, *sources), work.digests), copies)
         rest = work.from_cells(rest, source)
-        rewritten = _relocate(Relocation(repo, work.live, source), users, rest)
+        rewritten = _relocate(Relocation(repo, work.live, work.missing, source), users, rest)
     still = [one for one in wrong if one.ref in rest]
     # what was rewritten does not need it any more, be it by another repair meanwhile
     needed = {one.txid for one in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
@@ -163,7 +164,7 @@ def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:
-    """Find out who uses each of ``wrong``; their cells go into ``work.live``."""
+    """Find out who uses each of ``wrong``; their cells go into ``work.live``, what may help into ``work.digests``."""
     names = {(ref.uploader, ref.hash): ref for ref in wrong}
     users: dict[BlobRef, list[Commit]] = defaultdict(list)
     for commit, manifest in readable(work.repo, commits):
@@ -176,6 +177,7 @@ def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef])
         for ref, cells in found.items():
             work.live.setdefault(ref, set()).update(cells)
             users[ref].append(commit)
+        work.digests |= related(manifest, wanted) if wanted else set()
     return users
 
 

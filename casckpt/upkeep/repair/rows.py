@@ -44,7 +44,7 @@ def _compare(repo: Repository, manifest: Manifest, proofs: Mapping[tuple[TxId, B
     refs = list(manifest.blobs)
     leaves_of = lru_cache(_AT_ONCE)(partial(_leaves, refs, proofs))
     manifest.ready(objects=())
-    for entry in manifest.entries:
+    for entry in manifest.held:
         if entry.nbytes < LEAF_BYTES:
             continue
         for cell in (link for one in manifest.extents(entry).stored_cells() for link in one.chain):

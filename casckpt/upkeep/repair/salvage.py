@@ -6,7 +6,7 @@ Nothing here is trusted: bytes count if they have the digest that they should ha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
@@ -137,7 +137,7 @@ class Cells:
 
     def _learn(self, store: Repository, manifest: Manifest) -> None:
         try:
-            entries = manifest.entries
+            entries = manifest.held
         except Refused:
             return
         for entry in entries:
@@ -175,10 +175,23 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
 def live_cells(manifest: Manifest, wanted: Mapping[int, BlobRef]) -> dict[BlobRef, set[LiveCell]]:
     """Return the cells, bases too, that a manifest has in its blobs ``wanted`` (by number). Raises `Refused`."""
     found: dict[BlobRef, set[LiveCell]] = {ref: set() for ref in wanted.values()}
-    for entry in manifest.entries:
+    for entry in manifest.held:
         for cell in manifest.extents(entry).cells_within(wanted):
             found[wanted[cell.blob]].add(_live(cell, entry.dtype))
     return found
+
+
+def related(manifest: Manifest, wanted: Container[int]) -> set[CellDigest]:
+    """Return the digests of the cells in blobs ``wanted``, of their bases, and what is told from them."""
+    return {
+        one.digest
+        for entry in manifest.held
+        for table in [manifest.extents(entry)]
+        for extent in table.extents
+        if any(one.blob in wanted for one in extent.chain)
+        for cell in table.stored_cells([extent])
+        for one in cell.chain
+    }
 
 
 def _live(cell: StoredCell, dtype: str) -> LiveCell:

@@ -191,7 +191,7 @@ def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damage
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))
-    for entry in manifest.entries if with_extents else ():
+    for entry in manifest.held if with_extents else ():
         manifest.extents(entry)
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from casckpt import parallel
 from casckpt.checkpoint.loading import download
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import reader as localreader
+from casckpt.storage.local import store as localstore
+from casckpt.storage.local.syscalls import Lacking, cached_pages
 from casckpt.store.store import Store
 from casckpt.tensors.values import Shard
 from tests.support.faulty import FaultyStore
@@ -174,13 +177,13 @@ def test_any_ranges_at_once(numel: int, data: st.DataObject) -> None:
         assert torch.equal(shard.data, weight[lo:hi])
 
 
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("cached", "page_cache", "threads"), [(True, False, 1), (False, False, 8), (False, True, 6)])
 def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
-    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cached: bool, page_cache: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = casckpt.open(tmp_path / "store")
+    store = casckpt.open(tmp_path / "store", page_cache=page_cache)
     store.save({"w": torch.arange(1 << 20)}, step=0)
-    monkeypatch.setattr(localreader, "is_cached", lambda fd, size: cached)
+    monkeypatch.setattr(localreader, "is_cached", lambda *_: cached)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     used: list[int] = []
 
@@ -192,4 +195,66 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
     target = torch.zeros(1 << 20, dtype=torch.int64)
     store.load({"w": target}, "default@0", threads=4)
     assert torch.equal(target, torch.arange(1 << 20))
-    assert used == [1 if cached else 4 + 4]  # some to compute, some to have reads in flight
+    assert used == [threads]  # some to compute, some to have reads in flight, of which the kernel has some of its own
+
+
+def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:
+    """How many pages of the blobs the page cache holds, and how many there are; both of what is left of a drop."""
+    held = total = 0
+    for path in Path(store.url, "objects").rglob("*"):
+        if path.is_file() and path.stat().st_size > 1 << 20:
+            with path.open("rb") as file:
+                if drop:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                held += cached_pages(file.fileno(), 0, path.stat().st_size)
+                total += -(-path.stat().st_size // mmap.PAGESIZE)
+    return held, total
+
+
+@pytest.fixture
+def droppable(tmp_path: Path) -> Store:
+    """A store with a checkpoint of 8 MiB, none of it in the page cache."""
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.arange(1 << 20)}, step=0)
+    try:
+        held, _ = pages(store, drop=True)
+    except Lacking:
+        pytest.skip("this kernel does not count cached pages")
+    if held:
+        pytest.skip("this file system keeps its files in memory")
+    return store
+
+
+@pytest.mark.parametrize(
+    ("page_cache", "free", "stays"),
+    [(True, 0, True), (False, 1 << 40, False), (None, 0, False), (None, 4 * (8 << 20), True)],
+)
+def test_a_load_leaves_in_memory_what_there_is_memory_for(
+    page_cache: bool | None, free: int, stays: bool, droppable: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "headroom", lambda: free)
+    monkeypatch.setattr(download, "_ALWAYS", 0)
+    monkeypatch.setattr(localstore, "caches_well", lambda path: True)
+    store = casckpt.open(droppable.url, page_cache=page_cache)
+    target = torch.zeros(1 << 20, dtype=torch.int64)
+    store.load({"w": target}, "default@0")
+    assert torch.equal(target, torch.arange(1 << 20))
+    held, total = pages(store)
+    assert held >= 0.9 * total if stays else held < 0.5 * total
+
+
+def test_of_a_blob_that_is_read_for_the_lesser_part_nothing_stays(droppable: Store) -> None:
+    store = casckpt.open(droppable.url, page_cache=True)
+    part = Shard(torch.zeros(1 << 18, dtype=torch.int64), (1 << 20,), (1 << 18,))
+    store.load({"w": part}, "default@0")
+    assert torch.equal(part.data, torch.arange(1 << 18, 2 << 18))
+    held, total = pages(store)
+    assert held < 0.2 * total
+
+
+@pytest.mark.parametrize("page_cache", [True, None])
+def test_a_save_leaves_in_memory_what_it_was_told_to(page_cache: bool | None, droppable: Store) -> None:
+    store = casckpt.open(droppable.url, page_cache=page_cache)
+    store.save({"w": torch.arange(1 << 20) + 1}, step=1)
+    held, total = pages(store)
+    assert (held >= 0.4 * total) is bool(page_cache)

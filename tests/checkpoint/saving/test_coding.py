@@ -14,8 +14,11 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.checkpoint.saving import coding
+from casckpt.checkpoint.saving.held import HeldCell
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import decode, encode_delta
 from casckpt.format.keys import blob_key
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository import manifests
@@ -23,6 +26,7 @@ from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
+from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
 
 def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
     for step, state in enumerate(versions(3)):
-        store.save(state, step=step, **({"compress": "off"} if step == 2 else {}))
+        store.save(state, step=step, compress="off" if step == 2 else None)
     assert [set(links(store, f"default@{step}")) for step in range(3)] == [{0}] * 3
 
 
@@ -148,12 +152,12 @@ def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) 
 
 
 def test_a_frame_that_decodes_to_something_else_is_not_stored(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    states, encode = versions(3), coding.encode_delta
+    states = versions(3)
 
     def wrong(plain: memoryview, width: int, base: memoryview) -> bytes | None:
         other = bytearray(plain)
         other[-1] ^= 1
-        return encode(memoryview(other), width, base)
+        return encode_delta(memoryview(other), width, base)
 
     store.save(states[0], step=0, compress="auto")
     with patch.object(coding, "encode_delta", wrong), caplog.at_level(logging.ERROR):
@@ -230,6 +234,89 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
     assert same_state(reopened(store).read("default@2"), states[2])
 
 
+@pytest.mark.parametrize("lost", [0, 1, -1])
+def test_a_base_that_is_gone_though_its_bytes_are_held_is_no_base(store: Store, lost: int) -> None:
+    states = versions(4)
+    for step in range(3):
+        store.save(states[step], step=step, compress="auto")
+    manifest = manifests.get(store.repository, store.get("default@2").commit)
+    entry = next(entry for entry in manifest.entries if entry.key == "w")
+    cell = next(cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None)
+    ref = manifest.blob(list(cell.chain)[lost].blob)
+    store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
+    store.save(states[3], step=3, compress="auto")
+    assert same_state(reopened(store).read("default@3"), states[3])
+    assert 0 in links(store, "default@3")
+
+
+def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
+    """A run that was rolled back may come to the same version by another way, in another process."""
+    first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
+    frame = encode_delta(memoryview(second), 2, memoryview(first))
+    assert frame is not None
+    held = HeldCell(cell_digest(second), second, (frame,))
+    assert bytes(coding._older(held, 1, cell_digest(first)) or b"") == first
+    assert coding._older(held, 1, cell_digest(second)) is None
+
+
+def test_blobs_of_frames_are_never_worn(store: Store) -> None:
+    """To leave one would take all of its cells whole."""
+    states = versions(4)
+    for step, state in enumerate(states):
+        more = {f"x{n}": stepped(weights(50 + n, CELL), step) for n in range(30)} if step < 2 else {}
+        store.save(state | more, step=step, compress="auto")
+    assert store.get("default@3").stats.bytes_written < store.get("default@0").stats.bytes_written / 8
+    manifest = manifests.get(store.repository, store.get("default@2").commit)
+    cells = [c for e in manifest.entries if e.key == "w" for c in manifest.extents(e).stored_cells()]
+    framed = {one.blob for cell in cells for one in cell.chain if one.frame is not None}
+    assert framed
+    assert not any(manifest.blob(number).worn for number in framed)
+
+
+def first(call: Callable[..., Any], then: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, but the first time ``then``."""
+    calls = iter([then])
+
+    def called(*given: Any) -> Any:
+        return next(calls, call)(*given)
+
+    return called
+
+
+def test_saves_of_a_run_beside_each_other_do_not_share_what_is_held(store: Store) -> None:
+    """The second one begins, with the same parent, and ends while the first one encodes a cell."""
+    states, encode = versions(4), encode_delta
+    store.save(states[0], step=0, compress="auto")
+    other = states[0] | {"w": stepped(states[0]["w"], 77)}
+
+    def beside(plain: memoryview, width: int, base: memoryview) -> bytes | None:
+        store.save(other, step=10, compress="auto", threads=1)
+        return encode(plain, width, base)
+
+    with patch.object(coding, "encode_delta", first(encode, beside)):
+        store.save(states[1], step=1, compress="auto", threads=1)
+    for step in (2, 3):
+        store.save(states[step], step=step, compress="auto")
+    check(store, states)
+    assert same_state(reopened(store).read("default@10"), other)
+    assert max(links(store, "default@1")) == max(links(store, "default@10")) == 1
+
+
+def test_bytes_that_were_being_changed_when_a_save_broke_off_are_no_base(store: Store) -> None:
+    states = versions(3)
+    store.save(states[0], step=0, compress="auto")
+
+    def halfway(_: memoryview, into: memoryview, __: memoryview) -> None:
+        into[: len(into) // 2] = bytes(len(into) // 2)
+        raise KeyboardInterrupt
+
+    with patch.object(coding, "decode", first(decode, halfway)), pytest.raises(KeyboardInterrupt):
+        store.save(states[1], step=1, compress="auto", threads=1)
+    for step in (1, 2):
+        store.save(states[step], step=step, compress="auto")
+    check(store, states)
+
+
 def test_in_the_background(store: Store) -> None:
     state = {"w": weights()}
     copies = []
@@ -259,3 +346,22 @@ def test_other_ranks_and_columns_go_on(ranks: Pool, tmp_path: Path) -> None:
     store = casckpt.open(url)
     for step, state in enumerate(versions(5)):
         assert torch.equal(store.read(f"default@{step}")["w"], state["w"].view(128, -1))
+
+
+def test_copies_that_pack_anew_leave_what_is_coded_as_it_lies(store: Store, tmp_path: Path) -> None:
+    """Into another store, and in place: nothing grows, every version is what it was."""
+    states = versions(6, big=weights(4))
+    for step, state in enumerate(states):
+        store.save(state, step=step, compress="auto")
+    before = [links(store, f"default@{step}") for step in range(6)]
+    other = casckpt.open(tmp_path / "other")
+    store.copy_to(other, blob_bytes=1 << 20)
+    store.copy_to(store, blob_bytes=1 << 20)
+    for one in (store, other):
+        check(one, states)
+        assert [links(one, f"default@{step}") for step in range(6)] == before
+        found = one.verify(decode=True)
+        assert found.decoded_bytes
+        assert not found.damaged
+        assert not found.manifests
+    assert other.stats().bytes_blobs <= store.stats().bytes_blobs

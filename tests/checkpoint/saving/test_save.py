@@ -20,6 +20,7 @@ from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import greatest, look_at_all
+from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
@@ -319,7 +320,18 @@ def test_a_save_into_a_store_without_its_announcements_finds_what_is_there(
     known: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a copy of folders that left runs/ out."""
-    made = small()
+    _finds_what_is_not_announced(small(), known, caplog)
+
+
+def test_folders_of_runs_without_announcements_are_no_announcements(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Some servers keep the folder of deleted objects for a while, and a copy by hand may leave files out alone."""
+    _finds_what_is_not_announced(small(LocalStore(tmp_path / "store")), True, caplog)
+    assert list((tmp_path / "store/runs").iterdir())
+
+
+def _finds_what_is_not_announced(made: Store, known: bool, caplog: pytest.LogCaptureFixture) -> None:
     for step in (1, 2):
         made.save({"w": cells(3, seed=1)}, run="a", step=step)
     storage = made.repository.storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -16,13 +17,14 @@ from casckpt.checkpoint.ranks import open_ranks
 from casckpt.format.keys import manifest_key, parse_object
 from casckpt.format.sections.head import decode_head
 from casckpt.repository import blobs, manifests
+from casckpt.repository.commits import Commit, forget
 from casckpt.repository.repository import Repository, microseconds
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.copies import copy
 from tests.support.far import FarStore
 from tests.support.gcs import collect
-from tests.support.repositories import repository
+from tests.support.repositories import memory, repository
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, flip, small_folder
 from tests.support.together import (
@@ -217,22 +219,43 @@ def test_a_parent_that_was_purged_and_came_back_is_another_one(ranks: Pool, path
     assert torch.equal(store.read("a@1")["w"], numbers("w", 60, 100))
 
 
-def beside_a_rewrite(rank: int, size: int, path: Path) -> Any:
-    """The newest is rewritten, and its old places go: it has its id, and lies elsewhere."""
+def beside_a_rewrite(rank: int, size: int, path: Path, change: str) -> Any:
+    """The newest is rewritten, or comes back, and its old places go: it has its id, and lies elsewhere."""
     store = casckpt.open(path)
     state = spread({"w": numbers("w", 60, 100)}, line(size), [Shard(0)])
     newest = store.save(state, run="a", step=0)
     if rank == 0:
         other = repository(path.parent / "other", LocalStore(path), clock=microseconds)
-        move(other, newest.commit)
+        CHANGES[change](other, newest.commit)
         collect(other)
     dist.barrier()
     stats = store.save(state, run="a", step=1).stats
     return stats.bytes_written, stats.blobs_reused
 
 
-def test_a_parent_that_was_rewritten_is_reused_where_it_lies_now(ranks: Pool, path: Path) -> None:
-    found = ranks.run(2, beside_a_rewrite, path)
+def pack(repo: Repository, _: Commit) -> None:
+    assert len(copy(repo, repo, blob_bytes=1 << 20).copied) == 1
+
+
+def bring_back_packed(repo: Repository, newest: Commit) -> None:
+    """It is purged, and copied back from a mirror into blobs of another size."""
+    mirror = Repository(memory())
+    copy(repo, mirror)
+    forget(repo, newest)
+    collect(repo)
+    assert len(copy(mirror, repo, "a@0", blob_bytes=1 << 20).copied) == 1
+
+
+CHANGES: dict[str, Callable[[Repository, Commit], object]] = {
+    "moved": move,
+    "packed": pack,
+    "brought back": bring_back_packed,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parent_that_was_rewritten_is_reused_where_it_lies_now(ranks: Pool, path: Path, change: str) -> None:
+    found = ranks.run(2, beside_a_rewrite, path, change)
     assert found[0] == found[1]
     assert (found[0][0], found[0][1] > 0) == (0, True)
     store = casckpt.open(path)

@@ -19,8 +19,10 @@ from casckpt.frontends.trainer import Checkpointer, SaveOnSignal, TrainState
 from casckpt.frontends.trainer.throttle import ThrottledStore, Turn
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.parallel import local, sharded
 from tests.support.ranks import die, outcome_of, tell, wait_for
 from tests.support.repositories import meanwhile
 from tests.support.saves import cells, small_folder, steps
@@ -328,3 +330,50 @@ def test_a_throttled_store_is_a_store_otherwise(store_path: Path) -> None:
     checkpointer = Checkpointer(str(store_path), run="sft", throttle=2)
     checkpointer.save(1, model())
     assert not checkpointer.store.verify().is_damaged
+
+
+# what is left out
+
+
+def train_thinned(rank: int, size: int, path: Path) -> Any:
+    """Six checkpoints with AdamW, sharded; all but the last two without the optimizer's state."""
+    torch.manual_seed(0)
+    whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    optimizer = torch.optim.AdamW(whole.parameters())
+    checkpointer = Checkpointer(open_store(path), run="sft", thin={"drop": ["optim.*"], "keep_last": 2})
+    sums = []
+    for step in range(6):
+        whole(torch.randn(3, 1024)).square().mean().backward()
+        optimizer.step()
+        checkpointer.save(step, whole, optimizer)
+        sums.append([local(one).double().sum().item() for one in whole.parameters()])
+    return sums
+
+
+def load_thinned(rank: int, size: int, path: Path) -> Any:
+    whole = sharded(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)))
+    optimizer = torch.optim.AdamW(whole.parameters())
+    checkpointer = Checkpointer(open_store(path), run="sft")
+    sums = []
+    for step in range(6):
+        checkpointer.load(f"sft@{step}", whole)
+        sums.append([local(one).double().sum().item() for one in whole.parameters()])
+    told = outcome_of(lambda: checkpointer.load("sft@0", whole, optimizer))
+    resumed = checkpointer.resume(whole, optimizer)
+    assert resumed is not None
+    return sums, str(told), resumed.step
+
+
+def test_sharded_optimizers_are_left_out(store_path: Path, ranks: Pool) -> None:
+    saved = ranks.run(2, train_thinned, store_path)
+    store = open_store(store_path)
+    before = store.stats().bytes_blobs
+    dropped = [one.dropped for one in store.checkpoints()]
+    assert [one is not None for one in dropped] == [True] * 4 + [False] * 2
+    freed = store.gc(wait=0).deleted_bytes
+    assert freed >= 0.95 * sum(one.bytes for one in dropped if one is not None)
+    assert store.stats().bytes_blobs == before - freed
+    for rank, (sums, told, resumed) in enumerate(ranks.run(2, load_thinned, store_path)):
+        assert (sums, resumed) == (saved[rank], 5)
+        assert "thinned by --drop 'optim.*'" in told
+    assert not store.verify().is_damaged

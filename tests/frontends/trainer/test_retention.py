@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 import casckpt
+from casckpt.errors import MissingKey, NotFound
 from casckpt.format.keys import make_txid
 from casckpt.format.names import ManifestId
 from casckpt.format.records import Committed
@@ -326,3 +329,70 @@ def test_what_is_not_in_the_mirror_is_not_rotated_out(tmp_path: Path) -> None:
     store.wait_for_mirror()
     checkpointer.save(4, nn.Linear(2, 2))
     assert [step for _, step in steps(store)] == [4]
+
+
+# what is left out of checkpoints that stay, and which of them are the best
+
+
+def trained(**settings: Any) -> tuple[Store, Checkpointer, nn.Linear, torch.optim.AdamW]:
+    store, model = Store(Repository(memory())), nn.Linear(400, 700)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return store, Checkpointer(store, run="sft", **settings), model, optimizer
+
+
+def train(
+    checkpointer: Checkpointer, model: nn.Linear, optimizer: torch.optim.AdamW, *losses: float
+) -> list[nn.Linear]:
+    kept = []
+    for step, loss in enumerate(losses):
+        model(torch.randn(3, 400)).square().sum().backward()
+        optimizer.step()
+        checkpointer.save(step, model, optimizer, metrics={"loss": loss}, metadata={"note": "x" * 100_000})
+        kept.append(copy.deepcopy(model))
+    return kept
+
+
+def test_optimizers_of_older_checkpoints_are_left_out() -> None:
+    store, checkpointer, model, optimizer = trained(thin={"drop": ["optim.*"], "keep_last": 2})
+    models = train(checkpointer, model, optimizer, *range(5))
+    assert [one.dropped is not None for one in store.checkpoints()] == [True, True, True, False, False]
+    before = store.stats().bytes_blobs
+    assert store.gc(wait=0).deleted_bytes > 0.39 * before  # at once: a rule of a training is about space
+    for step, one in enumerate(models):
+        fresh = nn.Linear(400, 700)
+        checkpointer.load(f"sft@{step}", fresh)
+        assert torch.equal(fresh.weight, one.weight)
+    with pytest.raises(MissingKey, match="thinned by --drop 'optim"):
+        checkpointer.load("sft@1", model, optimizer)
+    assert checkpointer.resume(model, optimizer) is not None
+    assert not store.verify().is_damaged
+
+
+def test_the_best_stay_whatever_their_metadata_weigh() -> None:
+    store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:2"})
+    train(checkpointer, model, optimizer, 3.0, 1.0, float("nan"), 2.0, 5.0, 4.0)
+    assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
+
+
+def test_the_last_healthy_one_is_there_to_resume_from() -> None:
+    store, checkpointer, model, optimizer = trained(max_checkpoints=1)
+    for step, word in enumerate([None, True, False, False]):
+        model.weight.data.fill_(step)
+        checkpointer.save(step, model, optimizer, healthy=word)
+    assert steps(store) == [("sft", 1), ("sft", 3)]
+    found = checkpointer.resume(model, optimizer, healthy=True)
+    assert found is not None
+    assert (found.step, model.weight[0, 0].item()) == (1, 1.0)
+    store.forget("sft@1")
+    with pytest.raises(NotFound, match="healthy=False"):
+        checkpointer.resume(model, optimizer, healthy=True)
+    assert Checkpointer(store, run="new").resume(model, optimizer, healthy=True) is None
+
+
+def test_a_thinned_checkpoint_is_exported(tmp_path: Path) -> None:
+    store, checkpointer, model, optimizer = trained(thin={"drop": ["optim.*"], "keep_last": 1})
+    models = train(checkpointer, model, optimizer, 1.0, 2.0)
+    with pytest.raises(MissingKey, match="thinned"):
+        store.export("sft@0", tmp_path / "all.safetensors")
+    store.export("sft@0", tmp_path / "model.safetensors", strip_prefix="model")
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], models[0].weight)

@@ -39,6 +39,7 @@ MUTANTS = {
     "log_first": "whoever sets a tag reads the log before he puts it",
     "bars_own_txid": "a tag bars only the purge of the txid that it was set on, and of what replaced that",
     "replaced_is_free": "what was replaced is purged whatever names it, though the rewrite dropped entries",
+    "void_claims_less": "a tag that was set on a thin rewrite bars nothing of its base, though that was undone since",
     "adds_entries": "a rewrite has an entry that its base lacks, and is purged like any other when it is void",
     "clock_last": "a gc reads the clock after it has listed tags",
     "drops_old_generations": "a generation is deleted as soon as there is a newer one",
@@ -272,8 +273,8 @@ def _listed(store: Store, before: frozenset[Any] | None) -> Iterable[Outcome]:
 
 
 def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozenset[str]) -> Program:
-    """Tags bar by id; all of a model name X, so any tag does."""
-    barred: Any = bool(named)
+    """Tags bar by id; all of a model name X, so any tag does that claims what this one has."""
+    barred: Any = yield look("judges the tags", lambda store: _claimed(logs(store), txid, named, rules))
     if rules.mutant == "bars_own_txid":
         barred = yield look("follows the tags", lambda store: txid in _followed(logs(store), named))
     if barred:
@@ -284,6 +285,12 @@ def gc_purges(rules: Rules, records: int, txid: str, number: int, named: frozens
         if again:
             yield append(txid, again, PURGED)
     return goto(gc, rules, records - 1)
+
+
+def _claimed(now: Logs, txid: str, named: frozenset[str], rules: Rules) -> bool:
+    """Was any of the tags set on something else than what this was rewritten to, and still is?"""
+    behind = _followed(now, frozenset([txid])) - {txid} if isinstance(now.state(txid), Replaced) else frozenset()
+    return any(not (tag in behind and (now.stands(tag) or rules.mutant == "void_claims_less")) for tag in named)
 
 
 def _followed(now: Logs, named: frozenset[str]) -> frozenset[str]:
@@ -360,7 +367,14 @@ def rewriter(kept: tuple[str, ...], names: str = "VW") -> Program:
     """Thins X, or repairs it, once for each of ``kept``: the entries that are left."""
     if not kept:
         return None
-    seen = yield look("lists commits", lambda s: next(((t, logs(s).number(t)) for t in logs(s).visible()), None))
+    adds = "g" in kept[0]  # as a mutant does
+
+    def base(store: Store) -> tuple[str, int] | None:
+        now = logs(store)
+        found = (txid for txid in now.visible() if adds or set(kept[0]) <= set(now.get(txid)[0].has))
+        return next(((txid, now.number(txid)) for txid in found), None)
+
+    seen = yield look("lists commits", base)
     return goto(rewrites_x, kept, names, *seen) if seen else None
 
 

@@ -1,4 +1,4 @@
-"""Whose listings can be trusted."""
+"""Whose listings can be trusted, and whose page cache is cheap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Unsupported
-from casckpt.storage.local.mounts import stale_listings
+from casckpt.storage.local.mounts import caches_well, stale_listings
 from casckpt.storage.local.store import LocalStore
 from tests.support.gcs import collect
 from tests.support.repositories import repository
@@ -56,3 +56,22 @@ def test_gc_refuses_stale_listings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     repo = repository(tmp_path, LocalStore(tmp_path / "store"))
     with pytest.raises(Unsupported, match="mount it with noac"):
         collect(repo)
+
+
+@pytest.mark.parametrize(
+    ("path", "release", "well"),
+    [
+        ("/srv", "6.16.0-arch1", True),
+        ("/srv", "7.0", True),
+        ("/srv", "6.8.0-45-generic", False),
+        ("/journal/x", "6.18.44", False),
+        ("/data", "6.18.44", False),
+        ("/srv", "unknown", False),
+    ],
+)
+def test_a_page_cache_is_cheap_where_it_is_filled_in_large_pieces(
+    mounts: Path, path: str, release: str, well: bool
+) -> None:
+    mounts.write_text(MOUNTS + "/dev/vdb /journal ext4 rw,data=journal 0 0\n")
+    assert caches_well(Path(path), mounts, release) is well
+    assert not caches_well(Path(path), mounts / "none", release)

@@ -52,7 +52,7 @@ def test_what_the_cache_lacks_is_read_around_it(store: LocalStore, monkeypatch: 
     data = os.urandom((9 << 20) + 17)
     store.put("a", data)
     for cached in (False, True):
-        monkeypatch.setattr(localreader, "is_cached", lambda fd, size, answer=cached: answer)
+        monkeypatch.setattr(localreader, "is_cached", lambda *_, answer=cached: answer)
         with store.open("a") as reader:
             for offset, nbytes in (
                 (0, len(data)),
@@ -71,8 +71,8 @@ def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypa
     store.put("a", bytes(2 << 20))
     asked: list[int] = []
 
-    def is_cached(fd: int, size: int) -> bool:
-        asked.append(size)
+    def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+        asked.append(nbytes)
         return False
 
     monkeypatch.setattr(localreader, "is_cached", is_cached)
@@ -88,26 +88,28 @@ def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
         for _ in range(2):
-            told = localreader._is_resident(file.fileno(), 1 << 20)
+            told = localreader._is_resident(file.fileno(), 0, 1 << 20)
             with suppress(Lacking):  # of an older kernel, which is asked the other way
-                assert (cached_pages(file.fileno(), 1 << 20) >= 192) == told
+                assert (cached_pages(file.fileno(), 0, 1 << 20) >= 192) == told
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def test_a_kernel_that_does_not_count_pages_is_asked_by_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(fd: int, nbytes: int) -> int:
+    def lacking(fd: int, start: int, nbytes: int) -> int:
         raise Lacking
 
     monkeypatch.setattr(localreader, "cached_pages", lacking)
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
-        assert localreader.is_cached(file.fileno(), 1 << 20)
+        assert localreader.is_cached(file.fileno(), 0, 1 << 20)
+        assert localreader.is_cached(file.fileno(), 5000, 1 << 19)
 
 
 def test_what_was_just_written_to_the_cache_is_cached(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     with path.open("rb") as file:
-        assert localreader.is_cached(file.fileno(), 1 << 20)
-        assert localreader.is_cached(file.fileno(), 0)
+        assert localreader.is_cached(file.fileno(), 0, 1 << 20)
+        assert localreader.is_cached(file.fileno(), 5000, 100)
+        assert localreader.is_cached(file.fileno(), 0, 0)

@@ -14,6 +14,7 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.replicating import Work, replicate
 from tests.support.checkpoints import array, read_arrays, save_arrays
+from tests.support.copies import copy
 from tests.support.gcs import collect
 from tests.support.repositories import repository
 from tests.upkeep.gc.play import Play
@@ -23,7 +24,10 @@ Cast = Callable[[Play, "Copier"], None]
 
 
 class Copier:
-    """What an actor does: copy all of a source, over and over what others destroy."""
+    """What an actor does: copy all of a source, over and over what others destroy; one called r0 packs it anew.
+
+    So does one called p0 in the store itself.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.source = repository(folder / "source", seed=77)
@@ -35,9 +39,14 @@ class Copier:
         self.conflicts = 0
 
     def __call__(self, play: Play, repo: Repository, name: str) -> None:
+        if name == "p0":
+            for _ in range(2):
+                copy(repo, repo, run="copied", blob_bytes=1 << 20, jobs=1)
+            return
+        work = Work(jobs=1, part=(int(name[-1]), 2), blob_bytes=1 << 20 if name == "r0" else None)
         for commit in list_commits(self.source).live():
             try:
-                replicate(self.source, repo, commit, Work(jobs=1, part=(int(name[-1]), 2)))
+                replicate(self.source, repo, commit, work)
             except Conflict:
                 self.conflicts += 1  # given up on again and again
 
@@ -70,10 +79,30 @@ def a_copy_a_save_and_a_user(play: Play, copier: Copier) -> None:
     play.gc("g0", revoke_after=1e9, runs=3)
 
 
+def a_copy_one_that_packs_and_a_patient_gc(play: Play, copier: Copier) -> None:
+    play.writer("r0", copier)
+    play.writer("c1", copier)
+    play.gc("g0", revoke_after=1e9)
+
+
+def copies_that_pack_in_place_too_and_a_user(play: Play, copier: Copier) -> None:
+    play.writer("r0", copier)
+    play.writer("p0", copier)
+    play.user("user")
+    play.gc("g0", revoke_after=0.0, runs=3)
+
+
+CASTS = [
+    two_copies_and_a_patient_gc,
+    two_copies_and_a_gc_that_gives_up_on_all,
+    a_copy_a_save_and_a_user,
+    a_copy_one_that_packs_and_a_patient_gc,
+    copies_that_pack_in_place_too_and_a_user,
+]
+
+
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "cast", [two_copies_and_a_patient_gc, two_copies_and_a_gc_that_gives_up_on_all, a_copy_a_save_and_a_user]
-)
+@pytest.mark.parametrize("cast", CASTS)
 def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast) -> None:
     copied = 0
     for round_ in range(ROUNDS * (20 if full else 1)):
@@ -81,7 +110,7 @@ def test_copies_beside_others(tmp_path: Path, seed: int, full: bool, cast: Cast)
         cast(play, copier)
         play.run()
         copied += sum(commit.run == "copied" for commit in list_commits(play.watcher).live())
-        if cast is two_copies_and_a_patient_gc:
+        if cast in (two_copies_and_a_patient_gc, a_copy_one_that_packs_and_a_patient_gc):
             assert copier.conflicts == 0
             copier.check(play.watcher)
         for name in tags.tags(play.watcher):

@@ -414,6 +414,33 @@ def test_a_manifest_that_another_has_left_and_that_names_what_is_gone_is_not_com
     assert [one.step for one in list_commits(second).visible()] == [2]
 
 
+@pytest.mark.parametrize(("method", "key"), [("get", "*.manifest"), ("size", "*.safetensors")])
+def test_a_manifest_that_another_has_left_and_a_gc_deletes_just_now_is_copied_anew(
+    tmp_path: Path, source: Repository, method: str, key: str
+) -> None:
+    """Two are in the transaction: one has put the manifest, a gc gives up on it, and the other has not seen that yet.
+
+    It finds the manifest gone when it reads it, or the blobs when it looks at them: nothing is damaged.
+    """
+    inner = memory()
+    first = elsewhere(tmp_path / "first", FaultyStore(inner, [fail_before("put", key="commits/*", error=_killed())]))
+    with pytest.raises(Killed):
+        copy(source, first, "run@3", jobs=1)
+    txid = resolve(source, "run@3").txid
+
+    def give_up() -> None:
+        assert transactions.revoke(first, txid, "test")
+        collect(elsewhere(tmp_path / "gc", inner), wait=0.0)
+
+    hook = call_first(method, meanwhile(give_up), key=key)
+    second = elsewhere(tmp_path / "second", FaultyStore(inner, [hook]), seed=5)
+    result = copy(source, second, "run@3", jobs=1)
+    result.raise_failure()
+    assert [one.txid for one in result.copied] == [copied_txid(txid, 1)]
+    assert contents(second)["run@3"] == contents(source)["run@3"]
+    check_clean(second)
+
+
 def test_a_mirror_has_a_checkpoint_before_it_is_said_to_have_it(tmp_path: Path, source: Repository) -> None:
     target = elsewhere(tmp_path, FaultyStore(memory(), [fail_before("put", key="commits/*", times=9)]))
     source.change_settings(mirror=target.storage.url)

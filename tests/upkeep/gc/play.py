@@ -23,10 +23,10 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import newest_reusable
 from casckpt.repository.transactions import Transaction
 from casckpt.upkeep.gc import gc
-from casckpt.upkeep.repair.relocating import record_of
-from casckpt.upkeep.rewriting import rewrite
+from casckpt.upkeep.rewriting import record_of, rewrite
+from casckpt.upkeep.thinning import execute, plan_thin
 from tests.support import repositories as support
-from tests.support.gcs import collect
+from tests.support.gcs import LAST, collect
 from tests.support.repositories import Ticks, memory, put_blob, repository, save
 from tests.support.stage import Stage
 
@@ -97,6 +97,10 @@ class Play:
     def repairer(self, name: str) -> None:
         repo = self.repo(name)
         self.stage.add(name, lambda: rewrite_some(self, repo))
+
+    def thinner(self, name: str) -> None:
+        repo = self.repo(name)
+        self.stage.add(name, lambda: thin_some(self, repo))
 
     def undoer(self, name: str) -> None:
         repo = self.repo(name)
@@ -224,6 +228,15 @@ def rewrite_some(play: Play, repo: Repository) -> None:
             rewrite(repo, commit, save)
         except Conflict:
             continue
+
+
+def thin_some(play: Play, repo: Repository) -> None:
+    """Leave the optimizer out of some checkpoints."""
+    for _ in range(3):
+        visible = list_commits(repo).visible()
+        with suppress(Conflict, NotFound):  # it is held, or gone
+            some = play.draw.sample(visible, min(1, len(visible)))
+            execute(repo, plan_thin(repo, some, drop=["optim.*"], keep=None if some else LAST, tagged=True))
 
 
 def undo_some(play: Play, repo: Repository) -> None:

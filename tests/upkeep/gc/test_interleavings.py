@@ -214,7 +214,7 @@ def test_a_lease_that_is_granted_without_a_look_is_lost(
 def test_a_gc_that_lists_no_tags_again_takes_what_is_held(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retiring, "_tagged", lambda repo, commits: set())
+    monkeypatch.setattr(retiring, "_tags_now", lambda repo: {})
     assert is_lost(tmp_path, seed, holders)
 
 

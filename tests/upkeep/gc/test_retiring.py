@@ -9,6 +9,7 @@ import pytest
 
 from casckpt.errors import NotFound, Unsupported
 from casckpt.format.records import Dropped, changed
+from casckpt.plan.retention import Policy
 from casckpt.repository import commits, tags
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.leases import hold, renew
@@ -18,7 +19,16 @@ from casckpt.upkeep.gc.gc import execute, plan_gc
 from casckpt.upkeep.gc.retiring import GcPlan, retire_now
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
-from tests.support.repositories import half_rewrite, meanwhile, memory, put_blob, put_manifest_of, repository, save
+from tests.support.repositories import (
+    commit_bare,
+    half_rewrite,
+    meanwhile,
+    memory,
+    put_blob,
+    put_manifest_of,
+    repository,
+    save,
+)
 from tests.support.rewrites import move
 
 HOUR = 3600.0
@@ -369,3 +379,14 @@ def test_a_paused_gc_asks_again(repo: Repository) -> None:
     with pytest.raises(Unsupported):
         run_gc(repo, revoke_after=0.0)
     assert snapshot(repo) == before
+
+
+def test_the_best_of_a_thousand_are_chosen_without_a_manifest(tmp_path: Path) -> None:
+    storage = FaultyStore(memory())
+    made = repository(tmp_path, storage)
+    for step in range(1000):
+        commit_bare(made, "run", step, metrics={"loss": (step * 37) % 1000, "acc": step % 7})
+    plan = plan_gc(repository(tmp_path / "new", storage, seed=2), Policy(keep_best=["loss:3", "acc:max:1"]))
+    left = {one.step for one in list_commits(made).visible()} - {one.step for one in plan.forget}
+    assert left == {0, 973, 946, 6, 999}
+    assert not [key for method in ("get", "open") for key in storage.keys(method) if "objects/" in key]

@@ -220,6 +220,26 @@ def test_a_cell_lies_bare_where_its_frame_cannot_be_made_again(*, whole: bool) -
     assert last.base.frame is None
 
 
+@pytest.mark.parametrize("has", [(2, 3), (2,), (3,)])
+def test_what_is_told_from_a_lost_cell_lies_bare_where_it_can_be_had(has: tuple[int, ...]) -> None:
+    """Or else what it is told from does, which lies between."""
+    store, other = saved(small()), small()
+    for step in has:
+        other.save(state(step), run="twin", step=step)
+    damage(store, 1, 0)
+    store.verify()
+    found = store.repair(other)
+    saved_steps = [step for step in (2, 3) if step >= has[0]]
+    assert sorted(one.step for one in found.rewritten) == saved_steps
+    (lost,) = found.lost
+    assert (lost.keys, lost.checkpoints) == (("hit",), ids(store, *(step for step in STEPS if step < has[0])))
+    store = reopened(store)
+    assert [plain(store, step) for step in saved_steps] == [content(step) for step in saved_steps]
+    assert cells_of(store, has[0])[1].frame is None
+    assert (cells_of(store, 3)[1].frame is None) == (has == (3,))
+    assert not store.verify("r@3", decode=True).is_damaged
+
+
 @pytest.mark.parametrize(("step", "hit"), [(1, STEPS), (2, (2, 3)), (3, (3,))])
 def test_what_cannot_be_had_is_named_with_all_that_need_it(step: int, hit: tuple[int, ...]) -> None:
     store = saved(small())

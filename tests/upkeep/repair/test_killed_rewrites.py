@@ -5,13 +5,14 @@ At every instant the id means one commit, and in the end nothing is left of what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from casckpt.errors import CasckptError, StorageError
+from casckpt.errors import CasckptError
 from casckpt.format.keys import manifest_key
 from casckpt.format.names import ManifestId
 from casckpt.repository import commits, manifests, tags
@@ -19,60 +20,47 @@ from casckpt.repository.commits import list_commits
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
+from casckpt.store.store import Store
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import undecided
 from tests.support.checkpoints import array, content, read_arrays, save_arrays
-from tests.support.faulty import FaultyStore
+from tests.support.coded import code
+from tests.support.dying import WAYS, Dying, Killed
 from tests.support.gcs import collect
 from tests.support.repositories import memory, repository
 
-CHANGES = {"put", "replace", "delete"}
 KEPT = {"a": array(1, 3), "new": array(7)}
 
 
-class Killed(BaseException):
-    """The process is gone."""
-
-
-class Dying(FaultyStore):
-    """Fails at its change number ``at``; a process that is killed there makes no call after it."""
-
-    def __init__(self, inner: ObjectStore, at: int, way: str) -> None:
-        super().__init__(inner)
-        self.at, self.way, self.changes = at, way, 0
-
-    @contextmanager
-    def faults(self, method: str, key: str) -> Iterator[set[object]]:  # type: ignore[override]  # there are none
-        if self.way.startswith("killed") and self.changes >= self.at:
-            raise Killed
-        self.changes += method in CHANGES
-        is_now = method in CHANGES and self.changes == self.at
-        if is_now and self.way.endswith("before"):
-            raise Killed if self.way.startswith("killed") else StorageError("no answer")
-        yield set()
-        if is_now:
-            raise Killed if self.way.startswith("killed") else StorageError("no answer")
+def near(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The same, but for a few elements."""
+    changed = data.copy()
+    changed[::100] = 0
+    return changed
 
 
 class Damaged:
     """run@1 has a blob that cannot be had again, for it holds dead cells, or a manifest whose places nobody knows.
 
-    run@2 was saved after it. ``other`` is a store that has what is missing.
+    Or it is coded, and told from cells that nobody has any more. run@2 was saved after it. ``other`` is a store that
+    has what is missing, or the cells of run@1.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
         self.other = repository(folder / "other", seed=2)
         repo = repository(folder / "first", memory())
-        older = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)})
-        twin = save_arrays(repo, {"a": KEPT["a"], "dead": array(9)}, step=3)
-        newer = save_arrays(repo, KEPT, step=1, reuse=older if what == "blob" else twin)
+        old = {"a": KEPT["a"], "dead": array(9)} if what != "coded" else {key: near(KEPT[key]) for key in KEPT}
+        older, twin = save_arrays(repo, old), save_arrays(repo, old, step=3)
+        newer = save_arrays(repo, KEPT, step=1, reuse=twin if what == "manifest" else older)
+        if what == "coded":
+            newer = code(Store(repo), "run@1", "run@0")
         save_arrays(repo, {"x": array(20)}, step=2)
         self.id = newer.id
         tags.set_tag(repo, "best", newer)
         save_arrays(self.other, KEPT)
-        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader != newer.txid)
-        if what == "blob":
+        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader in {older.txid, twin.txid})
+        if what != "manifest":
             for one in (older, twin):
                 commits.forget(repo, one)
             collect(repo)
@@ -107,8 +95,8 @@ def check_now(repo: Repository, id: ManifestId) -> None:
             assert one.id != id or read_arrays(repo, one) == content(KEPT)
 
 
-@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
-@pytest.mark.parametrize("what", ["blob", "manifest"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("what", ["blob", "manifest", "coded"])
 def test_a_repair_that_is_cut_off_anywhere(tmp_path: Path, what: str, way: str) -> None:
     damaged = Damaged(tmp_path, what)
     at, ended = 0, False

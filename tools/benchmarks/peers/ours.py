@@ -14,6 +14,7 @@ from benchmarks.peers.base import (
     LOAD,
     PART,
     RANKS,
+    RESTART,
     SAVE,
     Best,
     Part,
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 class Casckpt(Peer):
     """``verify``: compare what is loaded with its digests. ``frozen``: declare all but the adapters as unchanged.
 
-    ``through_dcp``: with `torch.distributed.checkpoint`, by our storage writer and reader.
+    ``page_cache``: as of `casckpt.open`. ``through_dcp``: with `torch.distributed.checkpoint`, by our storage writer
+    and reader.
     """
 
     name = "casckpt"
@@ -42,6 +44,7 @@ class Casckpt(Peer):
         PART: ({}, {"verify": False}),
         ASYNC: ({},),
         RANKS: ({}, {"verify": False}),
+        RESTART: ({}, {"page_cache": True}, {"page_cache": False}),
         DCP_SAVE: ({"through_dcp": True},),
         DCP_LOAD: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),
         DCP_PART: ({"through_dcp": True}, {"through_dcp": True, "verify": False}),
@@ -122,11 +125,11 @@ class Casckpt(Peer):
             self._stores[folder] = self._open(folder)
         return self._stores[folder]
 
-    @staticmethod
-    def _open(folder: Path) -> casckpt.Store:
+    def _open(self, folder: Path) -> casckpt.Store:
         import casckpt
 
-        return casckpt.open(folder, cache_dir=folder.with_name(folder.name + ".cache"))
+        chosen = {name: value for name, value in self.setting.items() if name == "page_cache"}
+        return casckpt.open(folder, cache_dir=folder.with_name(folder.name + ".cache"), **chosen)
 
 
 def is_frozen(key: str) -> bool:

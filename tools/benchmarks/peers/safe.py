@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.peers.base import LOAD, PART, SAVE, Best, Part, Peer, missing
+from benchmarks.peers.base import LOAD, PART, RESTART, SAVE, Best, Part, Peer, missing
 
 if TYPE_CHECKING:
     from benchmarks.peers.base import State
@@ -21,6 +21,7 @@ class Safetensors(Peer):
     name = "safetensors"
     best: ClassVar[Best] = {
         SAVE: ({"way": "file"},),
+        RESTART: ({"way": "file"},),
         LOAD: ({"way": "file"}, {"way": "open", "threads": 2}),
         PART: ({"way": "open", "threads": 1}, {"way": "open", "threads": 2}),
     }

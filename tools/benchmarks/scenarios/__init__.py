@@ -9,12 +9,14 @@ from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.dcp import through_dcp
+from benchmarks.scenarios.deltas import coding, deltas
 from benchmarks.scenarios.history import history
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
 from benchmarks.scenarios.memory import memory
 from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
+from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
 from benchmarks.scenarios.small import small
 
@@ -25,6 +27,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "async": in_background,
     "load": load,
     "partial": partial,
+    "restart": restart,
     "reshard": reshard,
     "small": small,
     "dcp": through_dcp,
@@ -34,4 +37,6 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "history": history,
     "memory": memory,
     "s3": s3,
+    "deltas": deltas,
+    "coding": coding,
 }

@@ -28,7 +28,7 @@ READERS = (2, 4)
 class Options:
     """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
 
-    ``before``: the tree of the peer of that name. ``full``: sizes that take long.
+    ``before``: the tree of the peer of that name. ``full``: sizes that take long. ``traces``: where those are kept.
     """
 
     folder: Path
@@ -37,6 +37,7 @@ class Options:
     threads: int
     size: int | None = None
     before: Path | None = None
+    traces: Path = Path()
     quick: bool = False
     full: bool = False
     tell: Tell = lambda text: None

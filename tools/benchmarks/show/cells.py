@@ -12,8 +12,10 @@ Column = tuple[str, Callable[[Row], str]]
 
 def columns(scenario: ScenarioResult) -> list[Column]:
     """Headings, and what stands under them. Columns that say nothing about this scenario are left out."""
-    found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu")), ("extra memory", _size("peak"))]
+    found: list[Column] = [("time", _time("durable")), ("CPU", _time("cpu"))]
     rows = scenario.rows
+    if any("peak" in row.summary for row in rows):
+        found.append(("extra memory", _size("peak")))
     if any(_differ(row) for row in rows):
         found.insert(0, ("blocked", _time("blocked")))
     if any(row.nbytes for row in rows):
@@ -23,6 +25,8 @@ def columns(scenario: ScenarioResult) -> list[Column]:
         for heading, metric in (("written", "written"), ("read", "read"), ("asked", "asked"), ("stored", "stored"))
         if any((row.median(metric) or 0) >= _NOISE for row in rows)
     ]
+    if any("share" in row.summary for row in rows):
+        found.append(("of plain", lambda row: f"{row.summary['share'].median:.2%}" if "share" in row.summary else ""))
     if any(row.who != OURS for row in rows):
         found.append(("to casckpt", lambda row: _to_ours(row, scenario)))
     return found

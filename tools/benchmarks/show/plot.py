@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.results import OURS, Report, Row, ScenarioResult
 
 _COLOURS = {"ours": "#1b6ca8", "limit": "#b0b0b0", "peer": "#e08a2e"}
-_UNITS = {"peak": ("MiB", 1 << 20)}
-_LABELS = {"durable": "seconds", "blocked": "seconds until the caller goes on", "peak": "extra memory, MiB"}
+_UNITS = {"peak": ("MiB", 1 << 20), "stored": ("MiB", 1 << 20)}
+_LABELS = {"durable": "seconds", "blocked": "seconds until the caller goes on", "peak": "extra memory, MiB",
+           "stored": "stored, MiB", "cpu": "processor seconds"}  # fmt: skip
 
 
 def draw(report: Report, folder: Path) -> Iterator[Path]:

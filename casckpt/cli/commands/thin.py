@@ -1,0 +1,45 @@
+"""``casckpt thin``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from casckpt.cli.completion import REF, RUN
+from casckpt.cli.describe import doubt, plain
+from casckpt.cli.rules import keep_options
+from casckpt.cli.session import Session, store_command
+from casckpt.cli.text import count, moment, name, say, say_some, size
+
+
+@store_command("thin")
+@click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
+@click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to leave out. May be repeated.")
+@click.option("--run", type=RUN, help="Only checkpoints of this run.")
+@keep_options
+@click.option("--tagged", is_flag=True, help="Also those that a tag names.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+def command(session: Session, refs: tuple[str, ...], **options: Any) -> None:  # those of `Store.thin`
+    """Leave tensors out of checkpoints, and keep the rest.
+
+    Of those that are named, or of all that no --keep rule keeps whole; the newest of each run, and tagged ones, stay
+    whole. What stays has the same id, name and tags, and none of its bytes is moved. `casckpt restore
+    --whole` brings all back until a gc has purged the old places, for a day by default; that gc frees the space.
+    """
+    if options["run"] is not None:
+        doubt(session.store, options["run"])
+    session.give(plain(session.store.thin(*refs, **options)), text)
+
+
+def text(result: dict[str, Any], *, with_space: bool = True) -> None:
+    """Say what was thinned, or would be; and what a gc then frees."""
+    said = "would thin" if result["dry_run"] else "thinned"
+    say_some([f"{said} {name(one)}" for one in result["thinned"]])
+    left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
+    say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
+    if result["thinned"] and with_space:
+        when = f"after {moment(result['until'])} UTC; --min-age 0 does it now" if result["until"] else "now"
+        say(f"{size(result['freed_bytes'])} in blobs are freed by a gc {when}")
+    if result["shared_bytes"] and with_space:
+        say(f"{size(result['shared_bytes'])} more once other checkpoints do not need them")

@@ -1,0 +1,35 @@
+"""The options that say what stays: rules of retention, the same for all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from casckpt.cli.types import DURATION
+
+AT_LEAST_ONE: Final = click.IntRange(min=1)
+_OPTIONS: Final = (
+    click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
+    click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N."),
+    click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d)."),
+    click.option(
+        "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any."
+    ),
+    click.option("--keep-weekly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N weeks."),
+    click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months."),
+    click.option(
+        "--keep-best",
+        multiple=True,
+        metavar="METRIC:[max:]N",
+        help="Keep the N with the least of a metric, or the most. May be repeated.",
+    ),
+)
+
+
+def keep_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the rules as options; the function gets them by the names of the fields of `Policy`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function

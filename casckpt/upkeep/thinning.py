@@ -1,0 +1,302 @@
+"""Thinning: checkpoints that leave some tensors out, such as those of the optimizer, and keep all else under their id.
+
+Each is a rewrite without the rows of what goes, and without the blobs that only these name: no byte of a tensor is read
+or written. The places of before are purged by a gc, like what is forgotten; until then `restore` brings all back.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from fnmatch import fnmatchcase
+from functools import partial
+
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound
+from casckpt.format.draft import thinned
+from casckpt.format.manifest import Manifest
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.records import Committed, Dropped, changed, time_of
+from casckpt.format.sections.index import ATTACHMENT, StreamEntry
+from casckpt.parallel import in_parallel
+from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.refs import resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.repository.tags import Tag, tagged_txids, tags, tags_of, write_generation
+from casckpt.upkeep.gc.retiring import kept_of, min_age_of
+from casckpt.upkeep.rewriting import record_of, rewrite
+
+log = logging.getLogger(__name__)
+MAX_RULE = 1 << 16  # characters: longer ones are hostile
+_Sizes = dict[tuple[TxId, BlobHash], int]
+
+
+@dataclass(frozen=True)
+class Thin:
+    """How one checkpoint is thinned: which entries go, and the blobs that only they use, or others use too."""
+
+    commit: Commit
+    entries: frozenset[int]
+    nbytes: int
+    goes: _Sizes
+    stays: _Sizes
+
+
+@dataclass(frozen=True)
+class ThinPlan:
+    """What is to be thinned, oldest first. ``done``: chosen, but thin already. ``failed``: that cannot be, and why.
+
+    ``tagged``: their tags go along.
+    """
+
+    drop: tuple[str, ...]
+    thin: tuple[Thin, ...] = ()
+    done: tuple[Commit, ...] = ()
+    failed: tuple[CasckptError, ...] = ()
+    tagged: bool = False
+
+
+@dataclass(frozen=True)
+class ThinResult:
+    """What was thinned, as the new commits; with ``dry_run`` what would be, as it is.
+
+    ``entries``, ``nbytes``: of tensors that are left out by that. ``freed_bytes``: of blobs that a gc deletes once it
+    purges the old places, which it may do after ``until`` (the next one, if that is None). ``shared_bytes``: of blobs
+    without a use in what was thinned, that other checkpoints need yet.
+    """
+
+    thinned: tuple[Commit, ...] = ()
+    entries: int = 0
+    nbytes: int = 0
+    freed_bytes: int = 0
+    shared_bytes: int = 0
+    until: datetime | None = None
+    dry_run: bool = False
+
+
+def plan_thin(
+    repo: Repository,
+    refs: Iterable[str | Commit] = (),
+    *,
+    drop: str | Sequence[str],
+    keep: Policy | None = None,
+    run: str | None = None,
+    tagged: bool = False,
+    spare: Iterable[Commit] = (),
+) -> ThinPlan:
+    """Plan to leave out what matches ``drop`` (fnmatch patterns on keys) of ``refs``, or of all that ``keep`` does not.
+
+    ``keep`` names what stays whole, as a policy of a gc does: the newest of a run always. ``tagged``: also what a tag
+    without an end names. ``spare``: which are left alone. Writes nothing.
+
+    Raises `InvalidInput`, `Conflict` if one of ``refs`` is tagged, `NotFound`, `StorageError`.
+    """
+    rule, wanted = patterns_of(drop), list(refs)
+    if bool(wanted) is not (keep is None or keep.is_empty):
+        raise InvalidInput("name the checkpoints to thin, or give a rule of what stays whole (keep-last), one of both")
+    named = {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
+    listed = list_commits(repo)
+    if wanted:
+        chosen = resolve_many(repo, wanted, listed)
+        _check_untagged(named, chosen)
+    else:
+        chosen = _beyond(listed, keep or Policy(), repo.clock(), tagged_txids(named, listed.visible()), run)
+    spared = {commit.txid for commit in spare}
+    left = [commit for commit in chosen if commit.txid not in spared]
+    done = tuple(commit for commit in left if rule <= _rule(commit))
+    todo = [commit for commit in left if not rule <= _rule(commit)]
+    found = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
+    thin = tuple(one for one in found if isinstance(one, Thin) and one.entries)
+    failed = tuple(one for one in found if isinstance(one, CasckptError))
+    return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged)
+
+
+def _rule(commit: Commit) -> frozenset[str]:
+    """Return the patterns that a checkpoint was thinned by."""
+    rule = "" if commit.dropped is None else commit.dropped.rule
+    try:
+        return frozenset(one for one in shlex.split(rule[:MAX_RULE]) if one != "--drop")
+    except ValueError:  # another writer's
+        return frozenset([rule])
+
+
+def _check_untagged(named: Mapping[str, Tag], chosen: Iterable[Commit]) -> None:
+    for commit in chosen:
+        if names := tags_of(named, commit.id):
+            raise Conflict(
+                f"{commit} is tagged {', '.join(names)}: nothing was thinned; say --tagged (tagged=True), but "
+                "wait for the end of one that expires",
+                checkpoints=(commit.id,),
+            )
+
+
+def _beyond(listed: CommitList, keep: Policy, now: int, tagged: set[TxId], run: str | None) -> list[Commit]:
+    """Return what ``keep`` does not keep, oldest first."""
+    visible = {commit.txid: commit for commit in listed.visible()}
+    every = map(kept_of, visible.values())
+    return [visible[one.txid] for one in plan_forget(every, keep, now, tagged=tagged, run=run)]
+
+
+def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | CasckptError:
+    try:
+        manifest = manifests.get(repo, commit)
+        manifest.ready(objects=())
+        goes = list(_matching(manifest, rule))
+        numbers = frozenset(entry.number for entry in goes)
+        stays = [entry for entry in manifest.held if entry.number not in numbers]
+        if goes and not any(entry.nbytes for entry in stays):
+            raise InvalidInput(f"nothing would be left of {commit}: forget it instead (`casckpt forget`)")
+        used = _sizes(manifest, stays)
+        gone = {name: size for name, size in _sizes(manifest, goes).items() if name not in used}
+        return Thin(commit, numbers, sum(entry.nbytes for entry in goes), gone, used)
+    except (Conflict, Damaged, InvalidInput) as error:
+        return error
+
+
+def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[StreamEntry]:
+    for entry in manifest.held:
+        if entry.nbytes and entry.kind != ATTACHMENT and any(fnmatchcase(entry.key, pattern) for pattern in rule):
+            yield entry
+
+
+def _sizes(manifest: Manifest, entries: Iterable[StreamEntry]) -> _Sizes:
+    used = {extent.blob for entry in entries for extent in manifest.extents(entry).extents}
+    refs = (manifest.blob(number) for number in used)
+    return {(ref.uploader, ref.hash): ref.size for ref in refs}
+
+
+def preview(repo: Repository, plan: ThinPlan) -> ThinResult:
+    """Say what `execute` would do. Writes nothing. Raises `StorageError`."""
+    chosen = [one.commit for one in plan.thin]
+    freed, shared = _space(repo, plan)
+    return ThinResult(
+        thinned=tuple(chosen),
+        entries=sum(len(one.entries) for one in plan.thin),
+        nbytes=sum(one.nbytes for one in plan.thin),
+        freed_bytes=freed,
+        shared_bytes=shared,
+        until=_until(repo, chosen),
+        dry_run=True,
+    )
+
+
+def _space(repo: Repository, plan: ThinPlan) -> tuple[int, int]:
+    """Return the bytes of blobs that nothing needs once the old places are purged, and of those that others need."""
+    goes: _Sizes = {name: size for one in plan.thin for name, size in one.goes.items()}
+    needed = {name for one in plan.thin for name in one.stays}
+    bases = {one.commit.txid for one in plan.thin}
+    for commit in manifests.learn(repo, (one for one in list_commits(repo).live() if one.txid not in bases)):
+        needed |= {(uploader, name) for uploader, name, _ in manifests.blobs_of(repo, commit)}
+    free = sum(size for name, size in goes.items() if name not in needed)
+    return free, sum(goes.values()) - free
+
+
+def _until(repo: Repository, chosen: Sequence[Commit]) -> datetime | None:
+    ages = min_age_of(repo, None)
+    longest = max((ages.of(commit) for commit in chosen), default=0)
+    return time_of(repo.clock() + longest) if longest else None
+
+
+def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
+    """Carry out ``plan``; what was thinned, as the new commits. What somebody else changed meanwhile stays as it is.
+
+    Raises `Unsupported` where the store demands of writers what this version does not know; `StorageError`: what was
+    thinned by then stays so.
+    """
+    check_requirements(repo)
+    made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
+    if plan.tagged:
+        _move_tags(repo, [*plan.done, *made])
+    return tuple(made)
+
+
+def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResult:
+    """Carry out ``plan``, and count; with ``dry_run`` only that. Raises as `execute`."""
+    found = preview(repo, plan)
+    return found if dry_run else replace(found, thinned=execute(repo, plan), dry_run=False)
+
+
+def thin_by(
+    repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
+) -> ThinResult:
+    """Thin by a rule, or say what would be. What cannot be thinned is told in the log. Raises as `execute`."""
+    plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
+    for error in plan.failed:
+        log.warning("this stays as it is: %s", error)
+    return thin(repo, plan, dry_run=dry_run)
+
+
+def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
+    commit = one.commit
+
+    def save(txid: TxId, _: CommitList) -> Committed:
+        made = record_of(repo, txid, commit, thinned(manifests.get(repo, commit), one.entries))
+        return changed(made, dropped=_dropped(one, drop))
+
+    with suppress(Conflict):
+        return rewrite(repo, commit, save)
+    return None
+
+
+def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
+    """Return what the record says: the same for the same patterns, in however many steps, in whichever store."""
+    before = one.commit.dropped or Dropped(entries=0, bytes=0, rule="")
+    words = [word for pattern in sorted(_rule(one.commit) | {*drop}) for word in ("--drop", pattern)]
+    return Dropped(entries=before.entries + len(one.entries), bytes=before.bytes + one.nbytes, rule=shlex.join(words))
+
+
+def _move_tags(repo: Repository, thin: Sequence[Commit]) -> None:
+    """Set the tags of these on what they are now, but for those that expire: their holders need all that was there."""
+    now = {commit.id: commit for commit in thin}
+    for tag in tags(repo).values() if thin else ():
+        commit = now.get(tag.manifest)
+        if commit is not None and tag.expires is None and tag.txid != commit.txid:
+            with suppress(Conflict):  # somebody else has moved it
+                write_generation(repo, tag.name, tag.generation + 1, commit)
+
+
+def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
+    """Thin the checkpoints of ``repo`` as ``others`` are, which another store has; what was thinned.
+
+    What a tag names here stays whole, as does what cannot be read. Raises `StorageError`.
+    """
+    listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
+    made = []
+    for other in others:
+        here, rule = listed.of_id(other.id), _rule(other)
+        if here is not None and here.visible and here.id not in named and not rule <= _rule(here):
+            plan = _plan_one(repo, rule, here)
+            made += [] if isinstance(plan, CasckptError) else [_thin(repo, plan, rule)]
+    return [one for one in made if one is not None]
+
+
+def whole_of(repo: Repository, commit: Commit) -> Commit:
+    """Return the old places of a thinned checkpoint that lack least, to be restored.
+
+    Raises `NotFound` if they were purged, or if it never was thinned; `StorageError`.
+    """
+    old = [one for one in list_commits(repo).standing() if one.id == commit.id and one.last == "replaced"]
+    found = min(reversed(old), key=_lacking, default=commit)
+    if _lacking(found) >= _lacking(commit):
+        raise NotFound(f"{commit} is whole, or the places that it had before it was thinned were purged")
+    return found
+
+
+def _lacking(commit: Commit) -> int:
+    return 0 if commit.dropped is None else commit.dropped.entries
+
+
+def check(plan: ThinPlan) -> None:
+    """Raise the first error of ``plan``; MissingKey if none of its patterns matches anything anywhere."""
+    for error in plan.failed:
+        more = f" ({len(plan.failed)} checkpoints cannot be thinned, this is one)" if plan.failed[1:] else ""
+        raise type(error)(f"{error}{more}", **error.__dict__) from error
+    if not plan.thin and not plan.done:
+        patterns = " or ".join(map(repr, plan.drop))
+        raise MissingKey(f"no tensor of what was chosen matches {patterns}; casckpt show lists keys", keys=plan.drop)

@@ -1,0 +1,124 @@
+"""Checkpoints told from others through the life of a store: collected, copied, mirrored, and cut off in all of it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casckpt
+from casckpt.errors import CasckptError
+from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.dying import Dying, Killed
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.repositories import memory
+from tests.support.saves import cells, reopened, same_state, small, small_folder, steps, trained
+
+STEPS = 6
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": trained(12, step), "still": cells(3, seed=1), "n": step}
+
+
+def saved(store: Store, *, more: int = STEPS) -> Store:
+    for step in range(more):
+        store.save(state(step), step=step, compress="auto")
+    return store
+
+
+def check(store: Store, wanted: list[int]) -> None:
+    """Just these are visible, whole and proved."""
+    found = reopened(store)
+    assert [step for _, step in steps(found)] == wanted
+    assert all(same_state(found.read(f"default@{step}"), state(step)) for step in wanted)
+    assert not found.verify(decode=True).is_damaged
+
+
+def again(objects: dict[str, bytes]) -> ObjectStore:
+    storage = memory()
+    for key, data in objects.items():
+        storage.put(key, data)
+    return storage
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[str, bytes]:
+    """Those of a store with a key and deltas."""
+    store = saved(small(memory()))
+    assert [ckpt.commit.committed.bytes_deltas > 0 for ckpt in store.checkpoints()] == [False] + [True] * (STEPS - 1)
+    storage = store.repository.storage
+    return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
+
+
+@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], way: str) -> None:
+    at, ended = 0, False
+    while not ended:
+        at += 1
+        storage = again(objects)
+        dying = Dying(storage, at, way)
+        with suppress(Killed, CasckptError):
+            Store(Repository(dying)).gc(keep_last=2, min_age=0)
+        ended = dying.changes < at
+        store = Store(Repository(storage))
+        left = [step for _, step in steps(store)]
+        assert left[-2:] == [STEPS - 2, STEPS - 1]
+        check(store, left)
+        store.gc(keep_last=2, min_age=0, wait=0, revoke_after=0)
+        check(store, [STEPS - 2, STEPS - 1])
+        store.save(state(STEPS), step=STEPS, compress="auto")
+        check(store, [STEPS - 2, STEPS - 1, STEPS])
+    assert at > STEPS
+
+
+@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+def test_a_copy_of_one_that_is_told_from_others_takes_these_along(objects: dict[str, bytes], way: str) -> None:
+    """It alone, into an empty store, cut off anywhere: whole or not there, and the next copy ends it."""
+    source, at, ended = Store(Repository(again(objects))), 0, False
+    while not ended:
+        at += 1
+        storage = memory()
+        dying = Dying(storage, at, way)
+        with suppress(Killed, CasckptError):
+            source.copy_to(Store(Repository(dying)), "default@4", jobs=1)
+        ended = dying.changes < at
+        target = Store(Repository(storage))
+        if target.repository.exists():
+            check(target, [4] if target.checkpoints() else [])
+        source.copy_to(target, "default@4", jobs=1)
+        check(target, [4])
+        source.copy_to(target, "default@5")
+        target.save(state(STEPS), step=STEPS, compress="auto")
+        target.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
+        check(target, [STEPS])
+    assert at > 4
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 10])
+def test_a_mirror_behind_such_saves(tmp_path: Path, at: int) -> None:
+    """What it shows is whole, though it failed in between; what is not safe there is not purged here."""
+    link = FaultyStore(LocalStore(tmp_path / "away"))
+    small_folder(tmp_path / "store")
+    store = casckpt.open(tmp_path / "store", mirror=Store(Repository(link)))
+    link.inject(fail_before("put", at=at, times=1 << 30))
+    for step in range(STEPS):
+        store.save(state(step), step=step, compress="auto")
+    with suppress(CasckptError):
+        store.wait_for_mirror()
+    store.gc(keep_last=2, min_age=0, wait=0)
+    link.heal()
+    away = casckpt.open(tmp_path / "away")
+    if away.repository.exists():
+        check(away, [step for _, step in steps(away)])
+    store.wait_for_mirror()
+    store.gc(keep_last=2, min_age=0, wait=0)
+    check(store, [STEPS - 2, STEPS - 1])
+    check(away, [step for _, step in steps(away)])
+    assert {STEPS - 2, STEPS - 1} <= {step for _, step in steps(away)}
+    assert {ckpt.id for ckpt in store.checkpoints()} <= {ckpt.id for ckpt in away.checkpoints()}

@@ -1,0 +1,183 @@
+"""Every weight changes: real trainings whose saves store what changed, killed, resumed, collected, loaded by others."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import casckpt
+from casckpt.format.digest import cell_digest
+from casckpt.store.store import Store
+from tests.support.looping import killed_after
+from tests.support.ranks import die
+from tests.support.saves import BLOB, CELL
+from tests.support.tensors import bytes_of
+from tests.support.together import emptied, line, spread
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
+    from tests.support.servers import Server
+
+VERSIONS, FULL_VERSIONS, KEPT = 12, 64, 8
+ROWS, COLUMNS, BLOCKS = 128, 512, 4
+WHOLE = 2 * 2 * BLOCKS * ROWS * COLUMNS  # bytes of one version
+
+
+@dataclass(frozen=True)
+class Training:
+    """One attempt. ``dies_at``: SIGKILL comes ``after`` so many seconds in the save of that version, or behind it."""
+
+    url: str
+    folder: Path
+    versions: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dies_at: int | None = None
+    after: float = 0.0
+
+    def store(self) -> Store:
+        """As a process opens it: what loads read of a bucket is kept on this host."""
+        found = casckpt.open(self.url, storage_options=dict(self.options) or None, cache_dir=self.folder / "host")
+        found.create(cell_bytes=CELL, blob_bytes=BLOB)
+        return found
+
+    def diary(self) -> list[dict[str, Any]]:
+        """Each version that was saved, in whatever attempt."""
+        return [json.loads(line) for line in (self.folder / "diary").read_text().splitlines()]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False), nn.Tanh(), nn.Linear(ROWS, COLUMNS, bias=False))
+            for _ in range(BLOCKS)
+        )
+    )
+
+
+def network(size: int) -> nn.Module:
+    net = model()
+    fully_shard(net, mesh=line(size))
+    return net
+
+
+def weights(net: nn.Module) -> dict[str, DTensor]:
+    """What is saved of a training in float32: as it is used."""
+    return {key: value.detach().to(torch.bfloat16) for key, value in net.state_dict().items()}
+
+
+def digest(state: Mapping[str, DTensor]) -> str:
+    """Of all bytes of all ranks."""
+    return cell_digest(b"".join(bytes_of(one.full_tensor()) for one in state.values())).hex()
+
+
+def train(rank: int, size: int, plan: Training) -> None:
+    """Save each version that is not there yet; a training that goes on first makes all steps up to there again."""
+    store, net = plan.store(), network(size)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-6)
+    done = max((ckpt.step for ckpt in store.checkpoints()), default=0)
+    for step in range(1, plan.versions + 1):
+        draw = torch.Generator().manual_seed(step * size + rank)
+        inputs = torch.randn(8, COLUMNS, generator=draw)
+        net(inputs).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == done:
+            found: dict[str, DTensor] = emptied(weights(net))
+            store.load({"model": found}, f"default@{step}")
+            assert digest(found) == digest(weights(net))
+        elif step > done:
+            save(rank, store, plan, step, weights(net))
+
+
+def save(rank: int, store: Store, plan: Training, step: int, state: dict[str, DTensor]) -> None:
+    name = digest(state)
+    with killed_after(plan.after if step == plan.dies_at else None):
+        made = store.save({"model": state}, step=step, compress="auto")
+    if step == plan.dies_at:
+        die()
+    if rank:
+        return
+    if step > FULL_VERSIONS / 2 or step == plan.versions:
+        store.gc(keep_last=KEPT, min_age=0, wait=0)
+    blobs = sum(one.size for one in store.repository.storage.list("objects/") if one.key.endswith("safetensors"))
+    note = {"step": step, "digest": name, "written": made.stats.bytes_written, "blobs": blobs}
+    with (plan.folder / "diary").open("a") as diary:
+        diary.write(json.dumps(note) + "\n")
+
+
+def load(rank: int, size: int, plan: Training, steps: list[int]) -> list[dict[int, str]]:
+    """What any number of ranks read, each its rows, and then each its columns."""
+    store, mesh, read = plan.store(), line(size), list[dict[int, str]]()
+    for dim in (0, 1):
+        read.append({})
+        for step in steps:
+            empty = spread(emptied(model().bfloat16().state_dict()), mesh, [Shard(dim)])
+            store.load({"model": empty}, f"default@{step}")
+            read[dim][step] = digest(empty)
+    return read
+
+
+@contextmanager
+def collecting(plan: Training) -> Iterator[None]:
+    """Beside it, a gc after the other."""
+    store, over, failed = plan.store(), threading.Event(), list[Exception]()
+
+    def collect() -> None:
+        while not over.wait(1.0 if plan.options else 0.2):  # a process that talks to a bucket takes its time of others
+            try:
+                store.gc(keep_last=KEPT, min_age=0, wait=0)
+            except Exception as error:  # noqa: BLE001 - raised at the end
+                failed.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert not failed, failed
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training:
+    versions = FULL_VERSIONS if full else VERSIONS
+    if request.param == "folder":
+        return Training(str(tmp_path / "store"), tmp_path, versions)
+    server: Server = request.getfixturevalue("seaweed_server")
+    return Training(f"s3://{server.new_place()}/store", tmp_path, versions, server.options)
+
+
+def test_all_that_is_kept_is_what_was_trained_and_takes_little_room(
+    plan: Training, ranks: Pool, seed: int, full: bool
+) -> None:
+    draw = random.Random(seed)
+    with collecting(plan):
+        for at in sorted(draw.sample(range(2, plan.versions), 5 if full else 1)):
+            killed = ranks.outcomes(2, train, replace(plan, dies_at=at, after=draw.uniform(0.0, 0.1)))
+            assert all(outcome.died or "Failed" in outcome.text for outcome in killed)
+        ranks.run(2, train, plan)
+    diary, store = plan.diary(), plan.store()
+    kept = [ckpt.step for ckpt in store.checkpoints()]
+    assert kept == list(range(plan.versions - KEPT + 1, plan.versions + 1))
+    trained = {note["step"]: note["digest"] for note in diary if note["step"] in kept}
+    for size in (1, 3, 4) if full or not plan.options else (3,):
+        assert ranks.run(size, load, plan, kept) == [[trained, trained]] * size
+    assert not store.verify(decode=True).is_damaged
+    assert all(note["written"] < WHOLE / 4 for note in diary if note["step"] > 1), "no version is written whole again"
+    room = [note["blobs"] / WHOLE for note in diary if note["step"] > FULL_VERSIONS / 2] or [1.0]
+    assert max(room) <= 2.2
+    assert sum(room) / len(room) <= 1.6

@@ -1,0 +1,150 @@
+"""Coders of weights: ours, and those that others ship. Each makes fewer bytes of an array, alone or since another."""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from benchmarks.tasks.storing import Skipped
+from benchmarks.traces import Flat
+from casckpt.format.encodings import decode, encode
+
+
+class Coder(Protocol):
+    """One coder. ``by_cell``: it is given cells of 1 MiB; else whole tensors."""
+
+    by_cell: ClassVar[bool]
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """What is stored of an array; with a ``base``, of what changed since."""
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """The array again, in the place of its base, if it has one."""
+
+
+class Ours:
+    """The frames of casckpt, and the bytes themselves where a frame is not worth it."""
+
+    by_cell: ClassVar[bool] = True
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return encode(view(plain), plain.itemsize, None if base is None else view(base)) or plain.tobytes()
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """See `Coder`."""
+        if len(stored) == out.nbytes:
+            view(out)[:] = stored
+        else:
+            decode(memoryview(stored), view(out), view(out))
+
+
+class Zstd:
+    """zstd at level 1, of the bytes as they are or of their XOR with the base: what slime, miles and SGLang ship."""
+
+    by_cell: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._zstd: Any = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        bits = plain.view(np.uint8)
+        found: bytes = self._zstd.compress(bits if base is None else bits ^ base.view(np.uint8), level=1)
+        return found
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """See `Coder`."""
+        bits = self._zstd.decompress(stored)
+        if has_base:
+            np.bitwise_xor(out.view(np.uint8), np.frombuffer(bits, np.uint8), out=out.view(np.uint8))
+        else:
+            view(out)[:] = bits
+
+
+class ZipNN:
+    """ZipNN, which knows no base."""
+
+    by_cell: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._library: Any = _imported("zipnn", "zipnn")
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return bytes(self._coder(plain).compress(plain.tobytes()))
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """See `Coder`."""
+        view(out)[:] = self._coder(out).decompress(stored)
+
+    def _coder(self, like: Flat) -> Any:
+        dtype = "bfloat16" if like.itemsize == 2 else "float32"
+        return self._library.ZipNN(input_format="byte", bytearray_dtype=dtype, threads=1)
+
+
+class Dcp:
+    """The zstd extension of torch.distributed.checkpoint, which knows no base."""
+
+    by_cell: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        _imported("zstandard", "zstandard")
+        self._extension: Any = import_module("torch.distributed.checkpoint._extension").ZStandard()
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        out = io.BytesIO()
+        stream = self._extension.transform_to(out)
+        stream.write(plain.tobytes())
+        stream.flush()
+        return out.getvalue()
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """See `Coder`."""
+        view(out)[:] = self._extension.transform_from(io.BytesIO(stored)).read(out.nbytes)
+
+
+class Raw:
+    """The bytes as they are."""
+
+    by_cell: ClassVar[bool] = True
+
+    def encode(self, plain: Flat, base: Flat | None) -> bytes:
+        """See `Coder`."""
+        return plain.tobytes()
+
+    def decode(self, stored: bytes, out: Flat, *, has_base: bool) -> None:
+        """See `Coder`."""
+        view(out)[:] = stored
+
+
+CODERS: dict[str, type[Coder]] = {"casckpt": Ours, "zstd-1": Zstd, "zipnn": ZipNN, "dcp": Dcp, "raw": Raw}
+
+
+def coder(name: str) -> Coder:
+    """The coder of a name. Raises `Skipped` where its library is not installed."""
+    return CODERS[name]()
+
+
+def view(array: Flat) -> memoryview:
+    """The bytes of an array."""
+    return array.view(np.uint8).data
+
+
+def touched(like: Flat) -> Flat:
+    """Memory for such an array, of which no page is touched for the first time later."""
+    made: Flat = like.copy()
+    made.fill(1)
+    return made
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise Skipped(f"not installed (pip install {package}): {error}") from error

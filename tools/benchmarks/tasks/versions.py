@@ -1,0 +1,146 @@
+"""Versions of a trace, each since the one that casckpt chooses: what a store would hold, without a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.measure import Clock, Measured
+from benchmarks.tasks.coders import Ours, touched, view
+from benchmarks.tasks.deltas import coded, compare, trace_of
+from benchmarks.traces import Flat, Tensor, cut
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import form_of, needs_base, undo
+from casckpt.plan.bases import choose_base
+
+if TYPE_CHECKING:
+    from benchmarks.worker import Here
+
+_KEPT = 8  # versions, by the policy of a gc whose rest is counted
+_LOADED = 4  # one version in so many is loaded
+_OURS = Ours()
+
+
+def follow(here: Here, *, folder: str, name: str, saves: int) -> Measured:
+    """The first versions of the matrices, each with the base that `choose_base` names.
+
+    Extra: "kept worst", "kept mean": what the last 8 versions need, in copies, from the middle of ``saves`` on; "load
+    worst", "load mean": CPU-seconds for each GB of a verified load; "later": a save behind ``saves``, in copies.
+    """
+    trace, saving = trace_of(here, folder, name), Clock()
+    rows = [_Row(tensor, 2) for tensor in trace.index.tensors if tensor.matrix]
+    loads, kept = list[float](), list[int]()
+    for number, (_, weights) in enumerate(trace.versions()):
+        for row in rows:
+            row.save(weights, saving if number < saves else Clock())
+        kept.append(_kept(rows, number))
+        if number % _LOADED == _LOADED - 1 and number >= saves // 2:
+            loads.append(_load(rows))
+    copy, late = sum(row.nbytes for row in rows), kept[saves // 2 :]
+    each = [sum(row.versions[number].nbytes for row in rows) for number in range(len(kept))]
+    extra: dict[str, float] = {
+        "kept worst": max(late) / copy,
+        "kept mean": sum(late) / len(late) / copy,
+        "load worst": max(loads),
+        "load mean": sum(loads) / len(loads),
+        "later": sum(each[saves:]) / copy / max(1, len(each) - saves),
+        "links": max(row.links() for row in rows),
+    }
+    measured = Measured(stored=sum(each[:saves]), extra=extra)
+    return coded(saving, measured, copy * min(saves, len(each)))
+
+
+@dataclass(frozen=True)
+class _Version:
+    """What is stored of one version of a row: a frame for each cell; ``base``: the number of another version."""
+
+    base: int | None
+    frames: list[bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.frames))
+
+
+class _Row:
+    """The cells of a tensor, saved version by version as a store does it, and loaded."""
+
+    def __init__(self, tensor: Tensor, itemsize: int) -> None:
+        self._place, self._cells = f"{tensor.name} 0", cut(tensor, itemsize)
+        self.nbytes = (tensor.stop - tensor.start) * itemsize
+        self._last: list[Flat] = []
+        self.versions: list[_Version] = []
+
+    def links(self) -> int:
+        """The most that a version has."""
+        return max(len(self.chain(number)) for number in range(len(self.versions))) - 1
+
+    def chain(self, number: int) -> list[int]:
+        """The versions that this one is made of: itself, its base, ..., the key."""
+        found, base = [number], self.versions[number].base
+        while base is not None:
+            found.append(base)
+            base = self.versions[base].base
+        return found
+
+    def save(self, weights: Flat, clock: Clock) -> None:
+        """One version more: encoded, decoded again, and compared."""
+        plain = [weights[cell] for cell in self._cells]
+        self._last = self._last or [touched(one) for one in plain]
+        with clock:
+            base = self._step_back() if self.versions else None
+            frames = [_OURS.encode(*pair) for pair in zip(plain, self._last, strict=True)] if base is not None else []
+            if not frames or not all(map(_is_delta, frames, plain)):
+                base, frames = None, [_OURS.encode(one, None) for one in plain]
+            self.versions.append(_Version(base, frames))
+            for frame, cell, one in zip(frames, self._last, plain, strict=True):
+                _OURS.decode(frame, cell, has_base=base is not None)
+                compare(cell, one)
+
+    def _step_back(self) -> int | None:
+        """Make the base of the next version of the last one: its number, or None for a new key."""
+        chain = self.chain(len(self.versions) - 1)
+        left = choose_base([self.versions[number].nbytes for number in chain[:-1]], self.nbytes, self._place)
+        for number in chain[: left or 0]:
+            for frame, cell in zip(self.versions[number].frames, self._last, strict=True):
+                undo(memoryview(frame), view(cell))
+        return None if left is None else chain[left]
+
+    def load(self, out: list[Flat]) -> None:
+        """The newest version, in place, with the digests that a load computes."""
+        for number in reversed(self.chain(len(self.versions) - 1)):
+            for frame, cell in zip(self.versions[number].frames, out, strict=True):
+                _OURS.decode(frame, cell, has_base=True)
+        for cell in out:
+            cell_digest(view(cell))
+
+    def check(self, cells: list[Flat]) -> None:
+        """Raise WrongBytes for cells that are not those of the newest version."""
+        for pair in zip(cells, self._last, strict=True):
+            compare(*pair)
+
+    def memory(self) -> list[Flat]:
+        """Where a version can be loaded to."""
+        return [touched(one) for one in self._last]
+
+
+def _is_delta(frame: bytes, plain: Flat) -> bool:
+    return len(frame) < plain.nbytes and needs_base(form_of(memoryview(frame)))
+
+
+def _load(rows: list[_Row]) -> float:
+    """CPU-seconds for each GB of a load of the newest version."""
+    out, clock = [row.memory() for row in rows], Clock()
+    with clock:
+        for row, cells in zip(rows, out, strict=True):
+            row.load(cells)
+    for row, cells in zip(rows, out, strict=True):
+        row.check(cells)
+    return clock.cpu / sum(row.nbytes for row in rows) * 1e9
+
+
+def _kept(rows: list[_Row], newest: int) -> int:
+    """Bytes that the last versions need."""
+    last = range(max(0, newest + 1 - _KEPT), newest + 1)
+    needed = {(row, one) for row in rows for number in last for one in row.chain(number)}
+    return sum(row.versions[one].nbytes for row, one in needed)
