@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
-    from casckpt.checkpoint.loading.load_plan import LoadArguments, ReadArguments
+    from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
 
@@ -177,12 +177,38 @@ class Store:
         all before anything changes. Damaged (naming key, blob and checkpoints) or StorageError during the read, after
         which the contents of ``state`` are undefined.
         """
-        from casckpt.checkpoint.loading.load import load_together
         from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
-        from casckpt.checkpoint.ranks import open_ranks
 
         check_keywords("Store.load", options, LoadArguments)
-        given = LoadOptions(**options)
+        return self._load(state, ref, LoadOptions(**options))
+
+    def update(
+        self, state: Any, ref: str | Checkpoint, *, held: Checkpoint | None, **options: Unpack[UpdateArguments]
+    ) -> Checkpoint:
+        """Load into ``state``, which holds the checkpoint ``held`` from a `load` or `update`, and read what differs.
+
+        A cell that is equal in both is left as it is. One that changed is made of what is there, by the frames that
+        lead from one version to the other, forward or back, where these are less than the cell with its bases; else it
+        is read. It is compared with its digest, and read whole where that does not fit. So is what cannot be compared:
+        of tensors that ``cast`` converts, or of which ``state`` holds a part of a cell only. What came of the load of
+        ``held`` must still be there. ``check``: hash that, too, and read what does not fit; then it may be anything.
+        ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its own.
+
+        The other arguments, what is done for leaves that are no tensors, what is returned, and the errors are those of
+        `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
+        and a load of all of it, or an update with ``check``, mends it.
+        """
+        from casckpt.checkpoint.loading.load_plan import LoadOptions, UpdateArguments
+
+        check_keywords("Store.update", options, UpdateArguments)
+        if held is not None and not isinstance(held, Checkpoint):
+            raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
+        return self._load(state, ref, LoadOptions(held=held, **options))
+
+    def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
+        from casckpt.checkpoint.loading.load import load_together
+        from casckpt.checkpoint.ranks import open_ranks
+
         ranks = open_ranks(given.process_group, no_dist=given.no_dist)
         with ExitStack() as held:
             resolve = partial(self._resolve_held, ref, held) if given.lease else partial(self._resolve_to_load, ref)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from casckpt.errors import InvalidInput
-from casckpt.format.regions import Box, Region, flat_boxes, full_box
+from casckpt.format.regions import Box, Region, flat_boxes, full_box, intersect
 from casckpt.lazy import cached_property
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
@@ -173,6 +173,13 @@ class Destination:
         """View the bytes of elements [lo, hi) of the local data in place; None if they must be copied in."""
         return None if self._bytes is None else self._bytes[lo * self.itemsize : hi * self.itemsize]
 
+    def holds(self, region: Region) -> bool:
+        """Whether all of a region is here, as it is stored: it can be copied out."""
+        if self._data.dtype != self._stored:
+            return False
+        here = region.box == self.region.box and self.region.lo <= region.lo and region.hi <= self.region.hi
+        return here or sum(one.numel for one in intersect(region, self.region)) == region.numel
+
     @property
     def written(self) -> Sequence[torch.Tensor]:
         """The tensors that a write to it changes; see `note_writes`."""
@@ -181,6 +188,10 @@ class Destination:
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
         self._target.copy_in(region, buffer)
+
+    def copy_out(self, region: Region, buffer: memoryview) -> None:
+        """Copy the elements of ``region``, which is here, into ``buffer``."""
+        self._target.copy_out(region, buffer)
 
     @cached_property
     def _target(self) -> _Arrays | _Tensors:
@@ -205,6 +216,14 @@ class _Tensors:
             for target, source in _pairs(region, elements, self._targets):
                 target.copy_(source)
 
+    def copy_out(self, region: Region, buffer: memoryview) -> None:
+        raw = torch.frombuffer(buffer, dtype=torch.uint8)
+        aligned = raw if _is_aligned(raw, self._stored) else torch.empty_like(raw)
+        for source, target in _pairs(region, aligned.view(self._stored), self._targets):
+            target.copy_(source)
+        if aligned is not raw:
+            raw.copy_(aligned)
+
 
 class _Arrays:
     """Where elements go that are bits for the processor, whose thread copies them; see `host_array`."""
@@ -215,6 +234,10 @@ class _Arrays:
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         for target, source in _pairs(region, np.frombuffer(buffer, self._stored), self._targets):
+            np.copyto(target, source)
+
+    def copy_out(self, region: Region, buffer: memoryview) -> None:
+        for source, target in _pairs(region, np.frombuffer(buffer, self._stored), self._targets):
             np.copyto(target, source)
 
 

@@ -427,6 +427,15 @@ def test_watch_refuses_what_makes_no_sense(saved: Path, tmp_path: Path, run: Run
     run("watch", saved, status=2)
 
 
+def test_follow_keeps_a_folder_at_the_newest(saved: Path, store: casckpt.Store, tmp_path: Path, run: Run) -> None:
+    into = ["follow", saved, "a", "--to", tmp_path / "to", "--once"]
+    row = json.loads(run(*into, "--json").stdout)
+    assert (row["id"], row["status"]) == (store.get("a@3").id, None)
+    assert Path(row["folder"]) == (tmp_path / "to" / "current").resolve()
+    assert run(*into).stdout == ""
+    run("follow", saved, "a", "--to", saved, "--once", status=1)
+
+
 def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) -> None:
     as_json("tag", saved, "best", "a@2")
     assert as_json("forget", saved, "a@1..3", status=5)["error"]["kind"] == "conflict"

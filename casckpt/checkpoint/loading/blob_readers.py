@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import TypeVar
 
 from casckpt.errors import NotFound, StorageError
 from casckpt.format.keys import blob_key
-from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.reads import Batch
 from casckpt.repository.fetching import Spoilt
@@ -82,13 +81,19 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load. ``shared``: others here read the same; ``stays``: there is memory for what is read.
+    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: there is memory.
 
     Of a blob that is read for the lesser part nothing is kept: to skip what is between costs the page cache more.
     """
 
     def __init__(
-        self, repo: Repository, manifest: Manifest, batches: Sequence[Batch[T]], *, shared: bool, stays: bool
+        self,
+        repo: Repository,
+        blob_at: Callable[[int], BlobRef],
+        batches: Sequence[Batch[T]],
+        *,
+        shared: bool,
+        stays: bool,
     ) -> None:
         wanted: Counter[int] = Counter()
         for batch in batches:
@@ -96,7 +101,7 @@ class BlobReaders:
         fills = bool(wanted) and repo.fills_cache
         self._slots: dict[int, BlobReader] = {}
         for blob, nbytes in wanted.items():
-            ref = manifest.blob(blob)
+            ref = blob_at(blob)
             most = 2 * nbytes >= ref.size
             self._slots[blob] = BlobReader(repo, ref, shared=shared or (stays and most), keep=fills and most)
         for batch in batches:

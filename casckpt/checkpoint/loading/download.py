@@ -45,11 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class StreamRequest(NamedTuple):
-    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand."""
+    """One entry of the manifest (by its number) and one sink for it. ``table``: its extents, if they are at hand.
+
+    ``is_new``: there is nothing in the sink yet.
+    """
 
     entry: int
     sink: Destination
     table: ExtentTable | None = None
+    is_new: bool = False
 
 
 @dataclass
@@ -64,9 +68,12 @@ class Download:
     ranks: int = 1
     ranks_here: int = 1
 
-    def run(self, wants: Sequence[StreamRequest]) -> None:
-        """Fill all sinks. Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit."""
-        self._run(wants, frozenset(), frozenset())
+    def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
+        """Fill all sinks, but for what is ``done``.
+
+        Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit.
+        """
+        self._run(wants, done, frozenset())
 
     def _run(self, wants: Sequence[StreamRequest], done: Set[Part], tried: Set[str]) -> None:
         """``done``: what sinks have already, from manifests with the heads ``tried``."""
@@ -105,12 +112,13 @@ class Download:
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        slots = BlobReaders(self.repo, self.manifest, reads.every, shared=shared, stays=self._stays_in_memory(total))
+        stays, blob_at = self._stays_in_memory(total), self.manifest.blob
+        slots = BlobReaders(self.repo, blob_at, reads.every, shared=shared, stays=stays)
         lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
         transfer = Transfer(
-            self.repo, self.manifest, slots, scratches, self._turns, self.progress, finished, self.verify
+            self.repo, self.manifest, slots, scratches, self.turns, self.progress, finished, self.verify
         )  # fmt: skip
         try:
             with collecting_later() if threads == 1 else nullcontext():
@@ -143,7 +151,7 @@ class Download:
         return (most <= _ALWAYS or most <= headroom()) if wanted is None else wanted
 
     @cached_property
-    def _turns(self) -> BoundedSemaphore:
+    def turns(self) -> BoundedSemaphore:
         """What a thread holds while it works for a core, and not while it waits for a disk."""
         return BoundedSemaphore(min(self.threads, usable_cores(self.ranks_here)))
 
@@ -161,7 +169,7 @@ class Download:
         """One item for each distinct range of bytes that is not ``done``."""
         items: dict[Hashable, Item] = {}
         entries = self.manifest.entries
-        for number, sink, given in wants:
+        for number, sink, given, _ in wants:
             entry = entries[number]
             table = self.manifest.extents(entry) if given is None else given
             region = normalise(sink.region, entry.shape)

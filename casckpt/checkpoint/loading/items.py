@@ -11,7 +11,7 @@ from casckpt.format.regions import Box, Region
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import Batch, Unit, affordable_gap, plan_batches
 from casckpt.storage.base import BLOCK, Traits
-from casckpt.tensors.memory import Destination
+from casckpt.tensors.memory import Destination, copy_bytes
 
 _FRAME_BYTES = 8 << 20  # of a lot: so many at most are held, for each thread that is at another lot
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
@@ -26,6 +26,13 @@ class Taker(NamedTuple):
     sink: Destination
     unit: Unit
     place: memoryview | None
+
+    def take(self, data: memoryview) -> None:
+        """Copy the unit's bytes to where they belong."""
+        if self.place is None:
+            self.sink.copy_in(self.unit.region, data)
+        else:
+            copy_bytes(self.place, data)
 
 
 class Item(NamedTuple):

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_
 import torch
 
 from casckpt.checkpoint.arguments import Rename, usable_patterns
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.contents import Contents, lacking
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.tied import Tied
+from casckpt.checkpoint.loading.update import update
 from casckpt.errors import Damaged, InvalidInput, Mismatch, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.regions import whole
@@ -59,17 +61,32 @@ class RankArguments(ReadArguments, total=False):
     no_dist: bool
 
 
-class LoadArguments(RankArguments, MatchArguments, total=False):
-    """The keyword arguments of `Store.load`, which describes them."""
+class FillArguments(MatchArguments, total=False):
+    """Those of `Store.load` that `Store.update` has too, and not `Store.read`."""
 
     unread: Unread
     cast: bool
     lease: bool
 
 
+class LoadArguments(RankArguments, FillArguments, total=False):
+    """The keyword arguments of `Store.load`, which describes them."""
+
+
+class UpdateArguments(FillArguments, total=False):
+    """The keyword arguments of `Store.update`, which describes them."""
+
+    check: bool
+    allow_pickle: bool
+    process_group: ProcessGroup | None
+    no_dist: bool
+    threads: int | None
+    progress: Shown | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What a load was asked for: `LoadArguments`, with their defaults. A keyword of no such name is a TypeError.
+    """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
 
     ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by what reads.
     """
@@ -80,6 +97,8 @@ class LoadOptions:
     rename: Rename = None
     cast: bool = False
     lease: bool = False
+    held: Checkpoint | None = None
+    check: bool = False
     verify: bool = True
     allow_pickle: bool = False
     process_group: ProcessGroup | None = None
@@ -188,13 +207,20 @@ class LoadPlan:
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
                 self._tied.add(key, data, entry.dtype, table, region)
-                self._want(number, table, piece, entry.dtype, part_of)
+                self._want(number, table, piece, entry.dtype, part_of=part_of)
 
     def _want(
-        self, number: int, table: ExtentTable, piece: Piece, stored: str, part_of: torch.Tensor | None = None
+        self,
+        number: int,
+        table: ExtentTable,
+        piece: Piece,
+        stored: str,
+        *,
+        part_of: torch.Tensor | None = None,
+        is_new: bool = False,
     ) -> None:
         destination = Destination(*piece, torch_dtype(stored), part_of)
-        self._wants.append(StreamRequest(number, destination, table))
+        self._wants.append(StreamRequest(number, destination, table, is_new))
 
     def new_tensor(self, number: int, entry: StreamEntry, device: torch.device) -> torch.Tensor:
         """A tensor for the whole of an entry, to be filled by `run`. Raises Damaged if the extents have holes."""
@@ -203,7 +229,7 @@ class LoadPlan:
             raise Damaged(f"the checkpoint holds {entry.key!r} ({entry.nbytes} bytes) only in part", key=entry.key)
         data = new_empty(entry, device)
         if entry.numel:
-            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype)
+            self._want(number, table, Piece(whole(entry.shape), data), entry.dtype, is_new=True)
         return data
 
     def _add_object(self, key: str, one: StoredObject) -> None:
@@ -227,7 +253,11 @@ class LoadPlan:
 
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
-        self.download(repo).run(self.wants())
+        download, options = self.download(repo), self.options
+        if options.held is None:
+            download.run(self.wants())
+        else:
+            update(download, self.wants(), options.held, options.rank, check=options.check)
         return self._built()
 
     def wants(self) -> list[StreamRequest]:

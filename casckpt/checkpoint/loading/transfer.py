@@ -144,7 +144,8 @@ class Transfer:
                 data = into
             elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:
                 raise _WrongCell(item)
-            _deliver(item, data, in_place=in_place)
+            for taker in item.takers[1 if in_place else 0 :]:
+                taker.take(data)
 
     def _decode(self, item: Item, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
         """Decode the cell of an item; what comes out wrong, again, link by link. Raises Lost, StorageError."""
@@ -158,14 +159,6 @@ class Transfer:
         if self.verify and cell_digest(into) != cell.digest:
             why = f"its bytes {cell.offset} to {cell.offset + cell.stored} seem wrong" + _SECOND_LOOK.format(item.key)
             raise Lost(self.manifest.blob(cell.blob), item.key, why)
-
-
-def _deliver(item: Item, data: memoryview, *, in_place: bool) -> None:
-    for taker in item.takers[1 if in_place else 0 :]:
-        if taker.place is None:
-            taker.sink.copy_in(taker.unit.region, data)
-        else:
-            copy_bytes(taker.place, data)
 
 
 _SECOND_LOOK = ", but at a second look they are: does something else write where {!r} is loaded to?"

@@ -1,17 +1,18 @@
-"""``casckpt watch``."""
+"""``casckpt watch``, and ``casckpt follow``, which keeps a folder at what comes."""
 
 from __future__ import annotations
 
 import json
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import click
 
 from casckpt.cli.completion import REF, RUN
-from casckpt.cli.describe import summary
+from casckpt.cli.describe import brief, summary
 from casckpt.cli.session import Session, finite, store_command
-from casckpt.cli.text import moment, name, say
+from casckpt.cli.text import moment, name, printable, say
 from casckpt.cli.types import DURATION
 
 
@@ -37,3 +38,31 @@ def command(
 
 def _line(row: dict[str, Any]) -> str:
     return f"{moment(row['created_at'])}  {name(row)}{'  late' if row['late'] else ''}"
+
+
+@store_command("follow")
+@click.argument("run", type=RUN)
+@click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder.")
+@click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
+@click.option("--exec", "command", metavar="CMD", help="Call this, by a shell, after each switch.")
+@click.option("--once", is_flag=True, help="End once the newest that is there is current.")
+@click.option("--keep", type=click.IntRange(min=0), default=1, show_default=True, help="Older generations that stay.")
+@click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
+def follow(
+    session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
+) -> int | None:  # fmt: skip
+    """Keep a folder at the newest version of a run.
+
+    For from_pretrained, and for engines that map files: current in it leads to a folder as export makes it. Each
+    version is a new one, to which current leads from one instant on; no byte of a file that was ever current changes.
+    CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may come twice with the same id.
+    Once it has returned 0, older generations go, but for --keep of them. With --once the status is 1 if CMD failed.
+    """
+    from casckpt.frontends.follow import Follower
+
+    status = 0
+    for made in Follower(session.store, run, folder, **options).follow(once=once, poll=poll):  # type: ignore[arg-type]
+        status = 1 if made.status else 0
+        row = brief(made.checkpoint) | {"folder": str(made.folder), "status": made.status}
+        say(json.dumps(row) if session.as_json else f"{name(row)}  {printable(row['folder'])}")
+    return status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,56 +34,11 @@ from tests.support.repositories import meanwhile, memory
 from tests.support.rewrites import move
 from tests.support.saves import CELL, content, counted, flip, overwrite, same_state, small, small_folder
 from tests.support.servers import Server
-from tests.support.tensors import NAMES, bytes_of, raw, same
+from tests.support.tensors import NAMES, same
 from tests.support.told import Told
+from tests.support.versions import STEPS, changed, saved, smooth, states, versions
 
-STEPS = 4
 SLICED = ("bool", "uint8", "bfloat16", "float32", "float64", "complex64", "complex128")
-
-
-def made_of(data: bytearray, like: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape)
-
-
-def changed(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    """One bit of a few of its bytes is another one."""
-    data, draw = bytearray(bytes_of(tensor)), random.Random(seed)
-    for _ in range(1 + len(data) // 500):
-        data[draw.randrange(len(data))] ^= 1
-    return made_of(data, tensor)
-
-
-def versions(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    found = [tensor]
-    for step in range(1, count):
-        found.append(changed(found[-1], step))
-    return found
-
-
-def smooth(shape: tuple[int, ...], name: str = "int32") -> torch.Tensor:
-    """What planes make smaller."""
-    data = raw(name, shape, 1)
-    return made_of(bytearray(byte & 15 for byte in bytes_of(data)), data)
-
-
-def states(count: int = STEPS) -> list[dict[str, Any]]:
-    """Versions of several tensors: two of them equal, one that stays, one of no whole cells, a buffer of an object."""
-    w, odd = (versions(smooth((rows, 256)), count) for rows in (90, 41))
-    same = versions(smooth((64, 64)), 1)[0]
-    return [
-        {"m": {"w": w[n], "tied": w[n].clone(), "odd": odd[n]}, "same": same, "o": bytes(9000 + n), "n": n}
-        for n in range(count)
-    ]
-
-
-def saved(store: Store, found: list[dict[str, Any]], *, planes: bool = False) -> Store:
-    """A store with these, each told from the one before. ``planes``: the first is told from nothing."""
-    for step, state in enumerate(found):
-        store.save(state, step=step)
-    if planes:
-        code(store, "default@0")
-    chain(store, [f"default@{step}" for step in range(len(found))])
-    return store
 
 
 def reopened(store: Store) -> Store:

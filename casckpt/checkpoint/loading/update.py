@@ -1,0 +1,228 @@
+"""An update: a load into memory that holds another version, of which only what differs is read.
+
+What is equal in both manifests is left; what changed is made of what is there, by frames, where that reads less. Each
+cell that was touched is hashed, and what is not right then is loaded like any other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.loading.blob_readers import BlobReaders
+from casckpt.checkpoint.loading.contents import Contents
+from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.items import Part, Taker, part, place, place_of
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import decode, undo
+from casckpt.format.encodings.scratch import scratch
+from casckpt.format.extents import ExtentTable, StoredCell
+from casckpt.format.manifest import Manifest
+from casckpt.format.regions import normalise
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import StreamEntry
+from casckpt.parallel import run_all, useful_threads
+from casckpt.plan.lots import lots
+from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
+from casckpt.plan.routes import Route, find_route
+from casckpt.repository import manifests
+from casckpt.storage.base import ShortObject
+from casckpt.tensors.memory import Destination, note_writes
+
+_LOT_BYTES = 8 << 20  # of frames that are read before the first of them is used, for each thread
+_LEAST_BYTES = 256 << 10
+_WORK = 16  # bytes of a cell that are hashed and decoded for the price of one that is read
+_SPARE_SHARE = 25  # 1/25 of what is wanted may be read in vain, to have fewer requests
+
+_UNKNOWN = (Conflict, Damaged, MissingKey, Refused, NotFound)
+"""What is raised of a manifest that is gone, thinned, or of no use."""
+
+log = logging.getLogger(__name__)
+
+Range: TypeAlias = tuple[int, int, int]
+"""A blob by its number, an offset in it, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One cell that is made of what is held, and all who want it: they hold the same. ``frames``: whether to undo."""
+
+    cell: StoredCell
+    frames: Sequence[tuple[Range, bool]]
+    takers: list[Taker]
+
+    @property
+    def work(self) -> int:
+        """What it costs, in bytes that are read."""
+        return sum(place[2] for place, _ in self.frames) + self.cell.nbytes // _WORK
+
+
+Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
+"""Steps, and the reads of their frames."""
+
+
+def update(download: Download, wants: Sequence[StreamRequest], held: Checkpoint, rank: int, *, check: bool) -> None:
+    """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does."""
+    contents = _contents(held, rank, {download.manifest.entries[want.entry].key for want in wants if not want.is_new})
+    try:
+        if contents is None:
+            download.run(wants)
+            return
+        work = _Update(download, contents, check)
+        left = work.run(wants)
+        download.run(left, work.done)
+    except CasckptError as error:
+        more = "What was updated is undefined now, and a load of all of it, or an update with check=True, mends it"
+        raise type(error)(f"{error}. {more}", **error.__dict__) from error
+
+
+def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
+    """What is held, of these keys; None where nothing is known of it any more."""
+
+    def read(_: object, manifest: Manifest) -> Contents:
+        contents = Contents(manifest, rank)
+        contents.ready(keys)
+        return contents
+
+    try:
+        return manifests.use(held.repo, held.commit, read)
+    except _UNKNOWN as error:
+        log.info("all is read, for what is held cannot be compared: %s", error)
+        return None
+
+
+@dataclass
+class _Update:
+    """``done``: parts of sinks that are right."""
+
+    download: Download
+    held: Contents
+    check: bool
+    done: set[Part] = field(default_factory=set)
+
+    def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
+        """Do what can be done with what is held; the requests of which something may not be ``done``."""
+        steps, left = dict[Hashable, Step](), list[StreamRequest]()
+        note_writes(tensor for want in wants for tensor in want.sink.written)
+        for want in wants:
+            entry = self.download.manifest.entries[want.entry]
+            table = self.download.manifest.extents(entry) if want.table is None else want.table
+            before = None if want.is_new else self._held_table(entry)
+            if before is not None and not self.check and _are_equal(before, table):
+                continue
+            left.append(want)
+            if before is not None:
+                self._compare(steps, want.sink, before, table)
+        self._take(list(steps.values()))
+        return left
+
+    def _held_table(self, entry: StreamEntry) -> ExtentTable | None:
+        """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
+        found = self.held.tensor(entry.key)
+        if found is None or (found[1].kind, found[1].shape, found[1].dtype) != (entry.kind, entry.shape, entry.dtype):
+            return None
+        try:
+            return self.held.manifest.extents(found[1])
+        except _UNKNOWN:
+            return None
+
+    def _compare(self, steps: dict[Hashable, Step], sink: Destination, before: ExtentTable, table: ExtentTable) -> None:
+        """Plan a step for each cell that differs, or is to be looked at, if there is a way to it."""
+        region = normalise(sink.region, table.shape)
+        known = {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
+        for cell in plan_units(table, region, verify=True):
+            old = known.get(cell[3:6])
+            if old is None or not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
+                continue
+            if old.digest == cell.digest and not self.check:
+                self.done.add(part(sink, cell))
+                continue
+            route = find_route(old, cell) if sink.holds(cell.region) else None
+            if route is not None:
+                step = steps.setdefault((old.digest, place_of(cell)), Step(cell, self._frames(route), []))
+                step.takers.append(Taker(sink, cell, place(sink, region, cell)))
+
+    def _frames(self, route: Route) -> list[tuple[Range, bool]]:
+        """What is read for a route. The blobs of what is held are counted behind those of what is wanted."""
+        behind = len(self.download.manifest.blob_sizes)
+        undone = [((behind + cell.blob, cell.offset, cell.stored), True) for cell in route.undone]
+        return undone + [((cell.blob, cell.offset, cell.stored), False) for cell in route.decoded]
+
+    def _blob(self, number: int) -> BlobRef:
+        behind = len(self.download.manifest.blob_sizes)
+        return self.held.manifest.blob(number - behind) if number >= behind else self.download.manifest.blob(number)
+
+    def _take(self, steps: Sequence[Step]) -> None:
+        """Do all steps, in parallel."""
+        download, plain = self.download, sum(step.cell.nbytes for step in steps)
+        traits = download.repo.storage.traits
+        threads = traits.parallel if traits.remote else useful_threads(download.threads, plain, len(steps))
+        most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(step.work for step in steps) // (2 * threads)))
+        in_order = sorted(steps, key=lambda step: step.frames[-1][0] if step.frames else (-1, 0, 0))
+        planned = [(lot, self._batches(lot)) for lot in lots(in_order, lambda step: step.work, most)]
+        batches = [batch for _, batches in planned for batch in batches]
+        download.progress.expect(plain)
+        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=False)
+        try:
+            run_all(partial(self._run, slots), planned, threads)
+        finally:
+            slots.close()
+
+    def _batches(self, steps: Iterable[Step]) -> list[Batch[None]]:
+        ranges = {where for step in steps for where, _ in step.frames}
+        spare = sum(nbytes for _, _, nbytes in ranges) // _SPARE_SHARE
+        gap = affordable_gap(ranges, most=self.download.repo.storage.traits.read_gap, spare=spare)
+        return plan_batches(((*where, None) for where in ranges), gap=gap, most=_LOT_BYTES)
+
+    def _run(self, slots: BlobReaders, lot: Lot) -> None:
+        steps, batches = lot
+        frames = {where: data for batch in batches for where, data in _read(slots, batch)}
+        with self.download.turns:
+            for step in steps:
+                if _is_made(step, frames):
+                    self.done.update(part(taker.sink, taker.unit) for taker in step.takers)
+        self.download.progress(sum(step.cell.nbytes for step in steps))
+
+
+def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:
+    """Have two tables the same cells, wherever they lie? Where they are in other extents, the answer is no."""
+    mine, theirs = ([(at.box, at.lo, at.hi, at.digests) for at in table.extents] for table in (one, other))
+    return one.cell == other.cell and one.boxes == other.boxes and mine == theirs
+
+
+def _read(slots: BlobReaders, batch: Batch[None]) -> Iterator[tuple[Range, memoryview]]:
+    """The frames of a batch; none if it cannot be read."""
+    data = np.empty(batch.nbytes, np.uint8).data
+    try:
+        with slots.use(batch.blob) as slot:
+            slot.reader().read_into(batch.offset, [data])
+    except (NotFound, ShortObject, StorageError) as error:
+        log.info("what differs is read whole where frames cannot be read: %s", error)
+        return
+    for at, nbytes, _ in batch.items:
+        yield (batch.blob, at, nbytes), data[at - batch.offset :][:nbytes]
+
+
+def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
+    """Make a cell of what is held, and compare it. If that fails, what it was made of may be spoilt."""
+    first, *others = step.takers
+    plain = scratch("updated", step.cell.nbytes).data if first.place is None else first.place
+    if first.place is None:
+        first.sink.copy_out(first.unit.region, plain)
+    try:
+        for where, is_undone in step.frames:
+            undo(frames[where], plain) if is_undone else decode(frames[where], plain, plain)
+    except (KeyError, InvalidInput):  # it was not read, or is none
+        return False
+    if cell_digest(plain) != step.cell.digest:
+        return False
+    for taker in step.takers if first.place is None and step.frames else others:
+        taker.take(plain)
+    return True

@@ -1,0 +1,179 @@
+"""Following a run with a folder: always one whole version under one name, for engines that map its files.
+
+::
+
+    current                  a symbolic link to the newest generation, replaced in one instant
+    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, in which nothing ever changes
+    .told                    a link to the generation of which the command was told, and returned 0
+
+A process that dies leaves a temporary folder, or a generation without a link, which the next one removes; and a command
+that may not have been called, or not have ended, which the next one calls again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.frontends.exporting import export
+from casckpt.frontends.new_files import sync_folder
+from casckpt.plan.durations import Duration
+from casckpt.store.store import Store
+
+CURRENT = "current"
+_TOLD = ".told"
+_GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
+_LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
+
+log = logging.getLogger("casckpt")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One generation that became current. ``status``: of the command; None without one."""
+
+    checkpoint: Checkpoint
+    folder: Path
+    status: int | None
+
+
+@dataclass(frozen=True)
+class Follower:
+    """Keeps ``folder`` at the newest version of a run.
+
+    ``keys``: fnmatch patterns of the tensors that are written. ``command``: for a shell, called after each switch, with
+    CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; a kill may make it come twice, with the same id. ``keep``:
+    generations that stay beside the current one; those before go once the command has returned 0.
+    """
+
+    store: Store
+    run: str
+    folder: Path
+    keys: Sequence[str] = ()
+    command: str | None = None
+    keep: int = 1
+
+    def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
+        """Iterate over the switches as they are made, for ever; ``once``: until the newest that is there is current.
+
+        Raises Conflict where another process follows with this folder, InvalidInput where something else is in it;
+        what a watch and an export raise.
+        """
+        with _alone(self.folder):
+            self._tidy()
+            held = self._at(CURRENT)
+            if held is not None and held != self._at(_TOLD):
+                self._tell(held)
+            after = "start" if held is None else _id_of(held)
+            for new in self.store.watch(
+                self.run, after=after, latest_only=True, timeout=0 if once else None, poll=poll
+            ):
+                made = self._switch(new.checkpoint)
+                if made is not None:
+                    yield made
+
+    def _switch(self, checkpoint: Checkpoint) -> Switch | None:
+        """Make a generation, and let it be current; None for a checkpoint that is gone by now."""
+        numbers = [int(one.name.split("-")[0]) for one in self._generations()]
+        folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
+        try:
+            with self.store.lease(checkpoint) as held:
+                export(self.store, held, folder, keys=list(self.keys) or None)
+        except (NotFound, Conflict) as error:
+            log.info("%s is left out: %s", checkpoint, error)
+            return None
+        self._link(CURRENT, folder)
+        return Switch(checkpoint, folder, self._tell(folder))
+
+    def _tell(self, folder: Path) -> int | None:
+        """Call the command for what is current; where it returned 0 older generations go."""
+        status = None if self.command is None else self._call(self.command, folder)
+        if status:
+            log.warning("the command returned %d for %s; older generations stay until one returns 0", status, folder)
+            return status
+        self._link(_TOLD, folder)
+        self._tidy()
+        return status
+
+    def _call(self, command: str, folder: Path) -> int:
+        step = folder.name.split("-")[1]
+        said = {"FOLDER": str(folder), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
+        # by env(1), which adds to what this process has without a look at that
+        ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in said.items()), "/bin/sh", "-c", command]
+        return subprocess.run(ran, check=False).returncode
+
+    def _link(self, name: str, folder: Path) -> None:
+        """Let a name mean a generation, in one instant, durably."""
+        temporary = self.folder / f".link-{secrets.token_hex(8)}"
+        os.symlink(folder.name, temporary)
+        os.replace(temporary, self.folder / name)
+        sync_folder(self.folder)
+
+    def _at(self, name: str) -> Path | None:
+        """The generation that a name means."""
+        link = self.folder / name
+        return self.folder / os.readlink(link) if link.is_symlink() else None
+
+    def _generations(self) -> list[Path]:
+        """All generations, oldest first."""
+        found = [one for one in self.folder.iterdir() if _GENERATION.fullmatch(one.name)]
+        return sorted(found, key=lambda one: int(one.name.split("-")[0]))
+
+    def _tidy(self) -> None:
+        """Remove what nobody uses: what a kill left; and, once the command knows the current one, older generations."""
+        for path in self.folder.iterdir():
+            if _LEFT.fullmatch(path.name):
+                _remove(path)
+        current, every = self._at(CURRENT), self._generations()
+        at = every.index(current) if current in every else -1
+        known = current is None or current == self._at(_TOLD)
+        oldest = max(0, at - self.keep) if known else 0
+        for path in [*every[:oldest], *every[at + 1 :]]:
+            _remove(path)
+
+
+def _id_of(folder: Path) -> str:
+    return folder.name.split("-")[2]
+
+
+def _remove(path: Path) -> None:
+    """Remove a generation under a name that is none, so that one that is half gone is never taken for whole."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    hidden = path
+    if not path.name.startswith("."):
+        hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
+        path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a folder that is ours. Raises Conflict, InvalidInput."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {CURRENT, _TOLD}
+    for path in folder.iterdir():
+        is_ours = path.name in ours if path.is_symlink() else _GENERATION.fullmatch(path.name)
+        if not is_ours and not _LEFT.fullmatch(path.name):
+            raise InvalidInput(f"{folder} holds {path.name!r}, which is of no follower; give an empty folder")
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(f"another process follows with {folder}; end it, or give another folder") from error
+        yield
+    finally:
+        os.close(handle)
