@@ -152,7 +152,7 @@ def collecting(plan: Training) -> Iterator[None]:
     assert not failed, failed
 
 
-@pytest.fixture(params=["folder", "bucket"])
+@pytest.fixture(params=["folder", pytest.param("bucket", marks=pytest.mark.soak)])
 def plan(request: pytest.FixtureRequest, tmp_path: Path, full: bool) -> Training:
     versions = FULL_VERSIONS if full else VERSIONS
     if request.param == "folder":
