@@ -96,6 +96,15 @@ def test_a_tag_bars_by_id(repo: Repository) -> None:
     assert {one.txid for one in run_gc(repo).purged} == {commit.txid, twin.txid}
 
 
+def test_a_tag_on_another_commit_bars_a_purge_that_was_planned_before(repo: Repository) -> None:
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+    plan = GcPlan((), (commits.forget(repo, commit),))
+    hold(repo, "eval", twin, HOUR)
+    commits.forget(repo, twin)
+    assert execute(repo, plan).purged == ()
+
+
 def twin_of(repo: Repository, commit: Commit) -> Commit:
     """The same checkpoint committed anew, at other places, and ``commit`` forgotten: as a repair does it."""
     twin = committed_again(repo, commit)
