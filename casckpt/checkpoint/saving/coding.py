@@ -7,7 +7,7 @@ a bad one behind a good hash would be found only by the load that needs it.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -16,7 +16,7 @@ import numpy as np
 from casckpt.checkpoint.saving.held import CellName, HeldCell, HeldCells
 from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.errors import CasckptError
+from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format import dtypes
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import MIN_CELL, decode, encode_delta, encode_planes, undo
@@ -35,7 +35,6 @@ from casckpt.tensors.memory import copy_bytes
 
 log = logging.getLogger(__name__)
 
-
 _HALVES = frozenset({"bfloat16", "float16"})
 _FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
@@ -45,7 +44,7 @@ _SAVED = 0.2  # share of the bytes that planes save of most states
 
 @dataclass
 class CodingMemory:
-    """What one process keeps for its next save: cells, and how fast the storage took the blobs of the last one.
+    """What one process keeps for its next save: cells, and how fast the storage took the blobs of those before.
 
     ``in_vain``: streams of which no cell that was tried was worth it.
     """
@@ -259,9 +258,10 @@ def _older(held: HeldCell, link: int, digest: CellDigest) -> memoryview | None:
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
     """Does a frame decode to ``plain``, in the memory of its base, which becomes that?"""
-    decode(memoryview(frame), base, base)
-    if _equal(base, plain):
-        return True
+    with suppress(InvalidInput):  # it is no frame at all
+        decode(memoryview(frame), base, base)
+        if _equal(base, plain):
+            return True
     log.error("a cell that was encoded decodes to something else, and is stored as it is; please report this bug")
     return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import click
 
@@ -12,6 +12,9 @@ from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, moment, name, say, say_some, size
 
+if TYPE_CHECKING:
+    from casckpt.plan.retention import KeepRules
+
 
 @store_command("thin")
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
@@ -20,16 +23,25 @@ from casckpt.cli.text import count, moment, name, say, say_some, size
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also those that a tag names.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-def command(session: Session, refs: tuple[str, ...], **options: Any) -> None:  # those of `Store.thin`
+def command(
+    session: Session,
+    refs: tuple[str, ...],
+    *,
+    drop: tuple[str, ...],
+    run: str | None,
+    tagged: bool,
+    dry_run: bool,
+    **keep: Unpack[KeepRules],
+) -> None:
     """Leave tensors out of checkpoints, and keep the rest.
 
     Of those that are named, or of all that no --keep rule keeps whole; the newest of each run, and tagged ones, stay
     whole. What stays has the same id, name and tags, and none of its bytes is moved. `casckpt restore
     --whole` brings all back until a gc has purged the old places, for a day by default; that gc frees the space.
     """
-    if options["run"] is not None:
-        doubt(session.store, options["run"])
-    session.give(plain(session.store.thin(*refs, **options)), text)
+    if run is not None:
+        doubt(session.store, run)
+    session.give(plain(session.store.thin(*refs, drop=drop, run=run, tagged=tagged, dry_run=dry_run, **keep)), text)
 
 
 def text(result: dict[str, Any], *, with_space: bool = True) -> None:

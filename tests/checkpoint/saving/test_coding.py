@@ -151,10 +151,15 @@ def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) 
     assert same_state(reopened(store).read("default@7"), states[8])
 
 
-def test_a_frame_that_decodes_to_something_else_is_not_stored(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_frame", [True, False])
+def test_a_frame_that_decodes_to_something_else_is_not_stored(
+    store: Store, caplog: pytest.LogCaptureFixture, is_frame: bool
+) -> None:
     states = versions(3)
 
     def wrong(plain: memoryview, width: int, base: memoryview) -> bytes | None:
+        if not is_frame:
+            return b"none at all"
         other = bytearray(plain)
         other[-1] ^= 1
         return encode_delta(memoryview(other), width, base)
