@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import Conflict, InvalidInput, NotFound, Unsigned
 from casckpt.frontends.exporting import export
 from casckpt.frontends.new_files import sync_folder
 from casckpt.plan.durations import Duration
@@ -92,6 +92,9 @@ class Follower:
                 export(self.store, held, folder, keys=list(self.keys) or None)
         except (NotFound, Conflict) as error:
             log.info("%s is left out: %s", checkpoint, error)
+            return None
+        except Unsigned as error:
+            log.warning("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._tell(folder))

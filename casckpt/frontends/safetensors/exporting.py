@@ -24,7 +24,7 @@ from casckpt.frontends.windows import WindowReader
 from casckpt.lazy import cached_property
 from casckpt.plan.progress import Shown
 from casckpt.plan.sizes import parse_size
-from casckpt.repository import manifests
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
@@ -102,7 +102,7 @@ class _Job:
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
         self.store, self.checkpoint = store, checkpoint
-        self.manifest = manifests.get(store.repository, checkpoint.commit)
+        self.manifest = get_trusted(store.repository, checkpoint.commit)
         self._rules = rules
         self.view = view_of(self.manifest, rules)
         self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
