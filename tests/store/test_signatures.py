@@ -7,11 +7,10 @@ import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.api import CheckpointException
 
 import casckpt
@@ -25,10 +24,14 @@ from casckpt.frontends.follow import Follower
 from casckpt.repository.signatures.keys import private_key
 from casckpt.repository.signatures.signed import message
 from casckpt.store.store import Store
+from tests.support.dcp import load
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, same_state, small, small_folder
 from tests.support.signing import Pair, pair
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Pool
 
 PACKAGE = Path(casckpt.__file__).parent
 
@@ -129,8 +132,8 @@ def test_every_front_end_that_loads_heeds_it(trusting: Callable[[], Store]) -> N
     store, model = trusting(), torch.nn.Linear(2, 2)
     with pytest.raises(Unsigned):
         casckpt.load_model_and_optim_state(store, "run@3", model)
-    with pytest.raises(CheckpointException, match="run@3"), pytest.warns(UserWarning, match="single process"):
-        load({"step": 0}, storage_reader=StorageReader(store, "run@3"), no_dist=True)
+    with pytest.raises(CheckpointException, match="run@3"):
+        load({"step": 0}, StorageReader(store, "run@3"))
     with pytest.raises(CasckptError, match="no right signature"):
         megatron.load_common_state_dict(casckpt.at(store, run="run", step=3))
     with pytest.raises(Unsigned):
@@ -141,6 +144,21 @@ def test_front_ends_ask_for_manifests_where_the_signature_is_looked_at() -> None
     """What is read of a manifest before its signature counts could be hostile: notes may hold pickles."""
     named = [path for path in (PACKAGE / "frontends").rglob("*.py") if "manifests.get(" in path.read_text()]
     assert [path.name for path in named] == ["config.py"]  # of Megatron, which looks at what it saves over
+
+
+def outcome(url: str, key: Path, ref: str) -> str | bool:
+    loaded = state(0)
+    try:
+        casckpt.open(url, require_signature=key).load(loaded, ref)
+    except CasckptError as error:
+        assert same_state(loaded, state(0))
+        return error.kind
+    return same_state(loaded, state(1))
+
+
+def test_all_ranks_load_what_is_signed_or_none_does(ranks: Pool, store: Store, alice: Pair) -> None:
+    assert ranks.run(2, outcome, store.url, alice.public, "run@1") == [True, True]
+    assert ranks.run(2, outcome, store.url, alice.public, "run@3") == ["unsigned", "unsigned"]
 
 
 def test_verify_false_is_refused_with_it(trusting: Callable[[], Store]) -> None:
