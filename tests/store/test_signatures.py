@@ -146,7 +146,7 @@ def test_front_ends_ask_for_manifests_where_the_signature_is_looked_at() -> None
     assert [path.name for path in named] == ["config.py"]  # of Megatron, which looks at what it saves over
 
 
-def outcome(url: str, key: Path, ref: str) -> str | bool:
+def outcome(rank: int, size: int, url: str, key: Path, ref: str) -> str | bool:
     loaded = state(0)
     try:
         casckpt.open(url, require_signature=key).load(loaded, ref)
