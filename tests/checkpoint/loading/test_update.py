@@ -78,7 +78,7 @@ def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
     mine, theirs = (Stored(store, ref(step)).cells() for step in (one, other))
     both = [place for place in theirs if place in mine and key in (None, place[0][1])]
     routes = [find_route(mine[place], theirs[place]) for place in both]
-    return sum(route.stored for route in routes if route is not None)
+    return sum(route.cost() for route in routes if route is not None)
 
 
 # what is there afterwards
