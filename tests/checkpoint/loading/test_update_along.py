@@ -1,4 +1,4 @@
-"""Updates along a run whose saves go back for their bases: each reads what its save wrote, and what was kept is right."""
+"""Updates along a run whose saves go back for their bases: each reads what its save wrote, and no more."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 import casckpt
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.store.store import Store
-from tests.checkpoint.loading.test_update import blob_bytes, ref
+from tests.checkpoint.loading.test_update import ref
 from tests.support.coded import Stored
+from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, same_state, small, small_folder, trained
 from tests.support.together import emptied
 
