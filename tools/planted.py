@@ -712,15 +712,15 @@ PLANTED = (
     Planted(
         "older generations go before the command has returned 0",
         "casckpt/frontends/follow.py",
-        "        known = current is None or current == self._at(_TOLD)\n",
-        "        known = True\n",
+        "        if current not in every or current != self._at(_TOLD):\n",
+        "        if current not in every:\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(
         "a command that a kill left out is not called again",
         "casckpt/frontends/follow.py",
-        "            if held is not None and held != self._at(_TOLD):\n",
-        "            if False:\n",
+        "        if held is not None and held != self._at(_TOLD):\n",
+        "        if False:\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(

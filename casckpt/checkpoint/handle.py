@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
@@ -22,6 +22,10 @@ from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
     from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+    from casckpt.plan.routes import Link
+
+Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
+"""Frames by which cells are told, by the key of their tensor."""
 
 _SHOWN = 20  # checkpoints in a notebook
 
@@ -61,7 +65,8 @@ class Checkpoint:
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
     ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
     these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
-    ``notes``: what an import did not take over as it is meant, in words.
+    ``notes``: what an import did not take over as it is meant, in words. ``frames``: what updates decoded to have it in
+    memory, which the next one moves on; they are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -71,6 +76,10 @@ class Checkpoint:
     unread_subtrees: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    frames: Frames = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frames": {}}
 
     @property
     def _record(self) -> Committed:

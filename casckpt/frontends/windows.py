@@ -1,13 +1,20 @@
-"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer."""
+"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer.
+
+A file that holds them as another checkpoint has them is revised: of what differs alone anything is read, and written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from io import BufferedRandom
 from typing import Final, NamedTuple
 
 import torch
 
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.update import change
+from casckpt.errors import StorageError
 from casckpt.format.dtypes import itemsize
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
@@ -19,6 +26,7 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
+_BLOCK = 1 << 20  # of a file: it is written where one differs
 
 
 class StreamPiece(NamedTuple):
@@ -77,6 +85,29 @@ class WindowReader:
 
     def read(self, streams: Iterable[ViewTensor]) -> Iterator[memoryview]:
         """Give it, by at most `WINDOW_BYTES` together. What is given holds until the next is asked for."""
+        for wants, window in self._windows(streams):
+            self._download.run(wants)
+            yield window
+
+    def revise(self, streams: Iterable[ViewTensor], file: BufferedRandom, held: Checkpoint) -> None:
+        """Make what a file holds from its position on, as ``held`` has it, what it is to be.
+
+        All of it is hashed, so it may hold anything; what differs is read, and only that is written.
+        """
+        for wants, window in self._windows(streams):
+            start = file.tell()
+            if file.readinto(window) != len(window):
+                raise StorageError(f"{file.name} was cut while it was read; let nothing else write to it")
+            before = bytes(window)
+            change(self._download, wants, held, 0, check=True)
+            for at in range(0, len(window), _BLOCK):
+                if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
+                    file.seek(start + at)
+                    file.write(window[at : at + _BLOCK])
+            file.seek(start + len(window))
+
+    def _windows(self, streams: Iterable[ViewTensor]) -> Iterator[tuple[list[StreamRequest], memoryview]]:
+        """Requests, and the bytes that they fill."""
         for window in plan_windows(streams, WINDOW_BYTES, self._cell_bytes):
             total, start = sum(piece.nbytes for piece in window), 0
             if self._buffer.numel() < total:
@@ -85,5 +116,4 @@ class WindowReader:
             for piece in window:
                 wants.append(piece.into(self._buffer[start : start + piece.nbytes]))
                 start += piece.nbytes
-            self._download.run(wants)
-            yield memoryview(self._buffer.numpy().data)[:total]
+            yield wants, memoryview(self._buffer.numpy().data)[:total]

@@ -191,8 +191,11 @@ class Store:
         lead from one version to the other, forward or back, where these are less than the cell with its bases; else it
         is read. It is compared with its digest, and read whole where that does not fit. So is what cannot be compared:
         of tensors that ``cast`` converts, or of which ``state`` holds a part of a cell only. What came of the load of
-        ``held`` must still be there. ``check``: hash that, too, and read what does not fit; then it may be anything.
-        ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its own.
+        ``held`` must still be there; what that load did not fill (its ``missing_keys``, ``mismatched_keys`` and
+        ``unread_keys``) is read. ``check``: hash what is held, too, and read what does not fit; then it may be
+        anything. ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its
+        own. What is returned keeps the frames that were decoded, in host memory, for the next update, and ``held`` no
+        longer does.
 
         The other arguments, what is done for leaves that are no tensors, what is returned, and the errors are those of
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
@@ -216,6 +219,7 @@ class Store:
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+            frames=loaded.frames,
         )  # fmt: skip
 
     def read(

@@ -18,7 +18,7 @@ import torch
 from casckpt.checkpoint.agreement import StoreIdentity, check_same, named
 from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
@@ -59,13 +59,17 @@ class _Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank."""
+    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank.
+
+    ``frames``: what an update decoded.
+    """
 
     commit: Commit
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
     unread: tuple[str, ...]
     subtrees: tuple[str, ...]
+    frames: Frames
 
 
 def load_together(
@@ -120,7 +124,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         return everyone(subtrees, ranks.size)
 
     subtrees = ranks.exchange(run, finish)
-    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
 
 
 def _find(
