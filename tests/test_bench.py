@@ -57,7 +57,13 @@ def test_a_smoke_run_has_all_cells(smoke: Path) -> None:
         ("", "raw direct write of what changed", "2 writers"),
         ("", "raw direct write of what changed", "4 writers"),
     }
-    assert {who for group, who, _ in loads if group == "warm"} == {"casckpt", "before", "safetensors", "raw preadv"}
+    assert {who for group, who, _ in loads if group == "warm"} == {
+        "casckpt",
+        "before",
+        "safetensors",
+        "raw read",
+        "read and BLAKE3",
+    }
     measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # which not every disk can do
     assert [row["note"] for row in measured if row["note"]] == []
     assert {len(row["rounds"]) for row in measured} == {ROUNDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -37,6 +37,18 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHealth:
+    """Elements of a tensor that are NaN, and that are infinite; the largest absolute value of the others, or 0.
+
+    Of complex numbers each part counts as an element.
+    """
+
+    nan: int
+    inf: int
+    largest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +145,7 @@ class Checkpoint:
 
     @property
     def healthy(self) -> bool | None:
-        """The word of whoever saved it; None for none."""
+        """The word of whoever saved it; False, too, where its save found NaN. None for none."""
         return self._record.healthy
 
     @property
@@ -158,6 +170,20 @@ class Checkpoint:
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
+    @cached_property
+    def health(self) -> Mapping[str, TensorHealth] | None:
+        """What its save found in its tensors, by key, over all ranks; None if it was not asked to look.
+
+        Without tensors of which nobody knows, as those that were declared frozen, and those that hold no numbers.
+        """
+        from casckpt.format.sections.health import joined, sum_of
+
+        found, keys = self._manifest.health, self._manifest.body.entry_columns.keys
+        if found is None:
+            return None
+        rows = {key: [found[number] for number in numbers] for key, numbers in _grouped(keys, found).items()}
+        return {key: TensorHealth(*sum_of(joined(parts))) for key, parts in rows.items()}
+
     @property
     def stats(self) -> SaveStats:
         """What its save did."""
@@ -181,6 +207,13 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.commit.txid)
+
+
+def _grouped(keys: Sequence[str], numbers: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number in numbers:
+        found.setdefault(keys[number], []).append(number)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

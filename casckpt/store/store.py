@@ -110,15 +110,17 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able, shown in listings. ``metrics``: up to 64 numbers by name, in the commit record.
-        ``healthy``: True or False, your word on whether a training should go on from it. ``attachments``: files by name
-        that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this run and step
-        before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors that did not
-        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
-        promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of
-        the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the tensor,
-        where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too; "always":
-        of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It takes host
-        memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
+        ``healthy``: True or False, your word on whether a training should go on from it. ``health``: count NaN and
+        infinities, and find the largest value, of each tensor, in the cells that changed; of the others the parent has
+        told. Where any is NaN, on whichever rank, and you gave no word, the checkpoint is not healthy. ``attachments``:
+        files by name that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this
+        run and step before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors
+        that did not change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the
+        caller's promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse
+        cells of the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the
+        tensor, where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too;
+        "always": of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It
+        takes host memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
         differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
         and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
         are to be.

@@ -8,6 +8,7 @@ from benchmarks.results import ScenarioResult
 from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
+from benchmarks.scenarios.cells import cells
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.deltas import coding, deltas, runs
 from benchmarks.scenarios.history import history
@@ -31,6 +32,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "restart": restart,
     "reshard": reshard,
     "small": small,
+    "cells": cells,
     "dcp": through_dcp,
     "plan": plan,
     "manifest": manifest,
