@@ -253,7 +253,7 @@ def test_a_store_that_fails_is_tried_again(
     faulty = FaultyStore(store.repository.storage)
     failing, folder = Store(Repository(faulty)), tmp_path / "to"
     faulty.inject(fail_before("get", times=3), fail_before("open", times=2), fail_before("put", key="tags/*"))
-    following = Follower(failing, "run", folder).follow()
+    following: Any = Follower(failing, "run", folder).follow()
     assert next(following).checkpoint.step == 0
     assert pauses == [2**n for n in range(len(pauses))]
     assert caplog.text.count("is tried again") == len(pauses) > 2

@@ -118,7 +118,8 @@ def test_a_state_that_is_empty_and_one_without_tensors() -> None:
     store = small()
     for step in range(2):
         store.save({"n": step, "e": {}, "t": torch.arange(step, step + 3)}, step=step)
-    for state in ({}, {"n": 0}, {"e": {}}):
+    states: list[dict[str, Any]] = [{}, {"n": 0}, {"e": {}}]
+    for state in states:
         held = store.load(state, ref(0), unread="ignore")
         store.update(state, ref(1), held=held, unread="ignore")
         assert state.get("n", 1) == 1

@@ -87,27 +87,27 @@ class _Follower:
 
     def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
         """All moves, by name; each ends with the right bytes."""
-        held: Checkpoint | None = None
-        before: torch.Tensor | None = None
-        for step, state in enumerate(itertools.islice(_states(trace, nbytes), steps)):
+        versions = itertools.islice(_states(trace, nbytes), steps)
+        state = next(versions)
+        mine, other = values.poisoned(state), values.poisoned(state)
+        self._writer.save(state, run=_RUN, step=0, compress="auto")
+        held = self._reader.load(mine, f"{_RUN}@0")
+        before = _first(state)
+        for step, state in enumerate(versions, start=1):
             saved = self._writer.save(state, run=_RUN, step=step, compress="auto")
-            if held is None:
-                mine, other = values.poisoned(state), values.poisoned(state)
-            wrote = saved.stats.bytes_written if held is not None else None
-            held = self._move("by one step" if step else "first", mine, step, held, wrote)
+            held = self._move("by one step", mine, step, held, saved.stats.bytes_written)
             self._load(other, step)
             _check(state, mine, other)
-            if step == steps - 2:
-                before = next(iter(state.values())).clone()
-        if before is not None:
-            self._moves["hash and decode"] = _least(before, next(iter(state.values())), len(state))
+            if step == steps - 1:
+                self._moves["hash and decode"] = _least(before, _first(state), len(state))
+            before = _first(state)
         for what, (start, end) in _JUMPS.items():
             if max(start, end) < steps:
                 self._jump(what, mine, start, end)
         return self._moves
 
     def _move(
-        self, what: str, mine: dict[str, torch.Tensor], step: int, held: Checkpoint | None, wrote: int | None = None
+        self, what: str, mine: dict[str, torch.Tensor], step: int, held: Checkpoint, wrote: int | None = None
     ) -> Checkpoint:
         with self._noted(what) as moves:
             held = self._reader.update(mine, f"{_RUN}@{step}", held=held)
@@ -163,6 +163,11 @@ def _states(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
         for number in range(copies):
             state[number] = torch.from_numpy(np.roll(flat, number * _SHIFT)).view(torch.bfloat16)
         yield {f"matrices.{number}": state[number] for number in range(copies)}
+
+
+def _first(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A copy of the first tensor."""
+    return next(iter(state.values())).clone()
 
 
 def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> None:
