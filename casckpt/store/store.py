@@ -208,7 +208,7 @@ class Store:
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
             raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
-        return self._load(state, ref, LoadOptions(held=held, **options))
+        return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
         from casckpt.checkpoint.loading.load import load_together

@@ -29,6 +29,7 @@ from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, plan_units
+from casckpt.plan.routes import Link
 from casckpt.repository.manifests import get, others
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
@@ -58,7 +59,10 @@ class StreamRequest(NamedTuple):
 
 @dataclass
 class Download:
-    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host."""
+    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
+
+    ``decoded``: where frames are kept that were decoded with a base, if they are.
+    """
 
     repo: Repository
     manifest: Manifest
@@ -67,6 +71,7 @@ class Download:
     progress: Progress = silent
     ranks: int = 1
     ranks_here: int = 1
+    decoded: dict[Link, bytes] | None = None
 
     def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.
@@ -114,7 +119,7 @@ class Download:
         shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = self._stays_in_memory(total), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=shared, stays=stays)
-        lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
+        lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
         transfer = Transfer(
