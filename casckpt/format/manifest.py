@@ -247,6 +247,16 @@ class Manifest:
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
 
+    def raw_cells(self, entry: StreamEntry) -> memoryview:
+        """Return the table of an entry's cells as it is stored: it tells its bytes, and not where they lie.
+
+        Raises Damaged, and what reading does.
+        """
+        try:
+            return self._cells.get(entry.number)
+        except Damaged as error:
+            raise _unfit(self.id, error, entry.key) from error
+
     def raw_rows(self) -> list[memoryview]:
         """Return the rows of all entries as they are stored. Raises Damaged, and what reading does."""
         self.ready()
