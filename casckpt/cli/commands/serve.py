@@ -36,7 +36,7 @@ def command(
         from casckpt.frontends.serve.access import is_loopback, tokens_in
         from casckpt.frontends.serve.app import app_of
         from casckpt.frontends.serve.hub import Hub
-        from casckpt.frontends.serve.server import endpoint_of, listen, serve
+        from casckpt.frontends.serve.server import endpoint_of, listen, server_of
         from casckpt.frontends.serve.view_file import read_rules
     except ModuleNotFoundError as error:
         raise Unsupported(f"{error.name} is not installed, and serve needs it: pip install 'casckpt[serve]'") from error
@@ -54,7 +54,7 @@ def command(
     logging.getLogger("casckpt.frontends.serve").setLevel(logging.INFO)
     found = {"store": hub.store.url, "endpoint": endpoint_of(host, listening)}
     say(json.dumps(found) if session.as_json else _shown(found))
-    serve(app, listening)
+    server_of(app).run(sockets=[listening])
 
 
 def _text(path: Path) -> bytes:

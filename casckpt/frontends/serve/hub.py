@@ -15,7 +15,7 @@ from casckpt.frontends.safetensors.files import NAMES
 from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, Folder, Folders
-from casckpt.frontends.serve.names import COMMIT_DIGITS, MAIN, commit_of, reference, repo_of, run_of
+from casckpt.frontends.serve.names import COMMIT_DIGITS, MAIN, commit_of, is_of, reference, repo_of, run_of
 from casckpt.frontends.view import Rules
 from casckpt.store.store import Store
 
@@ -54,7 +54,7 @@ class Hub:
     def checkpoint(self, repo: str, revision: str) -> Checkpoint:
         """The checkpoint that a revision of a repository means now."""
         run = self.run(repo)
-        if repo_of(run) != repo:
+        if not is_of(run, repo):
             raise no_repository(repo)
         ref = reference(run, revision)
         try:
@@ -70,7 +70,7 @@ class Hub:
     def folder(self, repo: str, revision: str) -> Folder:
         """The files of a revision. What an id named once is not looked up again."""
         held = self.folders.held(revision) if _COMMIT.fullmatch(revision) else None
-        if held is not None and repo_of(held.checkpoint.run) == repo:
+        if held is not None and is_of(held.checkpoint.run, repo):
             return held
         return self.folders.of(self.checkpoint(repo, revision))
 

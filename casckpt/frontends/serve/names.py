@@ -18,6 +18,8 @@ _RESERVED = frozenset({
     "commits", "paths-info",
 })  # fmt: skip
 """Parts of the paths of a hub: as a part of a repository's name they could be taken for that."""
+NAMESPACE: Final = "runs/"
+"""May stand before any repository: what parses ``hf://`` paths wants names of two parts."""
 _ALIAS = re.compile(r".+-[0-9a-f]{8}")
 _STEP = re.compile(r"[0-9]{1,19}")
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS}}}|[0-9a-f]{{64}}")
@@ -27,7 +29,11 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 def is_repo(run: str) -> bool:
     """Tell whether the clients of a hub take the name of a run for that of a repository."""
     parts = run.split("/")
-    plain = len(parts) <= 2 and all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
+    plain = (
+        len(parts) <= 2
+        and not run.startswith(NAMESPACE)
+        and all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
+    )
     return plain and "--" not in run and ".." not in run and not run.endswith(".git")
 
 
@@ -44,9 +50,15 @@ def repo_of(run: str) -> str:
 
 def run_of(repo: str, runs: Iterable[str]) -> str:
     """The run of a repository. ``runs``: all that there are; asked for only where the name may stand for another."""
+    repo = repo.removeprefix(NAMESPACE)
     if not _ALIAS.fullmatch(repo):
         return repo
     return next((run for run in runs if run != repo and repo_of(run) == repo), repo)
+
+
+def is_of(run: str, repo: str) -> bool:
+    """Tell whether a run is this repository."""
+    return repo_of(run) == repo.removeprefix(NAMESPACE)
 
 
 def reference(run: str, revision: str) -> str | None:

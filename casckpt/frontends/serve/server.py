@@ -105,12 +105,12 @@ def endpoint_of(host: str, listening: socket.socket) -> str:
     return f"http://{name}:{listening.getsockname()[1]}"
 
 
-def serve(app: ASGIApp, listening: socket.socket) -> None:
-    """Answer until the process is asked to end: by an interrupt, or a signal to terminate."""
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """The server for an application; ``run(sockets=[...])`` answers until the process is asked to end."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what goes wrong is told by us, in our words
     config = uvicorn.Config(
         app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,
         backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_LAST_SECONDS,
         proxy_headers=False, lifespan="on",
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listening])
+    return uvicorn.Server(config)
