@@ -554,8 +554,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "        digest = cell_digest(target)\n        place",
-        "        digest = _digest_of(cell)\n        place",
+        "        digest = cell_digest(target)\n        self",
+        "        digest = _digest_of(cell)\n        self",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
