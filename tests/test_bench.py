@@ -196,6 +196,18 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     }
 
 
+def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
+    results = tmp_path / "update.json"
+    done = bench("update", "--quick", "--dir", tmp_path / "work", "--json", results, "--traces", tmp_path / "traces")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(results, "update")
+    measured = {(group, what) for (group, _, what), row in rows.items() if row["rounds"]}
+    moves = ("by one step", "a load of all", "hash and decode")
+    assert measured == {(where, what) for where in ("a folder", "a bucket, 300 MB/s") for what in moves}
+    one = rows["a bucket, 300 MB/s", "casckpt", "by one step"]["summary"]
+    assert one["worst/delta"]["median"] <= 1.1  # counted, not timed
+
+
 def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:
     from benchmarks.traces import find
     from benchmarks.training import trace

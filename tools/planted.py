@@ -724,6 +724,27 @@ PLANTED = (
         "tests/frontends/test_follow.py",
     ),
     Planted(
+        "a new generation trusts what stands in the one before",
+        "casckpt/frontends/windows.py",
+        "            change(self._download, wants, held, 0, check=True)\n",
+        "            change(self._download, wants, held, 0, check=False)\n",
+        "tests/frontends/test_follow.py",
+    ),
+    Planted(
+        "what a load did not fill counts as held",
+        "casckpt/checkpoint/loading/load_plan.py",
+        "        is_new = key in self._not_held or entry.key in self._unread\n",
+        "        is_new = False\n",
+        "tests/checkpoint/loading/test_update_misused.py",
+    ),
+    Planted(
+        "frames that are at hand are read again",
+        "casckpt/checkpoint/loading/update.py",
+        "is_undone, kept.get(link))",
+        "is_undone, None)",
+        "tests/checkpoint/loading/test_update_along.py",
+    ),
+    Planted(
         "autograd is not told of a load",
         "casckpt/checkpoint/loading/download.py",
         "        note_writes(tensor for want in wants for tensor in want.sink.written)",

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, StorageError
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound
 from casckpt.frontends.new_files import sync_folder
 from casckpt.frontends.safetensors.exporting import CONFIG, Base, export_safetensors
 from casckpt.plan.durations import Duration
@@ -83,18 +83,20 @@ class Follower:
             pause = _PAUSE
             while True:
                 try:
-                    for made in self._switches(0 if once else None, poll):
+                    for made in self._switches("0s" if once else None, poll):
                         pause = _PAUSE
                         yield made
                     return
-                except OSError as error:
-                    if once or (isinstance(error, CasckptError) and not isinstance(error, StorageError)):
+                except (NotFound, Conflict, Damaged):  # these are OSErrors too, and trying again does not mend them
+                    raise
+                except OSError as error:  # of the storage, or of the folder
+                    if once:
                         raise
                     log.warning("%s is not followed for now; it is tried again in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _switches(self, timeout: float | None, poll: Duration) -> Iterator[Switch]:
+    def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
         """Finish what was begun, and go on behind it."""
         self._tidy()
         held = self._at(CURRENT)
@@ -105,7 +107,7 @@ class Follower:
             if made is not None:
                 yield made
 
-    def _arrivals(self, after: str, timeout: float | None, poll: Duration) -> Iterator[Arrival]:
+    def _arrivals(self, after: str, timeout: Duration | None, poll: Duration) -> Iterator[Arrival]:
         try:
             return self.store.watch(self.run, after=after, latest_only=True, timeout=timeout, poll=poll)
         except NotFound:  # another store is in the place of the one that it came from

@@ -20,6 +20,7 @@ from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
 from benchmarks.scenarios.small import small
+from benchmarks.scenarios.updates import update
 
 SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "save": save,
@@ -42,4 +43,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "deltas": deltas,
     "runs": runs,
     "coding": coding,
+    "update": update,
 }
