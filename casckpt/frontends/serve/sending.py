@@ -19,6 +19,7 @@ from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader
+from casckpt.parallel import usable_threads
 from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
 
@@ -43,7 +44,8 @@ class Desk:
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
         self.buffers = Buffers()
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
-        self._readers = ThreadPoolExecutor(WINDOWS, "casckpt-read")
+        remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
     async def ask(self, call: Callable[[], T]) -> T:

@@ -62,7 +62,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return bool(getattr(self.cycle, "response_complete", True))  # None before the first request
 
     def _wait(self) -> None:
         self.waiting[self] = None

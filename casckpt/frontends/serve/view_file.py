@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import KeysView
+from collections.abc import KeysView, Mapping
 from typing import Any, Final
 
 from casckpt.errors import InvalidInput
@@ -11,7 +11,14 @@ from casckpt.frontends.view import Rules
 
 VIEW_FILE: Final = "casckpt.view.json"
 _MAX_BYTES = 1 << 20
-_FIELDS = {"keys": list, "strip_prefix": str, "rename": dict, "model": bool, "split": dict, "concat": dict}
+_FIELDS: Final[Mapping[str, Any]] = {
+    "keys": list,
+    "strip_prefix": str,
+    "rename": dict,
+    "model": bool,
+    "split": dict,
+    "concat": dict,
+}
 
 
 def read_rules(text: bytes, where: str) -> Rules:

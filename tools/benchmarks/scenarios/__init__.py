@@ -18,6 +18,7 @@ from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
+from benchmarks.scenarios.serving import serve
 from benchmarks.scenarios.small import small
 
 SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
@@ -40,4 +41,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "deltas": deltas,
     "runs": runs,
     "coding": coding,
+    "serve": serve,
 }
