@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -63,4 +64,4 @@ def test_what_is_cut_apart_and_put_together_is_as_before(rows: list[int], width:
     spans = [(s.lo, s.hi) for s in whole.sources]
     assert spans[0][0] == 0
     assert spans[-1][1] == one.entry.numel
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(one[1] == other[0] for one, other in pairwise(spans))

@@ -100,10 +100,8 @@ def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], 
 async def _post(hub: Hub, request: Request) -> Response:
     """Which of some paths there are: the one question whose arguments are in a body."""
     parts = _parts(request)
-    if parts[:2] != ["api", "models"]:
-        raise _read_only()
-    repo, verb, rest = _cut(parts[2:], _VERBS)
-    if verb != "paths-info" or len(rest) != 1:
+    repo, verb, rest = _cut(parts[2:], _VERBS) if "paths-info" in parts else ("", "", ())
+    if parts[:2] != ["api", "models"] or verb != "paths-info" or len(rest) != 1:
         raise _read_only()
     form = parse_qs((await _body(request)).decode("utf-8", "replace"))
     expand = form.get("expand", [""])[-1].lower() == "true"

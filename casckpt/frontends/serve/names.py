@@ -29,12 +29,9 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}")
 def is_repo(run: str) -> bool:
     """Tell whether the clients of a hub take the name of a run for that of a repository."""
     parts = run.split("/")
-    plain = (
-        len(parts) <= 2
-        and not run.startswith(NAMESPACE)
-        and all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
-    )
-    return plain and "--" not in run and ".." not in run and not run.endswith(".git")
+    plain = all(_PART.fullmatch(part) and part.lower() not in _RESERVED for part in parts)
+    fits = len(parts) <= 2 and not run.startswith(NAMESPACE) and not run.endswith(".git")
+    return plain and fits and "--" not in run and ".." not in run
 
 
 def repo_of(run: str) -> str:

@@ -19,13 +19,16 @@ from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader
+from casckpt.parallel import usable_threads
 from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
 
-WINDOWS: Final = 16
+WINDOWS: Final = 12
 """In memory at once, for all clients together."""
 _SLOW_WINDOWS = 4
 _CHUNK_BYTES = 256 << 10
+REMEMBERED_SECONDS: Final = 5.0
+"""So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
 _ASIDE = 4  # threads for what is quick
 
 log = logging.getLogger("casckpt.frontends.serve")
@@ -40,7 +43,9 @@ class Desk:
         self.leases = Leases(store)
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
         self.buffers = Buffers()
-        self._readers = ThreadPoolExecutor(WINDOWS, "casckpt-read")
+        self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
+        remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
     async def ask(self, call: Callable[[], T]) -> T:
@@ -50,6 +55,18 @@ class Desk:
     async def read(self, call: Callable[[], T]) -> T:
         """Call what reads much."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    def note_wrong(self, folder: Folder, file: File, at: int, error: CasckptError) -> None:
+        """Remember that the bytes of a file from ``at`` on could not be read."""
+        self.folders.drop(folder)
+        self._wrong = {key: one for key, one in self._wrong.items() if one[0] > monotonic()}
+        self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
+
+    def check(self, folder: Folder, file: File, span: Span) -> None:
+        """Raise what was raised a moment ago for bytes of this range."""
+        until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
+        if error is not None and until > monotonic() and span.start <= at < span.stop:
+            raise error
 
     def close(self) -> None:
         """End leases and threads."""
@@ -92,7 +109,7 @@ class RangeResponse:
             _abort(scope)
         except CasckptError as error:
             if isinstance(error, Damaged | Conflict):
-                desk.folders.drop(self._folder)
+                desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
             if self._begun:
                 log.error("%s: ended short after %d bytes: %s", self._what(scope), self._sent, error)
                 return
@@ -105,6 +122,7 @@ class RangeResponse:
 
     async def _send_all(self, send: Send, gone: asyncio.Future[None], lease: asyncio.Future[None]) -> None:
         """The lease is taken while the first bytes are read and sent: what was purged before it shows in a read."""
+        self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
         window = await self._next(reader)
         try:

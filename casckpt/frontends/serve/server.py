@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS: Final = 512
 REQUEST_SECONDS: Final = 10.0
 """A request must have come whole so long after the first byte, or the connection, was there."""
-_BACKLOG = 128
+_BACKLOG = 512  # so many are taken at once, too
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3
 
@@ -62,7 +62,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_waiting(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return bool(getattr(self.cycle, "response_complete", True))  # None before the first request
 
     def _wait(self) -> None:
         self.waiting[self] = None
@@ -83,7 +83,7 @@ class Connection(H11Protocol):
 def _connections() -> type[Connection]:
     """The class of the connections of one server."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(MAX_CONNECTIONS, max(files // 2, 16))
+    most = min(MAX_CONNECTIONS, max(files // 4, 16))
 
     class OfServer(Connection):
         waiting: dict[Connection, None] = {}  # noqa: RUF012 - of the server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import KeysView, Mapping
 from typing import Any, Final
 
 from casckpt.errors import InvalidInput
@@ -10,7 +11,14 @@ from casckpt.frontends.view import Rules
 
 VIEW_FILE: Final = "casckpt.view.json"
 _MAX_BYTES = 1 << 20
-_FIELDS = {"keys": list, "strip_prefix": str, "rename": dict, "model": bool, "split": dict, "concat": dict}
+_FIELDS: Final[Mapping[str, Any]] = {
+    "keys": list,
+    "strip_prefix": str,
+    "rename": dict,
+    "model": bool,
+    "split": dict,
+    "concat": dict,
+}
 
 
 def read_rules(text: bytes, where: str) -> Rules:
@@ -38,10 +46,26 @@ def _check(where: str, name: str, value: Any) -> None:
         raise InvalidInput(f"{where}: {name} is {value!r:.80}; see docs/serving.md for what it may be")
     if name == "rename" and not all(map(_is_text, value.values())):
         raise InvalidInput(f"{where}: rename maps a regular expression to a name, both text")
+    if name == "split" and not all(map(_are_shares, value.values())):
+        raise InvalidInput(f"{where}: split maps a regular expression to names, or to an object of names and shares")
+    if name == "concat" and not all(map(_are_names, value.values())):
+        raise InvalidInput(f"{where}: concat maps a regular expression to the name of the whole, and those that follow")
+
+
+def _are_shares(value: object) -> bool:
+    return _are_names(value.keys() if isinstance(value, dict) and all(map(_is_count, value.values())) else value)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list | KeysView) and bool(value) and all(map(_is_text, value))
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
 
 
 def _names() -> str:
