@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
@@ -353,6 +354,41 @@ class Store:
         for manifest in (one, other):
             manifest.ready(objects=())
         return difference(one, other)
+
+    def digests(
+        self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
+    ) -> dict[str, str]:
+        """The BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key; ``keys``: fnmatch patterns.
+
+        It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
+        has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
+        that. Raises MissingKey for a pattern that matches nothing, and for what was thinned away; Damaged,
+        StorageError.
+        """
+        from casckpt.checkpoint.loading.digests import digests_of
+
+        return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
+
+    def compare(
+        self,
+        state: Mapping[Any, Any],
+        ref: str | Checkpoint,
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> Comparison:
+        """Which tensors of a live ``state`` are not, to the bit, what a checkpoint has; on which ranks, and where.
+
+        Every rank of ``process_group`` makes the call, with its own shards, under whatever topology it was saved;
+        ``no_dist``: this process alone. Each hashes all that it holds, replicas too, and reads only what differs, or
+        what lies across its shards. Nothing is changed. Leaves that are no tensors, and what only the checkpoint has,
+        are not looked at. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput, StorageError.
+        """
+        from casckpt.checkpoint.comparing import compare_together
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
 
     def stats(self) -> StoreStats:
         """How many checkpoints and blobs there are, and their bytes."""

@@ -181,7 +181,7 @@ def _plan_to_read(
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        _check_used(manifest, patterns, list(_names(contents.tree, ())))
+        check_used(manifest, patterns, list(_names(contents.tree, ())))
     return plan
 
 
@@ -207,7 +207,8 @@ def _names(node: Node, path: Path) -> Iterator[str]:
             yield from _names(child, (*path, element))
 
 
-def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise MissingKey for a pattern that matches none of ``names``."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise MissingKey(
