@@ -13,7 +13,6 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.saving.coding import CodingMemory
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
@@ -58,7 +57,6 @@ class SaveMemory:
     duty: WriteRanges | None = None
     plan_number: int = 0
     remembered: dict[str, Remembered] = field(default_factory=dict)
-    coding: CodingMemory = field(default_factory=CodingMemory)
 
 
 @dataclass(frozen=True)
