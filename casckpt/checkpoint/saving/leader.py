@@ -25,7 +25,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.reuse import coded_bytes, mark_worn
+from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -247,9 +247,9 @@ class Leader:
 
     def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
         """What is committed, with the figures of the save over all ranks."""
-        streams = draft.streams.items()
-        tensors = [prod(table.shape) * table.itemsize for name, (_, table) in streams if name[0] == TENSOR]
-        new = [ref.size for ref in draft.blobs if ref.uploader == txid]
+        tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
+        tensors = [prod(table.shape) * table.itemsize for table in tables]
+        new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
         return Committed(
             txid=txid,
             run=draft.run,
@@ -260,9 +260,9 @@ class Leader:
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
             bytes_total=sum(tensors),
-            bytes_written=sum(new),
-            bytes_reused=max(0, sum(tensors) - sum(new)),
-            **coded_bytes(table for _, (_, table) in streams)._asdict(),
+            bytes_written=sum(new.values()),
+            bytes_reused=sum(tensors) - bytes_in(tables, new),
+            **coded_bytes(table for _, table in draft.streams.values())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),

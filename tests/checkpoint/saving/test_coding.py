@@ -87,6 +87,24 @@ def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
     check(store, states)
 
 
+def test_what_was_reused_is_what_was_not_stored_anew(store: Store) -> None:
+    """Not what was saved by telling only what changed."""
+    states = versions(3, tied=weights(1))
+    stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
+    still, n = states[0]["still"].nbytes, states[0]["n"].nbytes
+    assert stats[0].bytes_reused == still, "of what is there twice"
+    for one in stats[1:]:
+        assert one.bytes_reused == 2 * still
+        assert one.bytes_coded == one.bytes_total - 2 * still - n
+        assert 0 < one.bytes_deltas == one.bytes_frames < one.bytes_written < one.bytes_coded / 8
+    other = small()
+    store.copy_to(other, "default@1")
+    store.copy_to(other, "default@2")
+    copied = other.get("default@2").stats
+    assert copied.bytes_reused == 2 * still
+    assert copied.bytes_written == stats[2].bytes_written
+
+
 def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
     for step, state in enumerate(versions(3)):
         store.save(state, step=step, compress="off" if step == 2 else None)
