@@ -44,8 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
-PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md",
-         DOCS / "dcp.md"]  # fmt: skip
+PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "integrity.md", DOCS / "megatron.md",
+         DOCS / "training.md", DOCS / "dcp.md"]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
 EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
