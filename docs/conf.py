@@ -71,10 +71,7 @@ def _signature(app: Sphinx, what: str, name: str, obj: object, options: Any, giv
         if is_typeddict(one)
     }
     listed = [*reference.keywords(found, known)]
-    if listed == [*found.parameters.values()]:
-        return None
-    said = found.replace(parameters=listed, return_annotation=inspect.Signature.empty)
-    return str(said).replace("'", ""), returns
+    return str(found.replace(parameters=listed, return_annotation=inspect.Signature.empty)), returns
 
 
 def setup(app: Sphinx) -> None:

@@ -24,7 +24,7 @@ def mark(source: str) -> str:
 
 def draw(source: str) -> str:
     """Draw a graph as SVG, in the colour of the text around it. Raises CalledProcessError for a wrong source."""
-    command = [Path(sysconfig.get_path("scripts")) / "graphviz-pure", "-Tsvg"]
+    command = [f"{sysconfig.get_path('scripts')}/graphviz-pure", "-Tsvg"]
     drawn = subprocess.run(command, input=source, capture_output=True, text=True, check=True).stdout
     svg = re.sub(r"<!--.*?-->\s*|<title>.*?</title>\s*", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'<svg width="(\d+)pt" height="\d+pt"', r'<svg width="\1pt" style="max-width:100%;height:auto"', svg)

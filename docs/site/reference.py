@@ -96,15 +96,26 @@ def _of_module(stem: str, page: ApiPage, module: ModuleType) -> str:
     return f"{page.intro.strip()}\n\n| name | what it is |\n| --- | --- |\n{rows}\n\n{toc}\n"
 
 
+class _Bare(str):
+    """Text that a signature shows as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def keywords(signature: inspect.Signature, known: dict[str, Any]) -> Iterator[inspect.Parameter]:
     """Give the parameters of a function, with those of ``**options: Unpack[T]`` by name. ``known``: T by name."""
     for parameter in signature.parameters.values():
         found = re.fullmatch(r"Unpack\[(\w+)\]", str(parameter.annotation))
-        if found is None or found[1] not in known:
-            yield parameter
+        if parameter.name == "self":
             continue
-        taken = set(signature.parameters)
+        if found is None or found[1] not in known:
+            said = parameter.annotation
+            yield parameter.replace(annotation=_Bare(said) if isinstance(said, str) else said)
+            continue
         for name, kind in known[found[1]].__annotations__.items():
-            if name not in taken:
-                said = getattr(kind, "__forward_arg__", kind)
-                yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=said)
+            if name not in signature.parameters:
+                said, left_out = _Bare(getattr(kind, "__forward_arg__", kind)), _Bare("...")
+                yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=left_out, annotation=said)
