@@ -55,6 +55,7 @@ class TensorHealth:
 class SaveStats:
     """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
 
+    ``bytes_reused``: of tensors, as held in memory, that it did not write, in whatever form, since they were there.
     ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
     of that, what only tells how another checkpoint's cells changed.
     """
@@ -156,7 +157,7 @@ class Checkpoint:
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
-        found = self._record.metadata
+        found = self._record.metadata if self.repo.trusted is None else None  # a signature does not cover the record
         return deepcopy(found) if found is not None else self._manifest.metadata
 
     @property

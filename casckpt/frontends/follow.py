@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Unsigned
 from casckpt.frontends.new_files import sync_folder
 from casckpt.frontends.safetensors.exporting import CONFIG, Base, export_safetensors
 from casckpt.plan.durations import Duration
@@ -126,6 +126,9 @@ class Follower:
             return None
         except Damaged as error:
             log.error("%s is left out: %s", checkpoint, error)
+            return None
+        except Unsigned as error:
+            log.warning("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._tell(folder))

@@ -34,6 +34,8 @@ from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs import watching
+from casckpt.repository.signatures.keys import KeyFile, private_key
+from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports
@@ -57,9 +59,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
@@ -266,7 +270,7 @@ class Store:
         `open`), StorageError.
         """
         commit = self._resolve_to_load(ref)
-        manifest = manifests.get(self.repository, commit)
+        manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
         if state is not None:
             from casckpt.checkpoint.loading.load import wanted_blobs
@@ -354,6 +358,41 @@ class Store:
             manifest.ready(objects=())
         return difference(one, other)
 
+    def digests(
+        self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
+    ) -> dict[str, str]:
+        """The BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key; ``keys``: fnmatch patterns.
+
+        It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
+        has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
+        that. Raises MissingKey for a pattern that matches nothing, and for what was thinned away; Damaged,
+        StorageError.
+        """
+        from casckpt.checkpoint.loading.digests import digests_of
+
+        return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
+
+    def compare(
+        self,
+        state: Mapping[Any, Any],
+        ref: str | Checkpoint,
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> Comparison:
+        """Which tensors of a live ``state`` are not, to the bit, what a checkpoint has; on which ranks, and where.
+
+        Every rank of ``process_group`` makes the call, with its own shards, under whatever topology it was saved;
+        ``no_dist``: this process alone. Each hashes all that it holds, replicas too, and reads only what differs, or
+        what lies across its shards. Nothing is changed. Leaves that are no tensors, and what only the checkpoint has,
+        are not looked at. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput, StorageError.
+        """
+        from casckpt.checkpoint.comparing import compare_together
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
+
     def stats(self) -> StoreStats:
         """How many checkpoints and blobs there are, and their bytes."""
         return measure(self.repository)
@@ -373,7 +412,7 @@ class Store:
         from casckpt.checkpoint.loading.load import read_attachment
         from casckpt.checkpoint.loading.load_plan import LoadOptions
 
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
 
     # keeping and removing
@@ -420,6 +459,23 @@ class Store:
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
         tags.delete_tag(self.repository, name)
+
+    def sign(
+        self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
+    ) -> list[Checkpoint]:
+        """Vouch for checkpoints, ranges of steps too: put a signature of each one's id beside it, which travels along.
+
+        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or one of the package cryptography;
+        ``password``: of the file. Sign what a save of this process has returned: its id was made of your memory. Of
+        another one `verify` says whether the store has what its id says, and nothing whose it is.
+
+        Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
+        """
+        signer = private_key(key, password) if isinstance(key, str | os.PathLike) else key
+        chosen = refs.resolve_many(self.repository, map(_plain, named))
+        for commit in chosen:
+            sign(self.repository, commit, signer)
+        return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
@@ -660,14 +716,19 @@ class Store:
     def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
         commit = self._resolve(ref)
         warn_if_forgotten(commit)
+        return self._trusted(commit)
+
+    def _trusted(self, commit: Commit) -> Commit:
+        check_trusted(self.repository, commit.id, str(commit))
         return commit
 
     def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
         try:
-            return held.enter_context(self.lease(ref)).commit
+            commit = held.enter_context(self.lease(ref)).commit
         except (StorageError, Unsupported) as error:
             more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
+        return self._trusted(commit)
 
 
 def _new_saver(repository: Repository) -> Saver:

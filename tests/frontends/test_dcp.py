@@ -66,7 +66,10 @@ def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -
     model, optim = trained()
     state = {"model": model.state_dict(), "optim": optim.state_dict()}
     figures = {"loss": 1.5, "grad": float("inf")}
-    save(state, StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False, health=True))
+    save(
+        state,
+        StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False, health=True),
+    )
     store.save(state, run="native", step=1)
     assert store.get("native@1").stats.bytes_written == 0  # the same cells
     assert store.get("dcp@1").metadata == {"loss": 1.5}

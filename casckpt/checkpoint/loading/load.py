@@ -33,6 +33,7 @@ from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.signed import check_verified
 from casckpt.tensors.state import LeafValue, inflate
 
 _QUICK_BYTES = 256 << 20  # of a checkpoint: it is loaded in well under a second
@@ -135,6 +136,7 @@ def _find(
 
     def hello() -> _Hello:
         settings.append(options.checked())
+        check_verified(repo, verify=options.verify)
         return _Hello(named(ref), gethostname(), repo.manifests.names())
 
     def find(told: Sequence[_Hello]) -> list[_Found]:
@@ -181,7 +183,7 @@ def _plan_to_read(
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        _check_used(manifest, patterns, list(_names(contents.tree, ())))
+        check_used(manifest, patterns, list(_names(contents.tree, ())))
     return plan
 
 
@@ -207,7 +209,8 @@ def _names(node: Node, path: Path) -> Iterator[str]:
             yield from _names(child, (*path, element))
 
 
-def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise MissingKey for a pattern that matches none of ``names``."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise MissingKey(

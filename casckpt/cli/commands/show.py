@@ -10,6 +10,7 @@ import click
 
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import plain, summary
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
 from casckpt.errors import MissingKey
@@ -32,13 +33,18 @@ _HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True)
 @click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List the tensors, even if they are many.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-def command(session: Session, ref: str, all_tensors: bool, keys: tuple[str, ...]) -> None:
+@click.option("--digests", is_flag=True, help="BLAKE3 of each tensor's bytes, however it was saved; may read them.")
+def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show what a checkpoint holds.
 
     And what its save did. JSON output always has the tensors.
     """
     result = details(session.store, ref, keys)
-    shown = all_tensors or bool(keys) or len(result["tensors"]) <= FEW
+    if digests:
+        with progress_bar("hashing") as done:
+            found = session.store.digests(result["id"], keys=keys or None, progress=done)
+        result["tensors"] = [one | {"digest": found[one["key"]]} for one in result["tensors"]]
+    shown = all_tensors or bool(keys) or digests or len(result["tensors"]) <= FEW
     session.give(result, lambda result: _text(result, shown))
 
 
@@ -107,7 +113,8 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     if with_tensors and result["tensors"]:
         say()
         looked = result["health"] is not None
-        table((*_COLUMNS, *(_HEALTH if looked else ())), (_cells(one, looked) for one in result["tensors"]))
+        digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
+        table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(one, looked) for one in result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
 
@@ -132,7 +139,8 @@ def _health(found: dict[str, Any] | None) -> str:
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
     cells = one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
-    return (*cells, *health_cells(one["health"])) if looked else cells
+    digest = (one["digest"],) if "digest" in one else ()
+    return (*cells, *(health_cells(one["health"]) if looked else ()), *digest)
 
 
 def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:

@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, MissingKey
+from casckpt.errors import Conflict
 from casckpt.frontends.new_files import (
     check_file_names,
     copied,
@@ -25,23 +25,19 @@ from casckpt.frontends.new_files import (
     synced_file,
     write_attached,
 )
-from casckpt.frontends.safetensors.importing import METADATA_KEY
-from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout, Layout, lay_out
+from casckpt.frontends.recut import ViewTensor
+from casckpt.frontends.safetensors.layout import INDEX, STEM, SUFFIX, FileLayout
+from casckpt.frontends.safetensors.planned import CONFIG, FolderPlan
 from casckpt.frontends.stores import AnyStore, as_store
-from casckpt.frontends.view import Rules, ViewTensor, view_of
+from casckpt.frontends.view import Rules
 from casckpt.frontends.windows import WindowReader
-from casckpt.lazy import cached_property
 from casckpt.plan.progress import Shown
 from casckpt.plan.sizes import parse_size
-from casckpt.repository import manifests
 from casckpt.storage.paths import is_url
 from casckpt.store.exports import Exported
 from casckpt.store.store import Store
 
-CONFIG: Final = "config.json"
 _OURS = re.compile(rf"{STEM}(-[0-9]{{5}}-of-[0-9]{{5}})?\{SUFFIX}")
-_OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|training_args\.bin|trainer_state\.json")
-"""What Transformers' Trainer keeps in a folder of its own beside a model."""
 
 
 class Base(NamedTuple):
@@ -103,7 +99,8 @@ def _exported_to(
         return job.exported((target,), (), ())
     most = "5GB" if max_shard_size is None else max_shard_size
     layout = job.lay_out(parse_size(most) if isinstance(most, str) else most)
-    attachments, skipped = job.attachments([*layout.names, INDEX], wanted=attached)
+    attachments, skipped = job.attachments(wanted=attached)
+    check_file_names(attachments, frozenset([*layout.names, INDEX]).__contains__)
     if os.path.exists(target / CONFIG) and job.is_no_model:
         raise Conflict(
             f"{target} has a {CONFIG}, and these are not the names of a model: from_pretrained would load random "
@@ -119,47 +116,12 @@ def _exported_to(
     return job.exported([target / name for name in (*layout.names, *attachments)], tuple(attachments), tuple(skipped))
 
 
-class _Job:
+class _Job(FolderPlan):
     """One export."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules, progress: Shown | None) -> None:
-        self.store, self.checkpoint = store, checkpoint
-        self.manifest = manifests.get(store.repository, checkpoint.commit)
-        self._rules = rules
-        self.view = view_of(self.manifest, rules)
+        super().__init__(store, checkpoint, rules)
         self._reader = WindowReader(store.repository, self.manifest, self.view.nbytes, progress)
-
-    def lay_out(self, most: int | None) -> Layout:
-        """The files, before anything is written."""
-        return lay_out(self.view.tensors, file_metadata(self.checkpoint, self._rules), most)
-
-    def attachments(self, taken: Sequence[str], *, wanted: bool) -> tuple[list[str], list[str]]:
-        """Names of attachments for the folder, and of those that are of no use in it."""
-        found = self.store.attachments(self.checkpoint)
-        skipped = [name for name in found if not wanted or self._is_skipped(name)]
-        chosen = [name for name in found if name not in skipped]
-        check_file_names(chosen, frozenset(taken).__contains__)
-        return chosen, skipped
-
-    def _is_skipped(self, name: str) -> bool:
-        """Old indexes go; of a model what was for its training; and what says of other names that they are a model."""
-        is_of_training = self._rules.model and _OF_TRAINING.fullmatch(name) is not None
-        return name == INDEX or is_of_training or (name == CONFIG and self.is_no_model)
-
-    @cached_property
-    def is_no_model(self) -> bool:
-        """Whether a folder with these names and a config.json would be loaded as a model with random weights."""
-        rules, whole = self._rules, Rules(model=True)
-        if rules.model:
-            if rules.strip_prefix is None and not rules.keys:
-                return False
-            whole = replace(rules, keys=None, strip_prefix=self.view.prefix or None)
-        try:
-            view = view_of(self.manifest, whole)
-        except (InvalidInput, MissingKey):
-            return not rules.model  # what cannot be told is as whoever chose these names says
-        names = {one.name for one in view.tensors}
-        return not names <= {one.name for one in self.view.tensors}
 
     def write(self, path: Path, head: bytes, streams: Sequence[ViewTensor]) -> None:
         """Write one file: some bytes, then the data of ``streams``."""
@@ -189,16 +151,8 @@ class _Job:
         view = self.view
         return Exported(
             self.checkpoint, tuple(files), len(view.tensors), view.nbytes, attachments, view.left_out, skipped,
-            "hf" if self._rules.model else "safetensors", view.prefix,
+            "hf" if self.rules.model else "safetensors", view.prefix,
         )  # fmt: skip
-
-
-def file_metadata(checkpoint: Checkpoint, rules: Rules) -> dict[str, str]:
-    """Give what the imported file said of itself; else, and in any case of a model, what transformers asks for."""
-    wanted, said = {"format": "pt"}, checkpoint.metadata.get(METADATA_KEY)
-    if isinstance(said, dict) and all(isinstance(value, str) for value in said.values()):
-        return (wanted | said) if rules.model else said
-    return wanted
 
 
 def _is_like(path: Path, file: FileLayout) -> bool:

@@ -19,6 +19,7 @@ from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
+from benchmarks.scenarios.serving import serve
 from benchmarks.scenarios.small import small
 from benchmarks.scenarios.updates import update
 
@@ -44,4 +45,5 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "runs": runs,
     "coding": coding,
     "update": update,
+    "serve": serve,
 }

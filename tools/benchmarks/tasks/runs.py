@@ -98,6 +98,8 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
     copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
     "kept": copies that are stored after a gc of all but the last 8.
     """
+    from casckpt.checkpoint.saving.kept import held_bytes
+
     path = Path(place)
     store, saving = open_store(path, rate), list[Clock]()
     try:
@@ -106,7 +108,7 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
             with saving[-1]:
                 store.save(state, run=_RUN, step=number, compress=compress)  # type: ignore[arg-type]  # a Compress
         copy = values.size_of(state)
-        extra = {"cpu/GiB": median(clock.cpu for clock in saving[1:]) * _GIB / copy, "held": float(_held(store))}
+        extra = {"cpu/GiB": median(clock.cpu for clock in saving[1:]) * _GIB / copy, "held": float(held_bytes())}
         stored = files.stored(path)
         extra |= _loads(path, rate, saves - 1, state)
         store.gc(keep_last=_KEPT, min_age=0, wait=0)
@@ -135,11 +137,6 @@ def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
     for _, weights in trace.versions():
         flat = torch.from_numpy(weights).view(torch.bfloat16)
         yield {one.name: flat[one.start : one.stop] for one in trace.index.tensors if one.matrix}
-
-
-def _held(store: Store) -> int:
-    """Bytes that the store's process keeps for its next save."""
-    return sum(memory.coding.held.nbytes for memory in store._saver.get()._memories.values())
 
 
 def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
