@@ -31,7 +31,8 @@ from pathlib import Path
 from casckpt.checkpoint.handle import Arrival, Checkpoint
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Unsigned
 from casckpt.frontends.new_files import sync_folder
-from casckpt.frontends.safetensors.exporting import CONFIG, Base, export_safetensors
+from casckpt.frontends.safetensors.exporting import Base, export_safetensors
+from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.plan.durations import Duration
 from casckpt.repository.runs.watching import LONGEST_PAUSE
 from casckpt.store.store import Store
