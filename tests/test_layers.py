@@ -78,6 +78,7 @@ FENCES = (
     Fence(("backports", "compression"), ("format/encodings/zstd.py",), "the format has one coder"),
     Fence(("functools.cached_property",), ("lazy.py",), "a forked child could wait for its lock for ever"),
     Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
+    Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),
 )

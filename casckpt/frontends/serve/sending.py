@@ -23,9 +23,9 @@ from casckpt.parallel import usable_threads
 from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
 
-WINDOWS: Final = 12
+WINDOWS: Final = 8
 """In memory at once, for all clients together."""
-_SLOW_WINDOWS = 4
+_SLOW_WINDOWS = 3
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
 """So long a client that comes again for the rest is told at once what is wrong with it, by a status."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from casckpt.frontends.view import Rules
 from casckpt.store.store import Store
 from tests.support.coded import code
 from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained
+from tests.test_docs import DOCS
 
 SHARD = 12 * CELL
 
@@ -190,6 +194,17 @@ VIEW = (
 def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         read_rules(text, "the file")
+
+
+def test_the_view_of_the_documentation() -> None:
+    (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    rules = read_rules(found.encode(), "the page")
+    assert set(json.loads(found)) == {one.name for one in fields(Rules)}
+    assert rules.split["(.*)\\.qkv\\.weight"] == {
+        "\\1.q_proj.weight": 4,
+        "\\1.k_proj.weight": 1,
+        "\\1.v_proj.weight": 1,
+    }
 
 
 def test_folders_are_kept_and_dropped() -> None:
