@@ -195,7 +195,7 @@ def test_a_page_of_nothing() -> None:
 def test_tokens(small_store: Store, header: str | None, status: int) -> None:
     with serving(small_store, guard={"tokens": frozenset({"right"}), "checks_host": False}) as served:
         for path in ("/", "/api/models/sft", WEIGHTS, "/nothing"):
-            found = served.get(path, **({} if header is None else {"Authorization": header}))
+            found = served.get(path, "GET", None, **({} if header is None else {"Authorization": header}))
             assert found.status == (404 if status == 200 and path == "/nothing" else status), path
             assert (found.status == 401) == ("WWW-Authenticate" in found.headers)
 

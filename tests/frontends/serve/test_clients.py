@@ -23,6 +23,7 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
 import casckpt
+from casckpt.checkpoint.saving.options import Compress
 from casckpt.frontends.serve.names import commit_of, repo_of
 from tests.support import servers
 from tests.support.hub import gpt2, trained
@@ -40,7 +41,7 @@ SHARD = 20_000
 SERVING = DOCS / "serving.md"
 
 
-def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: str) -> dict[str, torch.Tensor]:
+def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
     """Two ranks train a model with FSDP2, of which one block changes between two steps; its weights then."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

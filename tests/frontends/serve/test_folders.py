@@ -200,11 +200,8 @@ def test_the_view_of_the_documentation() -> None:
     (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
     rules = read_rules(found.encode(), "the page")
     assert set(json.loads(found)) == {one.name for one in fields(Rules)}
-    assert rules.split["(.*)\\.qkv\\.weight"] == {
-        "\\1.q_proj.weight": 4,
-        "\\1.k_proj.weight": 1,
-        "\\1.v_proj.weight": 1,
-    }
+    (shares,) = rules.split.values()
+    assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 
 
 def test_folders_are_kept_and_dropped() -> None:
