@@ -18,7 +18,9 @@ from casckpt.cli.failures import Reported
 
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
-_BESIDE: Final = {"follow": "watch", "restore": "forget", "serve": "export", "stats": "report", "tags": "tag"}
+_BESIDE: Final = {
+    "follow": "watch", "restore": "forget", "serve": "export", "sign": "verify", "stats": "report", "tags": "tag",
+}  # fmt: skip
 """Commands that lie in the module of another one, under their own names."""
 
 

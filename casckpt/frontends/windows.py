@@ -1,13 +1,21 @@
-"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer."""
+"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer.
+
+A file that holds them as another checkpoint has them is revised: of what differs alone anything is read, and written.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedRandom
+from itertools import accumulate
 from typing import Final
 
 import torch
 
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.update import change
+from casckpt.errors import StorageError
 from casckpt.format.dtypes import itemsize
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
@@ -20,6 +28,7 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
+_BLOCK = 1 << 20  # of a file: it is written where one differs
 
 
 def plan_windows(sources: Iterable[Source], most: int, cell_bytes: int) -> Iterator[list[Source]]:
@@ -55,13 +64,16 @@ def fill(
 
     ``tables``: of entries, by number, whose extents are at hand.
     """
-    wants, start = [], 0
-    for one in window:
-        end = start + one.nbytes
-        wants.append(_request(one, buffer[start:end], (tables or {}).get(one.number)))
-        start = end
-    download.run(wants)
-    return start
+    download.run(_requests(window, buffer, tables or {}))
+    return sum(one.nbytes for one in window)
+
+
+def _requests(window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
+    ends = list(accumulate((one.nbytes for one in window), initial=0))
+    return [
+        _request(one, buffer[start : start + one.nbytes], tables.get(one.number))
+        for one, start in zip(window, ends, strict=False)
+    ]
 
 
 def _request(one: Source, data: torch.Tensor, table: ExtentTable | None) -> StreamRequest:
@@ -80,10 +92,32 @@ class WindowReader:
 
     def read(self, streams: Iterable[ViewTensor]) -> Iterator[memoryview]:
         """Give it, by at most `WINDOW_BYTES` together. What is given holds until the next is asked for."""
+        for wants, window in self._windows(streams):
+            self._download.run(wants)
+            yield window
+
+    def revise(self, streams: Iterable[ViewTensor], file: BufferedRandom, held: Checkpoint) -> None:
+        """Make what a file holds from its position on, as ``held`` has it, what it is to be.
+
+        All of it is hashed, so it may hold anything; what differs is read, and only that is written.
+        """
+        for wants, window in self._windows(streams):
+            start = file.tell()
+            if file.readinto(window) != len(window):
+                raise StorageError(f"{file.name} was cut while it was read; let nothing else write to it")
+            before = bytes(window)
+            change(self._download, wants, held, 0, check=True)
+            for at in range(0, len(window), _BLOCK):
+                if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
+                    file.seek(start + at)
+                    file.write(window[at : at + _BLOCK])
+            file.seek(start + len(window))
+
+    def _windows(self, streams: Iterable[ViewTensor]) -> Iterator[tuple[list[StreamRequest], memoryview]]:
+        """Requests, and the bytes that they fill."""
         sources = (source for one in streams for source in one.sources)
         for window in plan_windows(sources, WINDOW_BYTES, self._cell_bytes):
             total = sum(one.nbytes for one in window)
             if self._buffer.numel() < total:
                 self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-            fill(self._download, window, self._buffer)
-            yield memoryview(self._buffer.numpy().data)[:total]
+            yield _requests(window, self._buffer, {}), memoryview(self._buffer.numpy().data)[:total]

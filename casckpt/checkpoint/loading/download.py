@@ -31,6 +31,7 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.repository.manifests import get, others
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.signed import check_trusted, check_verified
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.headroom import headroom
 from casckpt.tensors.memory import Destination, note_writes
@@ -71,6 +72,11 @@ class Download:
     ranks: int = 1
     ranks_here: int = 1
     shared: bool = False
+
+    def __post_init__(self) -> None:
+        body = self.manifest.body
+        check_verified(self.repo, verify=self.verify)
+        check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
 
     def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import click
 
 from casckpt.cli.describe import plain
 from casckpt.cli.session import Session, store_command
@@ -21,16 +24,33 @@ _COLUMNS = (
 
 
 @store_command("report")
-def command(session: Session) -> None:
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Write a page of HTML with charts to FILE.",
+)  # fmt: skip
+def command(session: Session, output: Path | None) -> None:
     """Show where the bytes of the store are, run by run.
 
     SIZE is what the checkpoints of a run would take one by one, STORED what they take, ALONE what of that no other run
-    uses: so much a gc would free if the run were given up.
+    uses: so much a gc would free if the run were given up. The page that -o writes shows more: growth, what each
+    checkpoint added and why, which layers changed when, damage. It needs casckpt[report].
     """
+    if output is not None:
+        _write(session, output)
+        return
     found = plain(session.store.report())
     for run in found["runs"]:
         run["newest_at"] = time_of(run["newest_at"]).isoformat()
     session.give(found, text)
+
+
+def _write(session: Session, output: Path) -> None:
+    from casckpt.frontends.report import write_report
+
+    nbytes = write_report(session.store, output)
+    session.give(
+        {"path": str(output), "bytes": nbytes}, lambda result: say(f"wrote {result['path']}, {size(result['bytes'])}")
+    )
 
 
 @store_command("stats")
