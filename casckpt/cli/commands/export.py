@@ -103,7 +103,7 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
         say("there is no config.json in it, which from_pretrained needs: put that of the model there")
 
 
-@store_command("serve")
+@store_command("serve", loads=True)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to answer at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
 @click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="Tokens, one a line.")

@@ -41,8 +41,9 @@ def content(store: Store, of: Folder, name: str, start: int = 0, stop: int | Non
     file, buffer = of.files[name], Buffer()
     reader = RangeReader(store.repository, of, file, Span(start, file.nbytes if stop is None else stop))
     found = bytes(reader.head)
-    while data := reader.read(buffer):
-        found += data
+    while window := reader.next():
+        assert window.start == start + len(found)
+        found += reader.read(window, buffer)
     return found
 
 
