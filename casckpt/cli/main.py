@@ -19,8 +19,14 @@ from casckpt.cli.failures import Reported
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
 _BESIDE: Final = {
-    "follow": "watch", "restore": "forget", "serve": "export", "sign": "verify", "stats": "report", "tags": "tag",
-}  # fmt: skip
+    "follow": "watch",
+    "init": "settings",
+    "restore": "forget",
+    "serve": "export",
+    "sign": "verify",
+    "stats": "report",
+    "tags": "tag",
+}
 """Commands that lie in the module of another one, under their own names."""
 
 

@@ -339,7 +339,7 @@ def test_only_what_is_signed(tmp_path: Path) -> None:
     with serving(casckpt.open(tmp_path / "store", require_signature=alice.public)) as served:
         refused = served.get("/sft/resolve/1/model.safetensors")
         assert (refused.status, "no right signature" in refused.headers["X-Error-Message"]) == (403, True)
-        store.sign("sft@1", alice.private)
+        store.sign("sft@1", key=alice.private)
         assert served.get("/sft/resolve/1/model.safetensors").status == 200
 
 
