@@ -77,7 +77,7 @@ def health_of_all(
     A stream of which any cell is unknown, as one that was declared frozen, is left out.
     """
     every = {key: one for rank in found for key, one in rank.items()}
-    rows = {}
+    rows: dict[int, Rows] = {}
     for number, (name, (dtype, table)) in enumerate(streams.items()):
         if name[0] == TENSOR and has_health(dtype):
             made = parent.rows(name, dtype, table, every)

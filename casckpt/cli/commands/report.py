@@ -99,7 +99,7 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
     the other rules of gc are not carried out: what each of them would free is told, were it the only one.
     """
     result = plain(session.store.stats())
-    given = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
+    given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
     if by or any(given.values()):
         found = plain(session.store.footprint(run, branches="key" in by, **given))
         found["runs"] = _runs(session, run) if "run" in by else []
