@@ -18,9 +18,13 @@ from casckpt.checkpoint.saving import looking
 from casckpt.checkpoint.saving.looking import has_health, health_of
 from casckpt.errors import InvalidInput
 from casckpt.format.dtypes import DTYPES
+from casckpt.format.keys import manifest_key
 from casckpt.format.records import Health
 from casckpt.format.sections.health import CellHealth
-from tests.support.saves import CELL, cells, small, trained
+from casckpt.repository import manifests
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support.saves import CELL, cells, flip, small, trained
 from tests.support.together import line, numbers, spread
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ NUMBERS = sorted(filter(has_health, DTYPES))
 
 
 def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
-    values = torch.cat([one.reshape(-1).to(torch.float64) for one in tensors])
+    values = torch.cat([torch.empty(0), *(one.reshape(-1).to(torch.float64) for one in tensors)])
     finite = values[values.isfinite()].abs()
     return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
 
@@ -142,6 +146,22 @@ def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:
     assert store.save(tensors, step=2, health=True, frozen=["big"]).health == known
     store.save(tensors, step=3, health=True)
     assert store.save(tensors, step=4, health=True, frozen=["big"]).health == wanted(tensors)
+
+
+@pytest.mark.parametrize("section", ["health", "cells"])
+def test_of_a_parent_that_is_damaged_nothing_is_asked(section: str) -> None:
+    store, tensors = small(), state()
+    saved = store.save(tensors, step=1, health=True)
+    found = manifests.get(store.repository, saved.commit).head[section]
+    flip(store, manifest_key(saved.commit.txid, saved.commit.id), found.offset + 5)
+    for step in (2, 3):
+        fresh = Store(Repository(store.repository.storage))
+        tensors["count"] = tensors["count"] + 1
+        assert fresh.save(tensors, step=step, health=True).health == wanted(tensors)
+
+
+def test_what_holds_nothing_has_no_health() -> None:
+    assert small().save({"a": 1, "none": torch.empty(0, 3)}, step=1, health=True).health == {"none": expected([])}
 
 
 def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
