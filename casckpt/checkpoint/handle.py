@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
@@ -22,6 +22,10 @@ from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
     from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+    from casckpt.plan.routes import Link
+
+Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
+"""Frames by which cells are told, by the key of their tensor."""
 
 _SHOWN = 20  # checkpoints in a notebook
 
@@ -51,6 +55,7 @@ class TensorHealth:
 class SaveStats:
     """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
 
+    ``bytes_reused``: of tensors, as held in memory, that it did not write, in whatever form, since they were there.
     ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
     of that, what only tells how another checkpoint's cells changed.
     """
@@ -73,7 +78,8 @@ class Checkpoint:
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
     ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
     these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
-    ``notes``: what an import did not take over as it is meant, in words.
+    ``notes``: what an import did not take over as it is meant, in words. ``frames``: what updates decoded to have it in
+    memory, which the next one moves on; they are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -83,6 +89,10 @@ class Checkpoint:
     unread_subtrees: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    frames: Frames = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frames": {}}
 
     @property
     def _record(self) -> Committed:
@@ -147,7 +157,7 @@ class Checkpoint:
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
-        found = self._record.metadata
+        found = self._record.metadata if self.repo.trusted is None else None  # a signature does not cover the record
         return deepcopy(found) if found is not None else self._manifest.metadata
 
     @property

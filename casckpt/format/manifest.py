@@ -249,8 +249,14 @@ class Manifest:
             raise _unfit(self.id, error, entry.key) from error
 
     def raw_cells(self, entry: StreamEntry) -> memoryview:
-        """Return the cell table of an entry as it is stored. Raises Damaged, and what reading does."""
-        return self._cells.get(entry.number)
+        """Return the table of an entry's cells as it is stored: it tells its bytes, and not where they lie.
+
+        Raises Damaged, and what reading does.
+        """
+        try:
+            return self._cells.get(entry.number)
+        except Damaged as error:
+            raise _unfit(self.id, error, entry.key) from error
 
     @property
     def health(self) -> dict[int, Rows] | None:

@@ -34,6 +34,8 @@ from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs import watching
+from casckpt.repository.signatures.keys import KeyFile, private_key
+from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
@@ -195,8 +198,11 @@ class Store:
         lead from one version to the other, forward or back, where these are less than the cell with its bases; else it
         is read. It is compared with its digest, and read whole where that does not fit. So is what cannot be compared:
         of tensors that ``cast`` converts, or of which ``state`` holds a part of a cell only. What came of the load of
-        ``held`` must still be there. ``check``: hash that, too, and read what does not fit; then it may be anything.
-        ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its own.
+        ``held`` must still be there; what that load did not fill (its ``missing_keys``, ``mismatched_keys`` and
+        ``unread_keys``) is read. ``check``: hash what is held, too, and read what does not fit; then it may be
+        anything. ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its
+        own. What is returned keeps the frames that were decoded, in host memory, for the next update, and ``held`` no
+        longer does.
 
         The other arguments, what is done for leaves that are no tensors, what is returned, and the errors are those of
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
@@ -220,6 +226,7 @@ class Store:
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+            frames=loaded.frames,
         )  # fmt: skip
 
     def read(
@@ -264,7 +271,7 @@ class Store:
         `open`), StorageError.
         """
         commit = self._resolve_to_load(ref)
-        manifest = manifests.get(self.repository, commit)
+        manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
         if state is not None:
             from casckpt.checkpoint.loading.load import wanted_blobs
@@ -416,7 +423,7 @@ class Store:
         from casckpt.checkpoint.loading.load import read_attachment
         from casckpt.checkpoint.loading.load_plan import LoadOptions
 
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
 
     # keeping and removing
@@ -463,6 +470,23 @@ class Store:
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
         tags.delete_tag(self.repository, name)
+
+    def sign(
+        self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
+    ) -> list[Checkpoint]:
+        """Vouch for checkpoints, ranges of steps too: put a signature of each one's id beside it, which travels along.
+
+        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or one of the package cryptography;
+        ``password``: of the file. Sign what a save of this process has returned: its id was made of your memory. Of
+        another one `verify` says whether the store has what its id says, and nothing whose it is.
+
+        Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
+        """
+        signer = private_key(key, password) if isinstance(key, str | os.PathLike) else key
+        chosen = refs.resolve_many(self.repository, map(_plain, named))
+        for commit in chosen:
+            sign(self.repository, commit, signer)
+        return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
@@ -703,14 +727,19 @@ class Store:
     def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
         commit = self._resolve(ref)
         warn_if_forgotten(commit)
+        return self._trusted(commit)
+
+    def _trusted(self, commit: Commit) -> Commit:
+        check_trusted(self.repository, commit.id, str(commit))
         return commit
 
     def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
         try:
-            return held.enter_context(self.lease(ref)).commit
+            commit = held.enter_context(self.lease(ref)).commit
         except (StorageError, Unsupported) as error:
             more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
+        return self._trusted(commit)
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -59,13 +59,13 @@ def _fill(folder: Path) -> None:
 
 
 def sweep(folder: Path, points: int, seed: int) -> None:
-    """Kill at ``points`` steps of each way; 0 for all."""
+    """Kill at ``points`` steps of each way, or at all, if they are fewer."""
     draw = random.Random(seed)
     if forked(partial(_fill, folder / "base")):
         raise SystemExit("the saves failed")
     for way in WAYS:
         every = range(1, _total(folder, way) + 1)
-        for at in draw.sample(every, points) if points else every:
+        for at in draw.sample(every, min(points, len(every))):
             point = folder / f"{way}-{at}"
             shutil.copytree(folder / "base", point)
             status = forked(partial(_thin, point, way, at))

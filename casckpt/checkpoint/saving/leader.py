@@ -13,7 +13,6 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.saving.coding import CodingMemory
 from casckpt.checkpoint.saving.health import Found, Parent, health_of_all, summed_health
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
@@ -28,7 +27,7 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.reuse import coded_bytes, mark_worn
+from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -42,6 +41,7 @@ from casckpt.repository.runs.following import (
     look_at_all,
     newest_reusable,
 )
+from casckpt.repository.signatures.signed import sign_save
 from casckpt.repository.transactions import Transaction, begin
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,6 @@ class SaveMemory:
     duty: WriteRanges | None = None
     plan_number: int = 0
     remembered: dict[str, Remembered] = field(default_factory=dict)
-    coding: CodingMemory = field(default_factory=CodingMemory)
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,7 @@ class Leader:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
         described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
         record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
+        sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
         self._forget_replaced()
         say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
@@ -263,9 +263,9 @@ class Leader:
 
     def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
         """What is committed, with the figures of the save over all ranks."""
-        streams = draft.streams.items()
-        tensors = [prod(table.shape) * table.itemsize for name, (_, table) in streams if name[0] == TENSOR]
-        new = [ref.size for ref in draft.blobs if ref.uploader == txid]
+        tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
+        tensors = [prod(table.shape) * table.itemsize for table in tables]
+        new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
         health = None if draft.health is None else summed_health(draft.streams, draft.health)
         return Committed(
             txid=txid,
@@ -277,9 +277,9 @@ class Leader:
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
             bytes_total=sum(tensors),
-            bytes_written=sum(new),
-            bytes_reused=max(0, sum(tensors) - sum(new)),
-            **coded_bytes(table for _, (_, table) in streams)._asdict(),
+            bytes_written=sum(new.values()),
+            bytes_reused=sum(tensors) - bytes_in(tables, new),
+            **coded_bytes(table for _, table in draft.streams.values())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),

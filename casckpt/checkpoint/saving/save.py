@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from casckpt.checkpoint.ranks import Ranks, telling
-from casckpt.checkpoint.saving.coding import Coder, coder_for
+from casckpt.checkpoint.saving.coding import Coder, coding
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
@@ -139,11 +138,11 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
-        coder = coder_for(self.repo, known, self.memory.coding, self.options, told=knowledge.compress)
         looker = None if knowledge.unlooked is None else Looker(knowledge.unlooked)
-        self._share = store_share(
-            self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
-        )
+        with coding(self.repo, known, self.options, told=knowledge.compress) as coder:
+            self._share = store_share(
+                self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
+            )
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         tree, health = prepared.tree if alone else None, {} if looker is None else looker.found
         return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)
@@ -168,8 +167,9 @@ def store_share(
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))
     upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, looker, progress)
-    with nullcontext() if coder is None else coder:
-        places = _placed(upload, work)
+    if coder is not None:
+        coder.expect(prepared.sources, work)
+    places = _placed(upload, work)
     if any(upload.written):
         repo.storage.settle(uploader_folder(txid))
     return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)

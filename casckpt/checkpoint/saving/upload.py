@@ -229,7 +229,7 @@ class Upload:
         start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         if self.coder is not None:
-            self.coder.memory.note_put(blob.size, perf_counter() - start)
+            self.coder.kept.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -70,12 +71,20 @@ _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 
 
 @store_command("report")
-def command(session: Session) -> None:
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+    help="Write a page of HTML with charts to FILE.",
+)  # fmt: skip
+def command(session: Session, output: Path | None) -> None:
     """Show where the bytes of the store are, run by run.
 
     SIZE is what the checkpoints of a run would take one by one, STORED what they take, ALONE what of that no other run
-    uses: so much a gc would free if the run were given up.
+    uses: so much a gc would free if the run were given up. The page that -o writes shows more: growth, what each
+    checkpoint added and why, which layers changed when, damage. It needs casckpt[report].
     """
+    if output is not None:
+        _write(session, output)
+        return
     found = plain(session.store.report())
     session.give(found | {"runs": list(map(_dated, found["runs"]))}, text)
 
@@ -86,6 +95,15 @@ def _dated(run: dict[str, Any]) -> dict[str, Any]:
 
 def _runs(session: Session, wanted: str | None) -> list[dict[str, Any]]:
     return [_dated(run) for run in plain(session.store.report())["runs"] if wanted in (None, run["run"])]
+
+
+def _write(session: Session, output: Path) -> None:
+    from casckpt.frontends.report import write_report
+
+    nbytes = write_report(session.store, output)
+    session.give(
+        {"path": str(output), "bytes": nbytes}, lambda result: say(f"wrote {result['path']}, {size(result['bytes'])}")
+    )
 
 
 @store_command("stats")

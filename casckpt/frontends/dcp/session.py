@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from casckpt.checkpoint.agreement import StoreIdentity
-from casckpt.checkpoint.saving.coding import CodingMemory, coder_for
+from casckpt.checkpoint.saving.coding import coding
 from casckpt.checkpoint.saving.health import Parent
 from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
@@ -87,7 +87,7 @@ _latest = _Latest()
 class WriterSession:
     """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others.
 
-    ``more``: a state to save beside that of the plan. ``coding``: what the last save by this process left for it.
+    ``more``: a state to save beside that of the plan.
     """
 
     def __init__(
@@ -98,9 +98,7 @@ class WriterSession:
         rank: int,
         alone: bool,
         more: Mapping[Any, Any] = MappingProxyType({}),
-        coding: CodingMemory | None = None,
     ) -> None:
-        self._coding = CodingMemory() if coding is None else coding
         self.repo, self.options, self.rank, self.alone, self.more = repo, options, rank, alone, more
         self._progress = Progress(options.progress)
         self.number = repo.entropy(16)
@@ -205,16 +203,17 @@ class WriterSession:
         looker = None if told.unlooked is None else Looker(told.unlooked)
         is_frozen = frozen_by(self.options.frozen)
         others, shares = [*values.sources, *self._extra.sources], []
-        for window in tensors.windows(planner):
-            sources, others = [*others, *sources_of(window, planner, is_frozen)], []
-            prepared, threads = Prepared(sources, [], [], b""), self.options.threads
-            coder = coder_for(self.repo, known, self._coding, self.options, told=told.compress)
-            shares.append(
-                store_share(
-                    self.repo, txid, prepared, known,
-                    threads=threads, coder=coder, looker=looker, progress=self._progress,
-                )
-            )  # fmt: skip
+        threads, progress = self.options.threads, self._progress
+        with coding(self.repo, known, self.options, told=told.compress) as coder:
+            for window in tensors.windows(planner):
+                sources, others = [*others, *sources_of(window, planner, is_frozen)], []
+                prepared = Prepared(sources, [], [], b"")
+                shares.append(
+                    store_share(
+                        self.repo, txid, prepared, known,
+                        threads=threads, coder=coder, looker=looker, progress=progress,
+                    )
+                )  # fmt: skip
         objects = [*values.objects, *self._extra.objects]
         health = {} if looker is None else looker.found
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
