@@ -81,7 +81,7 @@ def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     """A folder with a store for each point at which who thinned was killed."""
     folder, full = tmp_path_factory.mktemp("thinned"), bool(request.config.getoption("--full"))
     seed = int(request.config.getoption("--hypothesis-seed") or 0)
-    command = [sys.executable, "-m", "tests.support.killed_thins", folder, str(100 if full else POINTS), str(seed)]
+    command = [sys.executable, "-m", "tests.support.killed_thins", str(folder), str(100 if full else POINTS), str(seed)]
     subprocess.run(command, cwd=ROOT, check=True)
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +64,24 @@ def test_of_many_ranks(tmp_path: Path, full: bool) -> None:
     store = casckpt.open(tmp_path)
     ranks = Simulated(store.repository, size)
     for step in range(4):
-        ranks.save(lambda rank, step=step: shard_of(rank, size, step), SaveOptions(run="r", step=step))
+        ranks.save(partial(shard_of, size=size, step=step), SaveOptions(run="r", step=step))
     thin_all(store, {"best": "r@1"})
-    last = ranks.save(lambda rank: shard_of(rank, size, 3), SaveOptions(run="r", step=9)).committed
+    last = ranks.save(partial(shard_of, size=size, step=3), SaveOptions(run="r", step=9)).committed
     assert (last.bytes_written, last.blobs_written) == (0, 0)
 
 
 # FSDP2
 
 
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(FEATURES, FEATURES)
+    fully_shard(model)  # in place
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def train(rank: int, size: int, path: Path) -> None:
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(FEATURES, FEATURES))
-    optim = torch.optim.AdamW(model.parameters())
+    model, optim = sharded()
     checkpointer = casckpt.Checkpointer(casckpt.open(path), run="sft")
     for step in range(STEPS):
         model(torch.full((4, FEATURES), float(step))).square().mean().backward()
@@ -86,8 +92,7 @@ def train(rank: int, size: int, path: Path) -> None:
 
 def train_on(rank: int, size: int, path: Path) -> tuple[bool, int]:
     """Load an early one's weights and the newest whole; save that again."""
-    model = fully_shard(nn.Linear(FEATURES, FEATURES))
-    optim = torch.optim.AdamW(model.parameters())
+    model, optim = sharded()
     checkpointer = casckpt.Checkpointer(casckpt.open(path), run="sft")
     checkpointer.load("sft@3", model)
     early = checkpointer.store.compare({"model": model.state_dict()}, "sft@3").is_same

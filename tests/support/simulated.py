@@ -30,7 +30,7 @@ class _Rank(Solo):
 
     def __init__(self, star: _Star, rank: int, size: int) -> None:
         super().__init__()
-        self.rank, self.size, self._star = rank, size, star  # type: ignore[misc]  # of a class with one rank
+        self.rank, self.size, self._star = rank, size, star
 
     def exchange(self, call: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
         star = self._star
