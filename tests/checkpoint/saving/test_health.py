@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.saves import CELL, cells, flip, small, trained
 from tests.support.together import line, numbers, spread
+from tests.support.worlds import World, reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -222,3 +224,24 @@ def test_a_nan_of_one_rank_marks_the_checkpoint_on_all(ranks: Pool, path: Path, 
         assert healthy is (None if sick is None else False)
         assert told == Health(nan=sick or 0, inf=0, keys=["model.w"] * (sick or 0))
         assert {key: one.nan for key, one in health.items()} == {"model.w": sick or 0, "model.b": 0}
+
+
+def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int]) -> Any:
+    seed, step = at
+    return casckpt.open(path).save(world.state(rank, reference(seed, step)), run="a", step=step, health=True).health
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_topology_follows_another(ranks: Pool, path: Path, seed: int) -> None:
+    draw = random.Random(f"health {seed}")
+    for step in range(3):
+        world = World.drawn(draw)
+        found = ranks.run(world.size, save_in, path, world, (seed, step))
+        tensors = reference(seed, step)
+        want = {key: one for key, one in tensors.items() if one.dtype != torch.bool and key in found[0]}
+        assert all(one == {key: in_parts(tensor) for key, tensor in want.items()} for one in found)
+
+
+def in_parts(tensor: torch.Tensor) -> TensorHealth:
+    """Of complex numbers each part is an element."""
+    return expected([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
