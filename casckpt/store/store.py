@@ -46,6 +46,7 @@ from casckpt.upkeep.copies.copying import CopyResult
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import MirrorLag
 from casckpt.upkeep.doctor import examine
+from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.upkeep.repair.repair import RepairResult, repair
@@ -400,6 +401,16 @@ class Store:
     def report(self) -> StoreUsage:
         """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
         return usage(self.repository)
+
+    def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
+        """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
+
+        ``run``: of this one alone. ``branches``: also what has one first element in its keys, for which manifests are
+        read that this host has not looked at yet. ``keep_last=2`` and the other rules of `gc`: what each of them would
+        free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        """
+        check_keywords("Store.footprint", keep, KeepRules)
+        return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
