@@ -38,7 +38,6 @@ from casckpt.tensors.memory import copy_bytes
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
 _TRIES, _TRIES_AGAIN = 8, 1  # cells of a stream; and where all of them were in vain in the save before
 _SAVED = 0.2  # share of the bytes that planes save of most states
@@ -59,7 +58,7 @@ def coding(repo: Repository, known: KnownCells, options: SaveOptions, *, told: C
     with ExitStack() as opened:
         alone = compress == "always" or _is_slow(repo, kept.rate)
         log.debug("cells without a base are %s", "encoded" if alone else "stored as they are: the storage is fast")
-        coder = Coder(repo, known, kept, _FLOATS if compress == "always" else _HALVES, alone, opened)
+        coder = Coder(repo, known, kept, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
     kept.held.only(coder.names)
 
@@ -106,7 +105,7 @@ class Coder:
 
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
-        asked = source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS)
+        asked = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
         return asked and cell.nbytes >= MIN_CELL and self._tries(source) < _TRIES
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
