@@ -33,6 +33,7 @@ from casckpt.format import (
 )
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
+from casckpt.format.sections import health as health_section
 from tests.support.pages import Block, Reader, blocks
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ STRUCTS = (
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.Mirrored, records.Kept, records.Announced,
     index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
-    pieces.Pieces, tables.CellSpans,
+    pieces.Pieces, tables.CellSpans, records.Health, health_section.HealthColumns,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from casckpt.checkpoint.saving.coding import Coder, coding
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
+from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared
 from casckpt.checkpoint.saving.shares import Share, share_of
@@ -137,11 +138,15 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
+        looker = None if knowledge.unlooked is None else Looker(knowledge.unlooked)
         with coding(self.repo, known, self.options, told=knowledge.compress) as coder:
-            share = store_share(self.repo, start.txid, mine, known, threads=threads, coder=coder, progress=progress)
+            share = store_share(
+                self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
+            )
         self._share = share
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
-        return FinishRequest(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
+        tree, health = prepared.tree if alone else None, {} if looker is None else looker.found
+        return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)
 
 
 def store_share(
@@ -152,6 +157,7 @@ def store_share(
     *,
     threads: int | None,
     coder: Coder | None = None,
+    looker: Looker | None = None,
     progress: Progress,
 ) -> Share:
     """Find or store every cell of this rank, under the transaction's name; durable when it returns.
@@ -161,7 +167,7 @@ def store_share(
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))
-    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, progress)
+    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, looker, progress)
     if coder is not None:
         coder.expect(prepared.sources, work)
     places = _placed(upload, work)

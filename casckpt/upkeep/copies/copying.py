@@ -223,8 +223,8 @@ def execute(
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
-    how = {"blob_bytes": blob_bytes, "compress": plan.compress}
-    work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress, **how)
+    each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
+    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
