@@ -33,6 +33,7 @@ from casckpt.format import (
 )
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
+from casckpt.format.sections import health as health_section
 from tests.support.pages import Block, Reader, blocks
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
-PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md",
-         DOCS / "dcp.md", DOCS / "tutorial.md", DOCS / "index.md", DOCS / "coming_from.md", DOCS / "howto.md",
+PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "integrity.md", DOCS / "megatron.md",
+         DOCS / "training.md", DOCS / "dcp.md", DOCS / "tutorial.md", DOCS / "index.md",
+         DOCS / "coming_from.md", DOCS / "howto.md",
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
@@ -57,7 +59,7 @@ STRUCTS = (
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.Mirrored, records.Kept, records.Announced,
     index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
-    pieces.Pieces, tables.CellSpans,
+    pieces.Pieces, tables.CellSpans, records.Health, health_section.HealthColumns,
 )  # fmt: skip
 
 

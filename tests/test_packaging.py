@@ -126,7 +126,9 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["tools/setup", "tools/check", "tools/test", "tools/demo", "tools/mutants", "tools/docs", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["tools/setup", "tools/check", "tools/test", "tools/demo", "tools/mutants", "tools/docs", ".ci/run"]
+)
 def test_a_tool_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
     assert (ROOT / name).read_text().startswith("#!/usr/bin/env ")

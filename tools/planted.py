@@ -294,9 +294,9 @@ PLANTED = (
     Planted(
         "a load lets go of what it holds before it reads",
         "casckpt/store/store.py",
-        "            return held.enter_context(self.lease(ref)).commit\n",
+        "            commit = held.enter_context(self.lease(ref)).commit\n",
         """            with self.lease(ref) as let_go:
-                return let_go.commit
+                commit = let_go.commit
 """,
         "tests/store/test_leases.py",
     ),
@@ -452,6 +452,45 @@ PLANTED = (
         "tests/repository/test_requirements.py",
     ),
     Planted(
+        "a signature of another checkpoint counts",
+        "casckpt/repository/signatures/signed.py",
+        '    return DOMAIN + id.encode() + b"\\n"',
+        "    return DOMAIN",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "verify=False may be said where signatures are required",
+        "casckpt/repository/signatures/signed.py",
+        "    if repo.trusted is not None and not verify:",
+        "    if False:",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "metadata is the record's where only what is signed counts",
+        "casckpt/checkpoint/handle.py",
+        "self._record.metadata if self.repo.trusted is None else None",
+        "self._record.metadata",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "a save is signed after its commit",
+        "casckpt/checkpoint/saving/leader.py",
+        """        sign_save(self.repo, record.manifest)
+        self._transaction.commit(record)
+""",
+        """        self._transaction.commit(record)
+        sign_save(self.repo, record.manifest)
+""",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "a gc deletes signatures of what lives",
+        "casckpt/repository/signatures/signed.py",
+        "    gone = purged - {one.id for one in commits.live()} - copied",
+        "    gone = purged",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
         "a copy leaves signatures behind",
         "casckpt/upkeep/copies/copying.py",
         """    copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
@@ -554,8 +593,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "        digest = cell_digest(target)\n        place",
-        "        digest = _digest_of(cell)\n        place",
+        "        digest = cell_digest(target)\n        self",
+        "        digest = _digest_of(cell)\n        self",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
@@ -712,16 +751,37 @@ PLANTED = (
     Planted(
         "older generations go before the command has returned 0",
         "casckpt/frontends/follow.py",
-        "        known = current is None or current == self._at(_TOLD)\n",
-        "        known = True\n",
+        "        if current not in every or current != self._at(_TOLD):\n",
+        "        if current not in every:\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(
         "a command that a kill left out is not called again",
         "casckpt/frontends/follow.py",
-        "            if held is not None and held != self._at(_TOLD):\n",
-        "            if False:\n",
+        "        if held is not None and held != self._at(_TOLD):\n",
+        "        if False:\n",
         "tests/frontends/test_follow.py",
+    ),
+    Planted(
+        "a new generation trusts what stands in the one before",
+        "casckpt/frontends/windows.py",
+        "            change(self._download, wants, held, 0, check=True)\n",
+        "            change(self._download, wants, held, 0, check=False)\n",
+        "tests/frontends/test_follow.py",
+    ),
+    Planted(
+        "what a load did not fill counts as held",
+        "casckpt/checkpoint/loading/load_plan.py",
+        "        is_new = key in self._not_held or entry.key in self._unread\n",
+        "        is_new = False\n",
+        "tests/checkpoint/loading/test_update_misused.py",
+    ),
+    Planted(
+        "frames that are at hand are read again",
+        "casckpt/checkpoint/loading/update.py",
+        "is_undone, kept.get(link))",
+        "is_undone, None)",
+        "tests/checkpoint/loading/test_update_along.py",
     ),
     Planted(
         "autograd is not told of a load",

@@ -18,7 +18,14 @@ from casckpt.cli.failures import Reported
 
 NAME: Final = "casckpt"
 _ALIASES: Final = {"ls": "list"}
-_BESIDE: Final = {"follow": "watch", "restore": "forget", "stats": "report", "tags": "tag"}
+_BESIDE: Final = {
+    "follow": "watch",
+    "init": "settings",
+    "restore": "forget",
+    "sign": "verify",
+    "stats": "report",
+    "tags": "tag",
+}
 """Commands that lie in the module of another one, under their own names."""
 
 

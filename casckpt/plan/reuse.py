@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -181,6 +181,17 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
     plain = sum((one.hi - one.lo) * table.itemsize for table, one, _ in coded)
     frames = sum(table.stored_bytes(one) for table, one, _ in coded)
     return CodedBytes(plain, frames, sum(table.stored_bytes(one) for table, one, how in coded if how.base is not None))
+
+
+def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
+    """Count the bytes of the cells that lie in ``blobs``, as held in memory; those of one place count once."""
+    found = {
+        (one.blob, one.offset): (one.hi - one.lo) * table.itemsize
+        for table in tables
+        for one in table.extents
+        if one.blob in blobs
+    }
+    return sum(found.values())
 
 
 def frames_in(tables: Iterable[ExtentTable]) -> set[int]:

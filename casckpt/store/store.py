@@ -34,6 +34,8 @@ from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs import watching
+from casckpt.repository.signatures.keys import KeyFile, private_key
+from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports
@@ -57,9 +59,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
@@ -110,15 +114,17 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able, shown in listings. ``metrics``: up to 64 numbers by name, in the commit record.
-        ``healthy``: True or False, your word on whether a training should go on from it. ``attachments``: files by name
-        that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this run and step
-        before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors that did not
-        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
-        promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of
-        the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the tensor,
-        where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too; "always":
-        of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It takes host
-        memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
+        ``healthy``: True or False, your word on whether a training should go on from it. ``health``: count NaN and
+        infinities, and find the largest value, of each tensor, in the cells that changed; of the others the parent has
+        told. Where any is NaN, on whichever rank, and you gave no word, the checkpoint is not healthy. ``attachments``:
+        files by name that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this
+        run and step before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors
+        that did not change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the
+        caller's promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse
+        cells of the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the
+        tensor, where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too;
+        "always": of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It
+        takes host memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
         differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
         and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
         are to be.
@@ -191,8 +197,11 @@ class Store:
         lead from one version to the other, forward or back, where these are less than the cell with its bases; else it
         is read. It is compared with its digest, and read whole where that does not fit. So is what cannot be compared:
         of tensors that ``cast`` converts, or of which ``state`` holds a part of a cell only. What came of the load of
-        ``held`` must still be there. ``check``: hash that, too, and read what does not fit; then it may be anything.
-        ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its own.
+        ``held`` must still be there; what that load did not fill (its ``missing_keys``, ``mismatched_keys`` and
+        ``unread_keys``) is read. ``check``: hash what is held, too, and read what does not fit; then it may be
+        anything. ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its
+        own. What is returned keeps the frames that were decoded, in host memory, for the next update, and ``held`` no
+        longer does.
 
         The other arguments, what is done for leaves that are no tensors, what is returned, and the errors are those of
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
@@ -216,6 +225,7 @@ class Store:
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+            frames=loaded.frames,
         )  # fmt: skip
 
     def read(
@@ -260,7 +270,7 @@ class Store:
         `open`), StorageError.
         """
         commit = self._resolve_to_load(ref)
-        manifest = manifests.get(self.repository, commit)
+        manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
         if state is not None:
             from casckpt.checkpoint.loading.load import wanted_blobs
@@ -348,6 +358,41 @@ class Store:
             manifest.ready(objects=())
         return difference(one, other)
 
+    def digests(
+        self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
+    ) -> dict[str, str]:
+        """The BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key; ``keys``: fnmatch patterns.
+
+        It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
+        has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
+        that. Raises MissingKey for a pattern that matches nothing, and for what was thinned away; Damaged,
+        StorageError.
+        """
+        from casckpt.checkpoint.loading.digests import digests_of
+
+        return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
+
+    def compare(
+        self,
+        state: Mapping[Any, Any],
+        ref: str | Checkpoint,
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> Comparison:
+        """Which tensors of a live ``state`` are not, to the bit, what a checkpoint has; on which ranks, and where.
+
+        Every rank of ``process_group`` makes the call, with its own shards, under whatever topology it was saved;
+        ``no_dist``: this process alone. Each hashes all that it holds, replicas too, and reads only what differs, or
+        what lies across its shards. Nothing is changed. Leaves that are no tensors, and what only the checkpoint has,
+        are not looked at. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput, StorageError.
+        """
+        from casckpt.checkpoint.comparing import compare_together
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
+
     def stats(self) -> StoreStats:
         """How many checkpoints and blobs there are, and their bytes."""
         return measure(self.repository)
@@ -367,7 +412,7 @@ class Store:
         from casckpt.checkpoint.loading.load import read_attachment
         from casckpt.checkpoint.loading.load_plan import LoadOptions
 
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
 
     # keeping and removing
@@ -414,6 +459,23 @@ class Store:
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
         tags.delete_tag(self.repository, name)
+
+    def sign(
+        self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
+    ) -> list[Checkpoint]:
+        """Vouch for checkpoints, ranges of steps too: put a signature of each one's id beside it, which travels along.
+
+        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or one of the package cryptography;
+        ``password``: of the file. Sign what a save of this process has returned: its id was made of your memory. Of
+        another one `verify` says whether the store has what its id says, and nothing whose it is.
+
+        Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
+        """
+        signer = private_key(key, password) if isinstance(key, str | os.PathLike) else key
+        chosen = refs.resolve_many(self.repository, map(_plain, named))
+        for commit in chosen:
+            sign(self.repository, commit, signer)
+        return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
@@ -654,14 +716,19 @@ class Store:
     def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
         commit = self._resolve(ref)
         warn_if_forgotten(commit)
+        return self._trusted(commit)
+
+    def _trusted(self, commit: Commit) -> Commit:
+        check_trusted(self.repository, commit.id, str(commit))
         return commit
 
     def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
         try:
-            return held.enter_context(self.lease(ref)).commit
+            commit = held.enter_context(self.lease(ref)).commit
         except (StorageError, Unsupported) as error:
             more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
+        return self._trusted(commit)
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -49,7 +49,10 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent."""
+    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent.
+
+    ``condition``: its If-None-Match.
+    """
 
     method: str
     path: str
@@ -57,6 +60,7 @@ class Seen:
     range: str | None
     size: int
     payload: str | None
+    condition: str | None = None
 
 
 @dataclass
@@ -77,6 +81,7 @@ class Proxy:
         self._random: random.Random | None = None
         self._share = 0.0
         self._refused: tuple[str, frozenset[str], int] | None = None
+        self._allowed: Callable[[Seen], bool] = lambda _: True
         self._actions: dict[int, Callable[[], None]] = {}
         self._muted: tuple[str, int] | None = None
         self._heard = threading.Event()
@@ -115,6 +120,10 @@ class Proxy:
         with self._lock:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
+    def allow(self, allowed: Callable[[Seen], bool]) -> None:
+        """From now on, also when it is calm, what is not ``allowed`` is answered 403: AccessDenied."""
+        self._allowed = allowed
+
     def at(self, number: int, action: Callable[[], None]) -> None:
         """Do something when the request of this number comes (0: the first from now on), before it is passed on."""
         with self._lock:
@@ -142,6 +151,8 @@ class Proxy:
 
     def refusal_of(self, request: Seen) -> str | None:
         """The code with which a request that was noted last is refused."""
+        if not self._allowed(request):
+            return "AccessDenied"
         with self._lock:
             if self._refused is None:
                 return None
@@ -207,7 +218,8 @@ class _Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         size = int(self.headers.get("Content-Length") or self.headers.get("X-Amz-Decoded-Content-Length") or 0)
         payload = self.headers.get("X-Amz-Content-SHA256")
-        request = Seen(self.command, unquote(split.path), split.query, self.headers.get("Range"), size, payload)
+        path, only_if = unquote(split.path), self.headers.get("If-None-Match")
+        request = Seen(self.command, path, split.query, self.headers.get("Range"), size, payload, only_if)
         trouble = self.server.proxy.trouble_of(request)
         if trouble is Trouble.HALF:
             self.rfile.read(size // 2)

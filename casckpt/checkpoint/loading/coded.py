@@ -105,4 +105,6 @@ def decode_again(
                 why = explain(slot.ref, error)
                 if isinstance(error, Refused):
                     why = f"its bytes {cell.offset} to {cell.offset + cell.stored}, {what}, are not what was written"
+                    if cell.frame is not None:
+                        why += f", or no frame of it ({error}; `casckpt verify --decode` tells)"
                 raise Lost(slot.ref, key, why) from error

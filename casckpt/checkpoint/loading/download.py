@@ -31,6 +31,7 @@ from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, plan_units
 from casckpt.repository.manifests import get, others
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.signed import check_trusted, check_verified
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.headroom import headroom
 from casckpt.tensors.memory import Destination, note_writes
@@ -58,7 +59,10 @@ class StreamRequest(NamedTuple):
 
 @dataclass
 class Download:
-    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host."""
+    """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
+
+    ``shared``: somebody will read the same soon, so it goes through the page cache, whatever that holds.
+    """
 
     repo: Repository
     manifest: Manifest
@@ -67,6 +71,12 @@ class Download:
     progress: Progress = silent
     ranks: int = 1
     ranks_here: int = 1
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        body = self.manifest.body
+        check_verified(self.repo, verify=self.verify)
+        check_trusted(self.repo, self.manifest.id, f"{body.run}@{body.step}")
 
     def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.
@@ -111,9 +121,9 @@ class Download:
             self.progress.expect(reads.plain)
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
-        shared = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
+        together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = self._stays_in_memory(total), self.manifest.blob
-        slots = BlobReaders(self.repo, blob_at, reads.every, shared=shared, stays=stays)
+        slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)

@@ -7,13 +7,15 @@ a bad one behind a good hash would be found only by the load that needs it.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
 
-from casckpt.checkpoint.saving.held import CellName, HeldCell, HeldCells
+from casckpt.checkpoint.saving.held import CellName, HeldCell
+from casckpt.checkpoint.saving.kept import Kept, PutRate, give_up, kept_of
 from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.errors import CasckptError, InvalidInput
@@ -42,47 +44,29 @@ _TRIES, _TRIES_AGAIN = 8, 1  # cells of a stream; and where all of them were in 
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
-@dataclass
-class CodingMemory:
-    """What one process keeps for its next save: cells, and how fast the storage took the blobs of those before.
+@contextmanager
+def coding(repo: Repository, known: KnownCells, options: SaveOptions, *, told: Compress) -> Iterator[Coder | None]:
+    """Inside, cells are encoded in a save, as far as that is asked for, here or by what rank 0 has ``told``.
 
-    ``in_vain``: streams of which no cell that was tried was worth it.
+    What is held of the run is then of cells of this save alone; nothing, if it encodes none.
     """
-
-    held: HeldCells = field(default_factory=HeldCells)
-    in_vain: set[Name] = field(default_factory=set)
-    put_bytes: int = 0
-    put_seconds: float = 0.0
-
-    def begin(self, run: str) -> None:
-        """Keep what is of ``run`` from now on."""
-        if run != self.held.run:
-            self.in_vain.clear()
-        self.held.begin(run)
-
-    def note_put(self, nbytes: int, seconds: float) -> None:
-        """Take up how long a blob took, of those that were put beside each other."""
-        self.put_bytes, self.put_seconds = self.put_bytes + nbytes, self.put_seconds + seconds
-
-    def is_slow(self, cores: int, writers: int) -> bool:
-        """Would a save end earlier if its cells were encoded by themselves, as far as is known?"""
-        rate = writers * self.put_bytes / self.put_seconds if self.put_seconds else float("inf")
-        return rate < _SAVED * _CODER_RATE * cores
-
-
-def coder_for(
-    repo: Repository, known: KnownCells, memory: CodingMemory, options: SaveOptions, *, told: Compress
-) -> Coder | None:
-    """Return what encodes cells in a save, as far as that is asked for, here or by what rank 0 has ``told``."""
     compress = told if options.compress is None else options.compress
     if compress == "off":
-        return None
-    memory.begin(options.run)
-    if compress == "always":
-        return Coder(repo, known, memory, _FLOATS, alone=True)
-    alone = memory.is_slow(usable_cores(), repo.storage.traits.uploads)
-    log.debug("cells without a base are %s", "encoded: the storage is slow" if alone else "stored as they are")
-    return Coder(repo, known, memory, _HALVES, alone=alone)
+        give_up(repo, options.run)
+        yield None
+        return
+    kept = kept_of(repo, options.run)
+    with ExitStack() as opened:
+        alone = compress == "always" or _is_slow(repo, kept.rate)
+        log.debug("cells without a base are %s", "encoded" if alone else "stored as they are: the storage is fast")
+        coder = Coder(repo, known, kept, _FLOATS if compress == "always" else _HALVES, alone, opened)
+        yield coder
+    kept.held.only(coder.names)
+
+
+def _is_slow(repo: Repository, rate: PutRate) -> bool:
+    """Would a save end earlier if its cells were encoded by themselves, as far as is known?"""
+    return repo.storage.traits.uploads * rate.bytes_per_second < _SAVED * _CODER_RATE * usable_cores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +81,28 @@ class Coded:
 class Coder:
     """Encodes cells in one save by one rank. Safe for use by threads.
 
-    ``deltas``: dtypes of which to tell what changed. ``alone``: encode cells, too, that have no base.
+    ``deltas``: dtypes of which to tell what changed. ``alone``: encode cells, too, that have no base. ``names``: of
+    the cells that it may be asked for. ``opened``: what is read from.
     """
 
     repo: Repository
     known: KnownCells
-    memory: CodingMemory
+    kept: Kept
     deltas: frozenset[str]
     alone: bool
+    opened: ExitStack
+    names: set[CellName] = field(default_factory=set)
     _in_vain: dict[Name, int] = field(default_factory=dict)  # cells that were tried; -1 once one was worth it
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
-    _opened: ExitStack = field(default_factory=ExitStack)
     _lock: Lock = field(default_factory=Lock)
 
-    def __enter__(self) -> Coder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+    def expect(self, sources: Sequence[Source], work: Iterable[Iterable[Cell]]) -> None:
+        """Take up which cells the save has; those of several calls count together."""
+        for cells in work:
+            self.names.update(
+                _name(source, cell) for cell in cells if (source := sources[cell.source]).dtype in self.deltas
+            )
 
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
@@ -129,7 +116,7 @@ class Coder:
             coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
                 return coded
-            self.memory.held.keep(_name(source, cell), digest, plain)
+            self.kept.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         found = scratch("version", plain.nbytes).data
         return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
@@ -139,25 +126,25 @@ class Coder:
         tries = self._tries(source)
         tries = self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
         if tries < 0:
-            self.memory.in_vain.discard(source.name)
+            self.kept.in_vain.discard(source.name)
         elif tries >= _TRIES:
-            self.memory.in_vain.add(source.name)
+            self.kept.in_vain.add(source.name)
         return frame
 
     def _tries(self, source: Source) -> int:
         """How many cells of a stream were tried in vain."""
-        before = _TRIES - _TRIES_AGAIN if source.name in self.memory.in_vain else 0
+        before = _TRIES - _TRIES_AGAIN if source.name in self.kept.in_vain else 0
         return self._in_vain.get(source.name, before)
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""
         name = _name(source, cell)
         if source.dtype in self.deltas and not is_coded:
-            self.memory.held.keep(name, digest, plain)
+            self.kept.held.keep(name, digest, plain)
             return
-        held = self.memory.held.take(name)
+        held = self.kept.held.take(name)
         if held is not None and held.digest == digest:  # else the frames of this version are not at hand
-            self.memory.held.put(name, held)
+            self.kept.held.put(name, held)
 
     def _delta(self, source: Source, cell: Cell, plain: memoryview, width: int, digest: CellDigest) -> Coded | None:
         """Encode a cell as what changed; None if no base is of use. What is held of it may be lost then."""
@@ -168,7 +155,7 @@ class Coder:
         if link is None:
             return None
         name, chain = _name(source, cell), list(old.chain)
-        held = self.memory.held.take(name)
+        held = self.kept.held.take(name)
         if held is None or held.digest != old.digest or len(held.frames) != len(chain) - 1:
             held = self._read(old)
         if held is None:
@@ -176,15 +163,15 @@ class Coder:
         base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
         frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
         if base is None or frame is None:
-            self.memory.held.put(name, held)
+            self.kept.held.put(name, held)
             return None
         if not _decodes(frame, base, plain):
             return None
         if not link:  # what is held has become the new version, in place
-            self.memory.held.put(name, HeldCell(digest, held.plain, (frame, *held.frames)))
+            self.kept.held.put(name, HeldCell(digest, held.plain, (frame, *held.frames)))
         else:
-            self.memory.held.put(name, held)
-            self.memory.held.keep(name, digest, plain, (frame, *held.frames[link:]))
+            self.kept.held.put(name, held)
+            self.kept.held.keep(name, digest, plain, (frame, *held.frames[link:]))
         return Coded(frame, chain[link])
 
     def _link(self, source: Source, cell: Cell) -> int | None:
@@ -226,7 +213,7 @@ class Coder:
     def _reader(self, blob: int) -> Reader:
         with self._lock:
             if blob not in self._readers:
-                self._readers[blob] = self._opened.enter_context(self._open(blob))
+                self._readers[blob] = self.opened.enter_context(self._open(blob))
             return self._readers[blob]
 
     def _open(self, blob: int) -> AbstractContextManager[Reader]:

@@ -7,6 +7,7 @@ resumed elsewhere) a cell that is of no use is not used.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -30,21 +31,19 @@ class HeldCell:
 
 @dataclass
 class HeldCells:
-    """The cells of one rank. ``run``: whose they are; those of another run take their place."""
+    """The cells that one process saved of one run."""
 
-    run: str = ""
     _cells: dict[CellName, HeldCell] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that they take."""
-        return sum(len(one.plain) + sum(map(len, one.frames)) for one in self._cells.values())
+        return sum(len(one.plain) + sum(map(len, one.frames)) for one in list(self._cells.values()))
 
-    def begin(self, run: str) -> None:
-        """Keep cells of ``run`` from now on."""
-        if run != self.run:
-            self._cells.clear()
-            self.run = run
+    def only(self, names: Container[CellName]) -> None:
+        """Give up all but these: the state has others no more, or they are cut in another way."""
+        for name in [name for name in list(self._cells) if name not in names]:
+            self.take(name)
 
     def take(self, name: CellName) -> HeldCell | None:
         """Take out what is held of a cell: it is the caller's alone, to be changed in place, until he puts it back.

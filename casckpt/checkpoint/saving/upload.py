@@ -26,6 +26,7 @@ from time import perf_counter
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.coding import Coder
+from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
@@ -89,6 +90,7 @@ class Upload:
     known: KnownCells
     threads: int
     coder: Coder | None = None
+    looker: Looker | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
@@ -164,6 +166,7 @@ class Upload:
             digest = cell_digest(view)
             found = self._find(cell, digest)
             if found is not None:
+                self._look(cell, view, digest)
                 placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
@@ -226,7 +229,7 @@ class Upload:
         start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         if self.coder is not None:
-            self.coder.memory.note_put(blob.size, perf_counter() - start)
+            self.coder.kept.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
@@ -251,6 +254,7 @@ class Upload:
         target = buffer[at : at + cell.nbytes]
         cell.memory.copy_out(cell.start, cell.stop, target)
         digest = cell_digest(target)
+        self._look(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
@@ -262,6 +266,11 @@ class Upload:
         elif coder is not None:
             coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
         return place, None
+
+    def _look(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Look at the health of a cell, whose bytes are in the cache now."""
+        if self.looker is not None:
+            self.looker.look(self.sources[cell.source], cell, data, digest)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into blobs of their own: of how many bytes they are is known late."""

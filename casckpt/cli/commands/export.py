@@ -26,7 +26,7 @@ _NO_MODEL = {
 """Why a config.json that travelled along is not in a folder."""
 
 
-@store_command("export")
+@store_command("export", loads=True)
 @click.argument("ref", type=REF)
 @click.argument("out")
 @click.option(

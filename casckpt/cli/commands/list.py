@@ -12,7 +12,7 @@ import click
 
 from casckpt.cli.completion import RUN
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table
+from casckpt.cli.text import SHORT_ID, Column, count, freed, moment, printable, say, shortened, size, table, unusual
 from casckpt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
 def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
     notes = [*row["tags"], *(what for what in ("ephemeral", "forgotten", "replaced", "superseded") if row[what])]
     notes += ["thin"] * bool(row["dropped"])
-    notes += ["unhealthy"] * (row["healthy"] is False)
+    notes += ["unhealthy"] * (row["healthy"] is False) + unusual(row["health"])
     written = size(row["stats"]["bytes_written"])
     created = moment(row["created_at"])
     return (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -24,8 +25,10 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Began, Committed, changed, time_of
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import MAX_MANIFEST_BYTES
+from casckpt.format.sections.index import TENSOR
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
+from casckpt.plan.reuse import bytes_in
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
 from casckpt.repository.fetching import Spoilt, fetch
@@ -314,6 +317,16 @@ class _Copy:
             raise Damaged(f"{key} of {self.target.storage.url} names what is gone; copy again", key=key)
         return Encoded(there.head, data)
 
+    def _found_there(self, made: Encoded) -> int:
+        """Count the bytes of tensors, as held in memory, that the target had; 0 where not all rows are understood."""
+        manifest = made.manifest()
+        manifest.left_out = self.manifest.left_out
+        new = {number for number, ref in enumerate(manifest.blobs) if ref.uploader == self.transaction.txid}
+        with suppress(Refused):
+            tensors = [entry for entry in manifest.held if entry.kind == TENSOR]
+            return sum(entry.nbytes for entry in tensors) - bytes_in(map(manifest.extents, tensors), new)
+        return 0
+
     def _record(self, started: int, made: Encoded) -> Committed:
         first, now = self.commit.committed, self.target.clock()
         txid, refs = self.transaction.txid, list(dict.fromkeys(self.places.values()))
@@ -327,7 +340,7 @@ class _Copy:
             head=made.head,
             manifest_bytes=len(made.data),
             bytes_written=sum(new),
-            bytes_reused=max(0, first.bytes_total - sum(new)),
+            bytes_reused=self._found_there(made),
             blobs_written=len(new),
             blobs_reused=len(refs) - len(new),
             seconds=round((now - started) / 1e6, 6),

@@ -1,0 +1,224 @@
+"""A range of a file on its way: read ahead by one window, in bounded memory, and ended for clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from time import monotonic
+from typing import Final, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from casckpt.errors import CasckptError, Conflict, Damaged
+from casckpt.frontends.serve.answers import refusal_of
+from casckpt.frontends.serve.folders import File, Folder, Folders
+from casckpt.frontends.serve.leases import Leases
+from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader
+from casckpt.parallel import usable_threads
+from casckpt.plan.sizes import format_size
+from casckpt.store.store import Store
+
+WINDOWS: Final = 12
+"""In memory at once, for all clients together."""
+_SLOW_WINDOWS = 4
+_CHUNK_BYTES = 256 << 10
+REMEMBERED_SECONDS: Final = 5.0
+"""So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
+_ASIDE = 4  # threads for what is quick
+
+log = logging.getLogger("casckpt.frontends.serve")
+T = TypeVar("T")
+
+
+class Desk:
+    """What all responses share: threads, memory, leases. ``slow_seconds``: a window must be taken in so long."""
+
+    def __init__(self, store: Store, folders: Folders, *, slow_seconds: float = 30.0) -> None:
+        self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
+        self.leases = Leases(store)
+        self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
+        self.buffers = Buffers()
+        self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
+        remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
+        self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Call what may wait for a storage."""
+        return await asyncio.get_running_loop().run_in_executor(self._others, call)
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Call what reads much."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    def note_wrong(self, folder: Folder, file: File, at: int, error: CasckptError) -> None:
+        """Remember that the bytes of a file from ``at`` on could not be read."""
+        self.folders.drop(folder)
+        self._wrong = {key: one for key, one in self._wrong.items() if one[0] > monotonic()}
+        self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
+
+    def check(self, folder: Folder, file: File, span: Span) -> None:
+        """Raise what was raised a moment ago for bytes of this range."""
+        until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
+        if error is not None and until > monotonic() and span.start <= at < span.stop:
+            raise error
+
+    def close(self) -> None:
+        """End leases and threads."""
+        self.leases.close()
+        for pool in (self._readers, self._others):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Window:
+    """Bytes that were read, and the memory and the slots that they take until they are sent."""
+
+    def __init__(self, data: memoryview, release: Callable[[], None]) -> None:
+        self.data, self.release = data, release
+
+
+class _Slow(Exception):
+    """A client does not read."""
+
+
+class RangeResponse:
+    """Sends bytes ``span`` of a file. What is wrong with the first of them is said by the status."""
+
+    def __init__(self, desk: Desk, folder: Folder, file: File, span: Span, headers: Mapping[str, str]) -> None:
+        self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
+        self._begun = False
+        self._is_slow = False
+        self._sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        began, desk, held = monotonic(), self._desk, ExitStack()
+        gone = asyncio.ensure_future(_gone(receive))
+        lease = asyncio.ensure_future(desk.ask(lambda: held.enter_context(desk.leases.hold(self._folder.checkpoint))))
+        try:
+            await self._send_all(send, gone, lease)
+            how = "sent" if self._sent == self._span.stop - self._span.start else "the client left after"
+            log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
+        except _Slow:
+            log.warning("%s: ended after %d bytes: the client does not read", self._what(scope), self._sent)
+            _abort(scope)
+        except CasckptError as error:
+            if isinstance(error, Damaged | Conflict):
+                desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
+            if self._begun:
+                log.error("%s: ended short after %d bytes: %s", self._what(scope), self._sent, error)
+                return
+            log.error("%s: %s", self._what(scope), error)
+            await refusal_of(error).response()(scope, receive, send)
+        finally:
+            gone.cancel()
+            await asyncio.wait([lease])
+            await desk.ask(held.close)
+
+    async def _send_all(self, send: Send, gone: asyncio.Future[None], lease: asyncio.Future[None]) -> None:
+        """The lease is taken while the first bytes are read and sent: what was purged before it shows in a read."""
+        self._desk.check(self._folder, self._file, self._span)
+        reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
+        window = await self._next(reader)
+        try:
+            self._begun, status = True, 206 if "Content-Range" in self._headers else 200
+            headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send(send, gone, reader.head)
+            await asyncio.shield(lease)
+        except BaseException:
+            _release(window)
+            raise
+        while window is not None and not gone.done():
+            window = await self._send_window(send, gone, reader, window)
+        _release(window)
+        if not gone.done():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_window(
+        self, send: Send, gone: asyncio.Future[None], reader: RangeReader, window: _Window
+    ) -> _Window | None:
+        """Send one window while the next is read, if there is memory for it; the next one."""
+        has_room = not self._is_slow and not self._desk.slots.locked()
+        ahead = asyncio.ensure_future(self._next(reader)) if has_room else None
+        try:
+            await self._send(send, gone, window.data)
+        except BaseException:
+            if ahead is not None:
+                _release(*[one for one in await asyncio.gather(ahead, return_exceptions=True) if _is_window(one)])
+            raise
+        finally:
+            window.release()
+        return await (self._next(reader) if ahead is None else ahead)
+
+    async def _next(self, reader: RangeReader) -> _Window | None:
+        """Read the next window; None at the end."""
+        with ExitStack() as taken:
+            for slots in (self._desk.slow_slots, self._desk.slots) if self._is_slow else (self._desk.slots,):
+                await slots.acquire()
+                taken.callback(slots.release)
+            buffer = taken.enter_context(_lent(self._desk.buffers))
+            reading = asyncio.ensure_future(self._desk.read(partial(reader.read, buffer)))
+            try:
+                data = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await asyncio.wait([reading])  # its thread writes to the buffer until then
+                raise
+            return _Window(data, taken.pop_all().close) if data else None
+
+    async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
+        """Raises _Slow."""
+        began = monotonic()
+        try:
+            async with asyncio.timeout(self._desk.slow_seconds):
+                for start in range(0, len(data), _CHUNK_BYTES):
+                    if gone.done():
+                        return
+                    chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._sent += len(chunk)
+        except TimeoutError:
+            raise _Slow from None
+        self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
+
+    def _what(self, scope: Scope) -> str:
+        host, _ = scope.get("client") or ("?", 0)
+        one = self._folder.checkpoint
+        return f"{one.run}@{one.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
+
+
+def _is_window(one: object) -> bool:
+    return isinstance(one, _Window)
+
+
+def _release(*windows: object) -> None:
+    for one in windows:
+        if isinstance(one, _Window):
+            one.release()
+
+
+@contextmanager
+def _lent(buffers: Buffers) -> Iterator[Buffer]:
+    buffer = buffers.take()
+    try:
+        yield buffer
+    finally:
+        buffers.give(buffer)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return once the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _abort(scope: Scope) -> None:
+    """Close the connection at once, and not when all is sent that the client does not take."""
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None:
+        connection.abort()
