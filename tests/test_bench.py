@@ -57,7 +57,13 @@ def test_a_smoke_run_has_all_cells(smoke: Path) -> None:
         ("", "raw direct write of what changed", "2 writers"),
         ("", "raw direct write of what changed", "4 writers"),
     }
-    assert {who for group, who, _ in loads if group == "warm"} == {"casckpt", "before", "safetensors", "raw preadv"}
+    assert {who for group, who, _ in loads if group == "warm"} == {
+        "casckpt",
+        "before",
+        "safetensors",
+        "raw read",
+        "read and BLAKE3",
+    }
     measured = [row for key, row in (saves | loads).items() if key[0] != "cold"]  # which not every disk can do
     assert [row["note"] for row in measured if row["note"]] == []
     assert {len(row["rounds"]) for row in measured} == {ROUNDS}
@@ -188,6 +194,18 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     assert {group for group, who, _ in speeds if who == "casckpt"} == {
         f"{work} {kind}" for work in ("encode", "decode") for kind in ("alone", "delta")
     }
+
+
+def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
+    results = tmp_path / "update.json"
+    done = bench("update", "--quick", "--dir", tmp_path / "work", "--json", results, "--traces", tmp_path / "traces")
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(results, "update")
+    measured = {(group, what) for (group, _, what), row in rows.items() if row["rounds"]}
+    moves = ("by one step", "a load of all", "hash and decode")
+    assert measured == {(where, what) for where in ("a folder", "a bucket, 300 MB/s") for what in moves}
+    one = rows["a bucket, 300 MB/s", "casckpt", "by one step"]["summary"]
+    assert one["worst/delta"]["median"] <= 1.1  # counted, not timed
 
 
 def test_a_trace_replays_what_its_training_made(tmp_path: Path) -> None:

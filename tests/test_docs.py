@@ -33,6 +33,7 @@ from casckpt.format import (
 )
 from casckpt.format.sections import blobs as blob_section
 from casckpt.format.sections import head, index, pieces, tables
+from casckpt.format.sections import health as health_section
 from tests.support.pages import Block, Reader, blocks
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "integrity.md", DOCS / "megatron.md",
-         DOCS / "training.md", DOCS / "dcp.md"]  # fmt: skip
+         DOCS / "training.md", DOCS / "dcp.md", DOCS / "tutorial.md", DOCS / "index.md",
+         DOCS / "coming_from.md", DOCS / "howto.md",
+         *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
-EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+EVERY_PAGE = [*(page for page in sorted(DOCS.rglob("*.md")) if "_api" not in page.parts), *sorted(ROOT.glob("*.md"))]
 LAYERS = (
     "", "cli", "frontends", "store", "upkeep", "checkpoint", "tensors", "repository", "plan", "format", "storage",
 )  # fmt: skip
@@ -56,7 +59,7 @@ STRUCTS = (
     records.RevokedRecord, records.Forgotten, records.Restored, records.Purged, records.TagRecord, records.DamageRecord,
     records.Mirrored, records.Kept, records.Announced,
     index.ManifestBody, index.EntryColumns, index.ObjectColumns, manifest.Places, blob_section.BlobColumns,
-    pieces.Pieces, tables.CellSpans,
+    pieces.Pieces, tables.CellSpans, records.Health, health_section.HealthColumns,
 )  # fmt: skip
 
 
@@ -153,12 +156,13 @@ def test_a_page_with_examples_is_run(page: Path) -> None:
 # the pages with examples
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves with DCP, and means it
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
 def test_every_example_does_what_the_page_says(page: Path, tmp_path: Path, ranks: Pool) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
     reader = Reader(folder, ROOT, model_and_optimizer(), lambda size, block: ranks.run(size, on_rank, block, folder))
-    assert reader.follow(page) >= 3
+    assert reader.follow(page) >= 2
 
 
 def test_every_example_on_buckets_does_what_the_page_says(

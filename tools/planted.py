@@ -593,8 +593,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "        digest = cell_digest(target)\n        place",
-        "        digest = _digest_of(cell)\n        place",
+        "        digest = cell_digest(target)\n        self",
+        "        digest = _digest_of(cell)\n        self",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(
@@ -751,16 +751,37 @@ PLANTED = (
     Planted(
         "older generations go before the command has returned 0",
         "casckpt/frontends/follow.py",
-        "        known = current is None or current == self._at(_TOLD)\n",
-        "        known = True\n",
+        "        if current not in every or current != self._at(_TOLD):\n",
+        "        if current not in every:\n",
         "tests/frontends/test_follow.py",
     ),
     Planted(
         "a command that a kill left out is not called again",
         "casckpt/frontends/follow.py",
-        "            if held is not None and held != self._at(_TOLD):\n",
-        "            if False:\n",
+        "        if held is not None and held != self._at(_TOLD):\n",
+        "        if False:\n",
         "tests/frontends/test_follow.py",
+    ),
+    Planted(
+        "a new generation trusts what stands in the one before",
+        "casckpt/frontends/windows.py",
+        "            change(self._download, wants, held, 0, check=True)\n",
+        "            change(self._download, wants, held, 0, check=False)\n",
+        "tests/frontends/test_follow.py",
+    ),
+    Planted(
+        "what a load did not fill counts as held",
+        "casckpt/checkpoint/loading/load_plan.py",
+        "        is_new = key in self._not_held or entry.key in self._unread\n",
+        "        is_new = False\n",
+        "tests/checkpoint/loading/test_update_misused.py",
+    ),
+    Planted(
+        "frames that are at hand are read again",
+        "casckpt/checkpoint/loading/update.py",
+        "is_undone, kept.get(link))",
+        "is_undone, None)",
+        "tests/checkpoint/loading/test_update_along.py",
     ),
     Planted(
         "autograd is not told of a load",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from casckpt.errors import ForgottenWarning
 from casckpt.format.metrics import metric_values
@@ -22,6 +22,10 @@ from casckpt.repository.repository import Repository
 
 if TYPE_CHECKING:
     from casckpt.format.manifest import Manifest  # needs numpy, and a listing needs no manifest
+    from casckpt.plan.routes import Link
+
+Frames: TypeAlias = "dict[str, dict[Link, bytes]]"
+"""Frames by which cells are told, by the key of their tensor."""
 
 _SHOWN = 20  # checkpoints in a notebook
 
@@ -36,9 +40,22 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorHealth:
+    """Elements of a tensor that are NaN, and that are infinite; the largest absolute value of the others, or 0.
+
+    Of complex numbers each part counts as an element.
+    """
+
+    nan: int
+    inf: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
 class SaveStats:
     """What a save did, over all ranks. ``bytes_written``: of blob files; ``seconds``: until it was durable.
 
+    ``bytes_reused``: of tensors, as held in memory, that it did not write, in whatever form, since they were there.
     ``bytes_coded``: of what is stored smaller, as held in memory; ``bytes_frames``: what that takes; ``bytes_deltas``:
     of that, what only tells how another checkpoint's cells changed.
     """
@@ -61,7 +78,8 @@ class Checkpoint:
     ``missing_keys``: keys of the template that the checkpoint lacks (after a load with ``strict=False``).
     ``unread_keys``: keys of the checkpoint that the template did not name. ``unread_subtrees``: whole containers of
     these that no rank read. ``mismatched_keys``: of the template, left as they are by ``ignore_mismatched``.
-    ``notes``: what an import did not take over as it is meant, in words.
+    ``notes``: what an import did not take over as it is meant, in words. ``frames``: what updates decoded to have it in
+    memory, which the next one moves on; they are never pickled.
     """
 
     repo: Repository = field(repr=False)
@@ -71,6 +89,10 @@ class Checkpoint:
     unread_subtrees: tuple[str, ...] = ()
     mismatched_keys: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    frames: Frames = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frames": {}}
 
     @property
     def _record(self) -> Committed:
@@ -124,7 +146,7 @@ class Checkpoint:
 
     @property
     def healthy(self) -> bool | None:
-        """The word of whoever saved it; None for none."""
+        """The word of whoever saved it; False, too, where its save found NaN. None for none."""
         return self._record.healthy
 
     @property
@@ -149,6 +171,20 @@ class Checkpoint:
         entries = self._manifest.tensors
         return {key: TensorInfo(entry.dtype, entry.shape, entry.nbytes) for key, entry in entries.items()}
 
+    @cached_property
+    def health(self) -> Mapping[str, TensorHealth] | None:
+        """What its save found in its tensors, by key, over all ranks; None if it was not asked to look.
+
+        Without tensors of which nobody knows, as those that were declared frozen, and those that hold no numbers.
+        """
+        from casckpt.format.sections.health import joined, sum_of
+
+        found, keys = self._manifest.health, self._manifest.body.entry_columns.keys
+        if found is None:
+            return None
+        rows = {key: [found[number] for number in numbers] for key, numbers in _grouped(keys, found).items()}
+        return {key: TensorHealth(*sum_of(joined(parts))) for key, parts in rows.items()}
+
     @property
     def stats(self) -> SaveStats:
         """What its save did."""
@@ -172,6 +208,13 @@ class Checkpoint:
 
     def __hash__(self) -> int:
         return hash(self.commit.txid)
+
+
+def _grouped(keys: Sequence[str], numbers: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for number in numbers:
+        found.setdefault(keys[number], []).append(number)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

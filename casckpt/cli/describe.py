@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.format.records import Record
     from casckpt.repository.commits import Commit
     from casckpt.store.store import Store
 
@@ -46,17 +47,21 @@ def brief(checkpoint: Checkpoint | Commit) -> dict[str, Any]:
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Say what its commit says, and what its save did. Reads no manifest."""
-    dropped = checkpoint.dropped
     return brief(checkpoint) | {
         "created_at": checkpoint.created_at.isoformat(),
         "ephemeral": checkpoint.ephemeral,
         "healthy": checkpoint.healthy,
+        "health": _fields(checkpoint.commit.committed.health),
         "metrics": checkpoint.commit.committed.metrics,
         "forgotten": checkpoint.forgotten,
-        "dropped": None if dropped is None else {name: getattr(dropped, name) for name in dropped.__struct_fields__},
+        "dropped": _fields(checkpoint.dropped),
         "replaced": checkpoint.replaced,
         "stats": asdict(checkpoint.stats),
     }
+
+
+def _fields(record: Record | None) -> dict[str, Any] | None:
+    return None if record is None else {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def doubt(store: Store, run: str) -> None:

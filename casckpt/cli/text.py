@@ -176,6 +176,12 @@ def facts(rows: Iterable[tuple[str, str]]) -> None:
         say(f"{title:<{width}}  {printable(value)}".rstrip())
 
 
+def unusual(health: Mapping[str, Any] | None) -> list[str]:
+    """Say how many elements are NaN, and how many infinite; nothing of none."""
+    found = {} if health is None else {"NaN": health["nan"], "infinite": health["inf"]}
+    return [f"{number} {what}" for what, number in found.items() if number]
+
+
 def coded(told: Mapping[str, int]) -> list[tuple[str, str]]:
     """Say what is stored smaller than it is; nothing if nothing is."""
     plain, frames, deltas = (told[f"bytes_{name}"] for name in ("coded", "frames", "deltas"))

@@ -27,6 +27,7 @@ from casckpt.format.sections.head import (
     Section,
     assemble,
 )
+from casckpt.format.sections.health import HEALTH, Rows, encode_health
 from casckpt.format.sections.index import Description, ManifestBody, Name, ObjectColumns, entry_columns, pack_ranks
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import encode_cells, encode_rows
@@ -52,7 +53,8 @@ class Attachment(msgspec.Struct, frozen=True, array_like=True):
 class Draft(Description, frozen=True, kw_only=True):
     """What a manifest is made of. ``streams``: dtype and extents of each, which count ``blobs``.
 
-    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen.
+    ``unhashed``: those that were not looked at, or not all of them, since they were declared frozen. ``health``: of the
+    cells of streams, by their numbers; None if it was not asked for.
     """
 
     blobs: Sequence[BlobRef]
@@ -60,6 +62,7 @@ class Draft(Description, frozen=True, kw_only=True):
     unhashed: Collection[Name] = ()
     objects: Sequence[ObjectEntry] = ()
     attachments: Sequence[Attachment] = ()
+    health: Mapping[int, Rows] | None = None
 
 
 class Encoded(NamedTuple):
@@ -105,8 +108,9 @@ def encode(draft: Draft) -> Encoded:
     body.check()
     places = msgspec.msgpack.encode(Places(rows=rows))
     index, blobs = msgspec.msgpack.encode(body), encode_blobs(draft.blobs)
+    health = [] if draft.health is None else [(Section(HEALTH, COPIED, 0, 0, b""), encode_health(draft.health))]
     return _assembled(
-        {INDEX: index, PLACES: places, BLOBS: blobs, OBJECTS: data_bytes, CELLS: cell_bytes, ROWS: row_bytes}
+        {INDEX: index, PLACES: places, BLOBS: blobs, OBJECTS: data_bytes, CELLS: cell_bytes, ROWS: row_bytes}, health
     )
 
 

@@ -40,6 +40,7 @@ from casckpt.format.sections.head import (
     check_size,
     decode_head,
 )
+from casckpt.format.sections.health import HEALTH, Rows, decode_health
 from casckpt.format.sections.index import TENSOR, ManifestBody, StoredObject, StreamEntry
 from casckpt.format.sections.pieces import PieceReader, Pieces
 from casckpt.format.sections.tables import decode_cells, decode_table
@@ -246,6 +247,29 @@ class Manifest:
             return decode_cells(self._cells.get(entry.number), shape=entry.shape, itemsize=entry.itemsize, cell=cell)
         except (*DECODE_ERRORS, InvalidInput, Damaged) as error:
             raise _unfit(self.id, error, entry.key) from error
+
+    def raw_cells(self, entry: StreamEntry) -> memoryview:
+        """Return the table of an entry's cells as it is stored: it tells its bytes, and not where they lie.
+
+        Raises Damaged, and what reading does.
+        """
+        try:
+            return self._cells.get(entry.number)
+        except Damaged as error:
+            raise _unfit(self.id, error, entry.key) from error
+
+    @property
+    def health(self) -> dict[int, Rows] | None:
+        """What was found out of the cells of its tensors, by number of the entry; None if nobody looked.
+
+        Raises Damaged, Refused, and what reading does.
+        """
+        if HEALTH not in self.head:
+            return None
+        try:
+            return decode_health(self.section(HEALTH), len(self.body.entry_columns.keys))
+        except Refused as error:
+            raise _unfit(self.id, error) from error
 
     def raw_rows(self) -> list[memoryview]:
         """Return the rows of all entries as they are stored. Raises Damaged, and what reading does."""

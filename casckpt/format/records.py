@@ -149,6 +149,14 @@ class Dropped(Record, frozen=True, kw_only=True):
     rule: str
 
 
+class Health(Record, frozen=True, kw_only=True):
+    """What a save has found in all tensors: elements that are NaN, that are infinite; the first keys that have any."""
+
+    nan: int
+    inf: int
+    keys: list[str] = []
+
+
 class Committed(Record, tag="committed", frozen=True, kw_only=True):
     """commits/<txid>: the checkpoint ``manifest`` is visible under ``run`` and ``step``.
 
@@ -156,7 +164,8 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     ``head``: all else in it is proved by that. ``bytes_total``: of all tensors, as held in memory; ``bytes_coded``: of
     their cells that lie as frames; ``bytes_frames``, ``bytes_deltas``: of these frames, and of those with bases.
     ``metadata`` is None where it is too large for the record (it stands in the manifest). ``healthy``: the user's word;
-    None for none.
+    False, too, where the save has found NaN and he gave none; None for none. ``health``: what it found, None if it was
+    not asked to look.
 
     ``replaces``: of a rewrite, the transaction that it replaces and the number of the `replaced` record that will say
     so. ``origin``: the transaction of the first save, None for its own; order goes by that. ``dropped``: what it lacks
@@ -185,6 +194,7 @@ class Committed(Record, tag="committed", frozen=True, kw_only=True):
     parent: ManifestId | None = None
     metadata: dict[str, Any] | None = None
     healthy: bool | None = None
+    health: Health | None = None
     metrics: dict[str, Stored] = {}
     replaces: tuple[TxId, int] | None = None
     origin: TxId | None = None

@@ -10,8 +10,9 @@ from typing import Final, Unpack, get_args
 from casckpt.checkpoint.arguments import Rename
 from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import InvalidInput
-from casckpt.frontends.safetensors.exporting import CONFIG, export_safetensors
+from casckpt.frontends.safetensors.exporting import export_safetensors
 from casckpt.frontends.safetensors.layout import SUFFIX
+from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_files import export_torch
 from casckpt.plan.progress import Shown

@@ -3,8 +3,11 @@
 ::
 
     current                  a symbolic link to the newest generation, replaced in one instant
-    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it, in which nothing ever changes
+    000007-<step>-<id>/      a generation: a folder as `casckpt.export` makes it; nothing in it changes while it is here
     .told                    a link to the generation of which the command was told, and returned 0
+
+A new generation is a copy of the current one, which shares its blocks where the file system can, and of what differs
+alone anything is read. Or it takes the files of an old one, of which nobody knows any more.
 
 A process that dies leaves a temporary folder, or a generation without a link, which the next one removes; and a command
 that may not have been called, or not have ended, which the next one calls again.
@@ -19,21 +22,25 @@ import re
 import secrets
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, NotFound, Unsigned
-from casckpt.frontends.exporting import export
+from casckpt.checkpoint.handle import Arrival, Checkpoint
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Unsigned
 from casckpt.frontends.new_files import sync_folder
+from casckpt.frontends.safetensors.exporting import Base, export_safetensors
+from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.plan.durations import Duration
+from casckpt.repository.runs.watching import LONGEST_PAUSE
 from casckpt.store.store import Store
 
 CURRENT = "current"
 _TOLD = ".told"
 _GENERATION = re.compile(r"([0-9]{6,})-([0-9]+)-([0-9a-f]{64})")
+_PAUSE = 1.0  # seconds until what failed is tried again, at first
 _LEFT = re.compile(r"\.[0-9]{6,}-.*\.casckpt-[0-9a-f]+|\.link-[0-9a-f]+")
 
 log = logging.getLogger("casckpt")
@@ -54,7 +61,8 @@ class Follower:
 
     ``keys``: fnmatch patterns of the tensors that are written. ``command``: for a shell, called after each switch, with
     CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; a kill may make it come twice, with the same id. ``keep``:
-    generations that stay beside the current one; those before go once the command has returned 0.
+    generations that stay beside the current one; those before go once the command has returned 0. ``reuse``: but for
+    one, whose files become those of the next.
     """
 
     store: Store
@@ -63,25 +71,50 @@ class Follower:
     keys: Sequence[str] = ()
     command: str | None = None
     keep: int = 1
+    reuse: bool = False
 
     def follow(self, *, once: bool = False, poll: Duration = "1s") -> Iterator[Switch]:
         """Iterate over the switches as they are made, for ever; ``once``: until the newest that is there is current.
 
-        Raises Conflict where another process follows with this folder, InvalidInput where something else is in it;
-        what a watch and an export raise.
+        A storage or a disk that fails is told in the log, and tried again, less and less often; with ``once`` it is
+        raised. A checkpoint that is damaged, or not signed as it must be, is left out. Raises Conflict where another
+        process follows with this folder, InvalidInput where something else is in it; else what a watch and an export
+        raise.
         """
         with _alone(self.folder):
-            self._tidy()
-            held = self._at(CURRENT)
-            if held is not None and held != self._at(_TOLD):
-                self._tell(held)
-            after = "start" if held is None else _id_of(held)
-            for new in self.store.watch(
-                self.run, after=after, latest_only=True, timeout=0 if once else None, poll=poll
-            ):
-                made = self._switch(new.checkpoint)
-                if made is not None:
-                    yield made
+            pause = _PAUSE
+            while True:
+                try:
+                    for made in self._switches("0s" if once else None, poll):
+                        pause = _PAUSE
+                        yield made
+                    return
+                except (NotFound, Conflict, Damaged):  # these are OSErrors too, and trying again does not mend them
+                    raise
+                except OSError as error:  # of the storage, or of the folder
+                    if once:
+                        raise
+                    log.warning("%s is not followed for now; it is tried again in %.0f s: %s", self.run, pause, error)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
+        """Finish what was begun, and go on behind it."""
+        self._tidy()
+        held = self._at(CURRENT)
+        if held is not None and held != self._at(_TOLD):
+            self._tell(held)
+        for new in self._arrivals("start" if held is None else _id_of(held), timeout, poll):
+            made = self._switch(new.checkpoint)
+            if made is not None:
+                yield made
+
+    def _arrivals(self, after: str, timeout: Duration | None, poll: Duration) -> Iterator[Arrival]:
+        try:
+            return self.store.watch(self.run, after=after, latest_only=True, timeout=timeout, poll=poll)
+        except NotFound:  # another store is in the place of the one that it came from
+            log.warning("%s knows nothing of %s, which is current; what is newest there is next", self.store, after)
+            return self.store.watch(self.run, after="start", latest_only=True, timeout=timeout, poll=poll)
 
     def _switch(self, checkpoint: Checkpoint) -> Switch | None:
         """Make a generation, and let it be current; None for a checkpoint that is gone by now."""
@@ -89,15 +122,45 @@ class Follower:
         folder = self.folder / f"{max(numbers, default=0) + 1:06}-{checkpoint.step}-{checkpoint.id}"
         try:
             with self.store.lease(checkpoint) as held:
-                export(self.store, held, folder, keys=list(self.keys) or None)
+                self._make(held, folder)
         except (NotFound, Conflict) as error:
             log.info("%s is left out: %s", checkpoint, error)
             return None
-        except Unsigned as error:
-            log.warning("%s is left out: %s", checkpoint, error)
+        except (Damaged, Unsigned) as error:
+            log.error("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._tell(folder))
+
+    def _make(self, checkpoint: Checkpoint, folder: Path) -> None:
+        is_model = CONFIG in self.store.attachments(checkpoint)
+        base, keys = self._base(), list(self.keys) or None
+        export_safetensors(self.store, checkpoint, folder, model=is_model, keys=keys, base=base)
+        if base is not None and base.is_taken:
+            shutil.rmtree(base.folder)
+
+    def _base(self) -> Base | None:
+        """What the next generation is made of: an old one, under a name that is none, or the current one."""
+        current, spare = self._at(CURRENT), self._spare()
+        if current is None:
+            return None
+        try:
+            checkpoint = self.store.get(_id_of(spare or current))
+        except (NotFound, Conflict):  # it was purged, and nothing can be compared
+            return None
+        return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
+
+    def _spare(self) -> Path | None:
+        """The old generation that stays to be reused, if there is one."""
+        old = self._old()
+        return old[-1] if old and self.reuse else None
+
+    def _old(self) -> list[Path]:
+        """Generations that nobody uses: before those that are kept, once the command knows the current one."""
+        current, every = self._at(CURRENT), self._generations()
+        if current not in every or current != self._at(_TOLD):
+            return []
+        return every[: max(0, every.index(current) - self.keep)]
 
     def _tell(self, folder: Path) -> int | None:
         """Call the command for what is current; where it returned 0 older generations go."""
@@ -124,9 +187,9 @@ class Follower:
         sync_folder(self.folder)
 
     def _at(self, name: str) -> Path | None:
-        """The generation that a name means."""
+        """The generation that a name means, if it is there."""
         link = self.folder / name
-        return self.folder / os.readlink(link) if link.is_symlink() else None
+        return self.folder / os.readlink(link) if link.is_dir() else None
 
     def _generations(self) -> list[Path]:
         """All generations, oldest first."""
@@ -138,12 +201,11 @@ class Follower:
         for path in self.folder.iterdir():
             if _LEFT.fullmatch(path.name):
                 _remove(path)
-        current, every = self._at(CURRENT), self._generations()
-        at = every.index(current) if current in every else -1
-        known = current is None or current == self._at(_TOLD)
-        oldest = max(0, at - self.keep) if known else 0
-        for path in [*every[:oldest], *every[at + 1 :]]:
-            _remove(path)
+        current, every, spare = self._at(CURRENT), self._generations(), self._spare()
+        unfinished = every[every.index(current) + 1 :] if current in every else every
+        for path in [*self._old(), *unfinished]:
+            if path != spare:
+                _remove(path)
 
 
 def _id_of(folder: Path) -> str:
@@ -155,11 +217,14 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return
-    hidden = path
-    if not path.name.startswith("."):
-        hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
-        path.rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(path if path.name.startswith(".") else _hidden(path))
+
+
+def _hidden(path: Path) -> Path:
+    """Rename a generation to what is none."""
+    hidden = path.with_name(f".{path.name}.casckpt-{secrets.token_hex(4)}")
+    path.rename(hidden)
+    return hidden
 
 
 @contextmanager

@@ -35,10 +35,11 @@ from casckpt.errors import InvalidInput, NotFound, Refused
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import TENSOR, Element, Leaf, Node, children, container, join, leaves
 from casckpt.frontends.new_files import new_file, place_for, torch_saves
+from casckpt.frontends.recut import ViewTensor
 from casckpt.frontends.resident import letting_go
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_layout import TorchState, laid_out
-from casckpt.frontends.view import Rules, View, ViewTensor, check_whole, view_of
+from casckpt.frontends.view import Rules, View, check_whole, view_of
 from casckpt.frontends.windows import WindowReader
 from casckpt.plan.progress import Shown
 from casckpt.repository.signatures.signed import get_trusted

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.loading.contents import Contents
@@ -14,6 +13,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import TENSOR, StreamEntry
 from casckpt.frontends.model_part import check_no_adapters, model_part, plain_names
+from casckpt.frontends.recut import Concat, Split, ViewTensor, recut
 from casckpt.plan.reads import covers
 
 
@@ -24,26 +24,20 @@ class Rules:
     ``strip_prefix``: only what lies below it, named without it; "" for all. ``model``: the weights of the model alone,
     under the names that they have in it without wrappers; ``strip_prefix`` says where it lies, None: that is to be
     found out. ``rename``: from a name to another one, after all that; as in `casckpt.Store.load`, but from the
-    checkpoint's side.
+    checkpoint's side. ``split``, ``concat``: tensors that are cut apart, and then put together, by their new names.
     """
 
     keys: Sequence[str] | None = None
     strip_prefix: str | None = None
     rename: Rename = None
     model: bool = False
+    split: Split = field(default_factory=dict)
+    concat: Concat = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
         """Tell whether everything is seen as it is."""
-        return not self.keys and self.strip_prefix is None and self.rename is None and not self.model
-
-
-class ViewTensor(NamedTuple):
-    """A stream of a checkpoint, and the name that it is seen under. ``number``: of the entry in the manifest."""
-
-    name: str
-    number: int
-    entry: StreamEntry
+        return replace(self, keys=self.keys or None) == Rules()
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,10 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
         ViewTensor(name, asked[key], manifest.entries[asked[key]]) for key, name in zip(keys, names, strict=True)
     ]
     check_whole(manifest, [one.entry for one in tensors])
-    seen = {one.number for one in tensors}
+    if rules.split or rules.concat:
+        tensors = recut(tensors, rules.split, rules.concat)
+        _check_names((one.name, one.entry.key) for one in tensors)
+    seen = {source.number for one in tensors for source in one.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
     others = [_other(entry) for number, entry in enumerate(manifest.entries)
               if entry.kind == TENSOR and number not in seen and matches(entry.key, patterns)]  # fmt: skip
@@ -118,13 +115,19 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
     names = [rename(name) for name in names]
     if rules.model and rules.strip_prefix is None and prefix:  # of a training, and nobody has said that it is right
         check_no_adapters(names, prefix)
+    _check_names(zip(names, keys, strict=True))
+    return names
+
+
+def _check_names(named: Iterable[tuple[str, str]]) -> None:
+    """``named``: names, and the keys of the tensors that have them."""
     key_of: dict[str, str] = {}
-    for key, name in zip(keys, names, strict=True):
+    for name, key in named:
         if not name:
             raise InvalidInput(f"nothing is left of the name of {key!r}; strip less of it", key=key)
-        if key_of.setdefault(name, key) != key:
+        if name in key_of:
             raise InvalidInput(f"{key_of[name]!r} and {key!r} would both be named {name!r}; rename one", key=key)
-    return names
+        key_of[name] = key
 
 
 def _other(entry: StreamEntry) -> str:

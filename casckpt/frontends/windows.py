@@ -1,17 +1,26 @@
-"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer."""
+"""Windows of a checkpoint's tensors: so much of their data at a time, planned, and read into one buffer.
+
+A file that holds them as another checkpoint has them is revised: of what differs alone anything is read, and written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedRandom
+from itertools import accumulate
+from typing import Final
 
 import torch
 
+from casckpt.checkpoint.handle import Checkpoint
 from casckpt.checkpoint.loading.download import Download, StreamRequest
+from casckpt.checkpoint.loading.update import change
+from casckpt.errors import StorageError
 from casckpt.format.dtypes import itemsize
+from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import Region, full_box
-from casckpt.frontends.view import ViewTensor
+from casckpt.frontends.recut import Source, ViewTensor
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress, Shown
 from casckpt.repository.repository import Repository
@@ -19,52 +28,58 @@ from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.memory import BITS, Destination
 
 WINDOW_BYTES: Final = 64 << 20
+_BLOCK = 1 << 20  # of a file: it is written where one differs
 
 
-class StreamPiece(NamedTuple):
-    """Elements [lo, hi) of a stream."""
+def plan_windows(sources: Iterable[Source], most: int, cell_bytes: int) -> Iterator[list[Source]]:
+    """Cut the data of ``sources``, one after the other, into pieces of at most ``most`` bytes together.
 
-    stream: ViewTensor
-    lo: int
-    hi: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these elements."""
-        return (self.hi - self.lo) * itemsize(self.stream.entry.dtype)
-
-    def into(self, data: torch.Tensor) -> StreamRequest:
-        """Ask for them, to be read into the bytes ``data``."""
-        entry = self.stream.entry
-        kind = BITS.get(itemsize(entry.dtype)) or torch_dtype(entry.dtype)
-        region = Region(full_box(entry.shape), self.lo, self.hi)
-        return StreamRequest(self.stream.number, Destination(region, data.view(kind), kind))
-
-
-def plan_windows(streams: Iterable[ViewTensor], most: int, cell_bytes: int) -> Iterator[list[StreamPiece]]:
-    """Cut the data of ``streams``, one after the other, into pieces of at most ``most`` bytes together.
-
-    Tensors are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell.
+    Streams are cut between cells, so that no cell is read twice, unless ``most`` is less than a cell.
     """
-    window: list[StreamPiece] = []
+    window: list[Source] = []
     room = most
-    for one in streams:
-        lo, size = 0, itemsize(one.entry.dtype)
+    for one in sources:
+        lo, size = one.lo, itemsize(one.entry.dtype)
         cell = max(cell_bytes // size, 1)
-        while lo < one.entry.numel:
+        while lo < one.hi:
             fits = room // size if window else max(room // size, 1)
-            hi = min(lo + fits, one.entry.numel)
-            if hi < one.entry.numel:
+            hi = min(lo + fits, one.hi)
+            if hi < one.hi:
                 hi = max(hi // cell * cell, lo) if window or fits >= cell else hi
             if hi > lo:
-                window.append(StreamPiece(one, lo, hi))
+                window.append(one._replace(lo=lo, hi=hi))
                 room -= (hi - lo) * size
                 lo = hi
-            if lo < one.entry.numel:
+            if lo < one.hi:
                 yield window
                 window, room = [], most
     if window:
         yield window
+
+
+def fill(
+    download: Download, window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable] | None = None
+) -> int:
+    """Read a window into the front of ``buffer``, of dtype uint8; how many bytes that was. Raises as a load.
+
+    ``tables``: of entries, by number, whose extents are at hand.
+    """
+    download.run(_requests(window, buffer, tables or {}))
+    return sum(one.nbytes for one in window)
+
+
+def _requests(window: Sequence[Source], buffer: torch.Tensor, tables: Mapping[int, ExtentTable]) -> list[StreamRequest]:
+    ends = list(accumulate((one.nbytes for one in window), initial=0))
+    return [
+        _request(one, buffer[start : start + one.nbytes], tables.get(one.number))
+        for one, start in zip(window, ends, strict=False)
+    ]
+
+
+def _request(one: Source, data: torch.Tensor, table: ExtentTable | None) -> StreamRequest:
+    kind = BITS.get(itemsize(one.entry.dtype)) or torch_dtype(one.entry.dtype)
+    region = Region(full_box(one.entry.shape), one.lo, one.hi)
+    return StreamRequest(one.number, Destination(region, data.view(kind), kind), table)
 
 
 class WindowReader:
@@ -77,13 +92,32 @@ class WindowReader:
 
     def read(self, streams: Iterable[ViewTensor]) -> Iterator[memoryview]:
         """Give it, by at most `WINDOW_BYTES` together. What is given holds until the next is asked for."""
-        for window in plan_windows(streams, WINDOW_BYTES, self._cell_bytes):
-            total, start = sum(piece.nbytes for piece in window), 0
+        for wants, window in self._windows(streams):
+            self._download.run(wants)
+            yield window
+
+    def revise(self, streams: Iterable[ViewTensor], file: BufferedRandom, held: Checkpoint) -> None:
+        """Make what a file holds from its position on, as ``held`` has it, what it is to be.
+
+        All of it is hashed, so it may hold anything; what differs is read, and only that is written.
+        """
+        for wants, window in self._windows(streams):
+            start = file.tell()
+            if file.readinto(window) != len(window):
+                raise StorageError(f"{file.name} was cut while it was read; let nothing else write to it")
+            before = bytes(window)
+            change(self._download, wants, held, 0, check=True)
+            for at in range(0, len(window), _BLOCK):
+                if window[at : at + _BLOCK] != before[at : at + _BLOCK]:
+                    file.seek(start + at)
+                    file.write(window[at : at + _BLOCK])
+            file.seek(start + len(window))
+
+    def _windows(self, streams: Iterable[ViewTensor]) -> Iterator[tuple[list[StreamRequest], memoryview]]:
+        """Requests, and the bytes that they fill."""
+        sources = (source for one in streams for source in one.sources)
+        for window in plan_windows(sources, WINDOW_BYTES, self._cell_bytes):
+            total = sum(one.nbytes for one in window)
             if self._buffer.numel() < total:
                 self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu")
-            wants = []
-            for piece in window:
-                wants.append(piece.into(self._buffer[start : start + piece.nbytes]))
-                start += piece.nbytes
-            self._download.run(wants)
-            yield memoryview(self._buffer.numpy().data)[:total]
+            yield _requests(window, self._buffer, {}), memoryview(self._buffer.numpy().data)[:total]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -75,7 +75,8 @@ class KnownCells:
     """Cells of the parent and of the bases, in blobs that may be reused.
 
     Blobs have one numbering over all sources; the parent's come first and keep their own numbers. ``excluded`` tells
-    which blobs must not be reused: damaged ones, worn ones, those whose bytes turned out to be gone.
+    which blobs must not be reused: damaged ones, worn ones, those whose bytes turned out to be gone. ``newest``: the
+    last save that wrote any blob of the parent.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class KnownCells:
         self._sources = [*([] if parent is None else [parent]), *bases]
         self.blobs: list[BlobRef] = [ref for source in self._sources for ref in source.refs]
         self._usable = np.array([not excluded(ref) for ref in self.blobs], dtype=bool)
+        self.newest: TxId | None = max((ref.uploader for ref in ([] if parent is None else parent.refs)), default=None)
         self._index: _DigestIndex | None = None
         self._lock = Lock()
 
@@ -181,6 +183,17 @@ def coded_bytes(tables: Iterable[ExtentTable]) -> CodedBytes:
     plain = sum((one.hi - one.lo) * table.itemsize for table, one, _ in coded)
     frames = sum(table.stored_bytes(one) for table, one, _ in coded)
     return CodedBytes(plain, frames, sum(table.stored_bytes(one) for table, one, how in coded if how.base is not None))
+
+
+def bytes_in(tables: Iterable[ExtentTable], blobs: Container[int]) -> int:
+    """Count the bytes of the cells that lie in ``blobs``, as held in memory; those of one place count once."""
+    found = {
+        (one.blob, one.offset): (one.hi - one.lo) * table.itemsize
+        for table in tables
+        for one in table.extents
+        if one.blob in blobs
+    }
+    return sum(found.values())
 
 
 def frames_in(tables: Iterable[ExtentTable]) -> set[int]:

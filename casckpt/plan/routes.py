@@ -6,10 +6,14 @@ undone down to where they meet, and the frames of the other are decoded from the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 from casckpt.format.extents import StoredCell
+from casckpt.format.names import CellDigest
+
+Link: TypeAlias = tuple[CellDigest, CellDigest]
+"""What a frame tells, and from what: the digests of a cell and of its base. Wherever it lies, it does the same."""
 
 
 class Route(NamedTuple):
@@ -18,14 +22,21 @@ class Route(NamedTuple):
     undone: Sequence[StoredCell]
     decoded: Sequence[StoredCell]
 
-    @property
-    def stored(self) -> int:
-        """Bytes that are read."""
-        return sum(cell.stored for cell in (*self.undone, *self.decoded))
+    def cost(self, kept: Container[Link] = ()) -> int:
+        """Add up the bytes that are read; the frames ``kept`` are at hand."""
+        every = (*self.undone, *self.decoded)
+        return sum(cell.stored for cell in every if cell.base is None or (cell.digest, cell.base.digest) not in kept)
 
 
-def find_route(held: StoredCell, wanted: StoredCell) -> Route | None:
-    """Find the way from one cell to another of as many bytes that reads the least.
+def links(cell: StoredCell) -> Iterator[Link]:
+    """Iterate over the frames that tell a cell from the last of its bases."""
+    for one in cell.chain:
+        if one.base is not None:
+            yield one.digest, one.base.digest
+
+
+def find_route(held: StoredCell, wanted: StoredCell, kept: Container[Link] = ()) -> Route | None:
+    """Find the way from one cell to another of as many bytes that reads the least; the frames ``kept`` are at hand.
 
     None where the chains do not meet, or where reading ``wanted`` by itself, with all of its bases, is not more.
     """
@@ -33,5 +44,5 @@ def find_route(held: StoredCell, wanted: StoredCell) -> Route | None:
     places = {cell.digest: number for number, cell in enumerate(down)}
     meetings = [(number, places[cell.digest]) for number, cell in enumerate(up) if cell.digest in places]
     routes = [Route(up[:behind], down[:ahead][::-1]) for behind, ahead in meetings]
-    best = min(routes, key=lambda route: route.stored, default=None)
-    return best if best is not None and best.stored < sum(cell.stored for cell in down) else None
+    best = min(routes, key=lambda route: route.cost(kept), default=None)
+    return best if best is not None and best.cost(kept) < sum(cell.stored for cell in down) else None

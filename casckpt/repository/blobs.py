@@ -19,6 +19,8 @@ from casckpt.storage.base import AlreadyExists, ListedObject
 
 PREFIX = "damaged/"
 DAMAGED, REPAIRED = "damaged", "repaired"
+FRAMES = "frames"
+"""Damaged, though all bytes are those that were written: a frame among them makes another cell than was saved."""
 MAX_WHY_CHARACTERS = 500
 _SAMPLE = 16
 
@@ -108,12 +110,17 @@ def damaged_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
     return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state != REPAIRED}
 
 
-def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
+def frame_marks(repo: Repository) -> set[tuple[TxId, BlobHash]]:
+    """Return (uploader, blob) of those that are damaged by their frames alone. Raises `StorageError`."""
+    return {(mark.uploader, mark.blob) for mark in marks(repo) if mark.state == FRAMES}
+
+
+def mark_damaged(repo: Repository, uploader: TxId, blob: BlobHash, why: str, *, by_frames: bool = False) -> None:
     """Say that a blob is damaged, unless that was said: later saves do not reuse it. Raises `StorageError`.
 
-    ``why``: for people; its first 500 characters are kept.
+    ``why``: for people; its first 500 characters are kept. ``by_frames``: its bytes are those that were written.
     """
-    _mark_as(repo, uploader, blob, DAMAGED, why)
+    _mark_as(repo, uploader, blob, FRAMES if by_frames else DAMAGED, why)
 
 
 def mark_repaired(repo: Repository, uploader: TxId, blob: BlobHash, why: str) -> None:
@@ -168,5 +175,5 @@ def _present(repo: Repository, uploader: TxId, blob: BlobHash) -> tuple[int, str
 def _mark(name: tuple[TxId, BlobHash], number: int, record: Read) -> DamageMark:
     if isinstance(record, CasckptError):
         return DamageMark(*name, number, DAMAGED, f"its mark cannot be read: {record}")
-    fits = (record.uploader, record.blob) == name and record.state == REPAIRED
-    return DamageMark(*name, number, REPAIRED if fits else DAMAGED, record.why)
+    fits = (record.uploader, record.blob) == name and record.state in {REPAIRED, FRAMES}
+    return DamageMark(*name, number, record.state if fits else DAMAGED, record.why)

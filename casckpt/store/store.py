@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
@@ -46,6 +46,7 @@ from casckpt.upkeep.copies.copying import CopyResult
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import MirrorLag
 from casckpt.upkeep.doctor import examine
+from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.upkeep.repair.repair import RepairResult, repair
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
+    from casckpt.checkpoint.comparing import Comparison
     from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, ReadArguments, UpdateArguments
     from casckpt.checkpoint.saving.options import WhenBusy
     from casckpt.checkpoint.saving.saver import Saver, State
@@ -113,15 +115,17 @@ class Store:
         ``no_dist``: this process saves alone.
 
         ``metadata``: JSON-able, shown in listings. ``metrics``: up to 64 numbers by name, in the commit record.
-        ``healthy``: True or False, your word on whether a training should go on from it. ``attachments``: files by name
-        that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this run and step
-        before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors that did not
-        change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the caller's
-        promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse cells of
-        the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the tensor,
-        where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too; "always":
-        of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It takes host
-        memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
+        ``healthy``: True or False, your word on whether a training should go on from it. ``health``: count NaN and
+        infinities, and find the largest value, of each tensor, in the cells that changed; of the others the parent has
+        told. Where any is NaN, on whichever rank, and you gave no word, the checkpoint is not healthy. ``attachments``:
+        files by name that travel along (rank 0's count). ``overwrite``: commit, then forget what was saved under this
+        run and step before. ``ephemeral``: retention may count it apart, and a gc purges it sooner. ``frozen``: tensors
+        that did not change since the run's last checkpoint, as patterns on flat keys or a function of a key. It is the
+        caller's promise: only a sample of their cells is looked at, and the manifest says so. ``dedup``: "store": reuse
+        cells of the whole store; "run": of this run only. ``compress``: store what changed of a tensor instead of the
+        tensor, where that is less: "auto": of bfloat16 and float16, and where the storage is slow encode others too;
+        "always": of all floats, and encode what is new; "off". Default: what the store's settings say, else "off". It
+        takes host memory for a copy of those tensors. ``check_replicas``: compare what several ranks hold, and refuse
         differences. ``allow_pickle``: pickle the leaves that are neither tensors nor plain data. ``threads``: that hash
         and write (default: 2 to 8, as there are cores). ``progress``: called with the bytes that are done, and all that
         are to be.
@@ -194,8 +198,11 @@ class Store:
         lead from one version to the other, forward or back, where these are less than the cell with its bases; else it
         is read. It is compared with its digest, and read whole where that does not fit. So is what cannot be compared:
         of tensors that ``cast`` converts, or of which ``state`` holds a part of a cell only. What came of the load of
-        ``held`` must still be there. ``check``: hash that, too, and read what does not fit; then it may be anything.
-        ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its own.
+        ``held`` must still be there; what that load did not fill (its ``missing_keys``, ``mismatched_keys`` and
+        ``unread_keys``) is read. ``check``: hash what is held, too, and read what does not fit; then it may be
+        anything. ``held`` may be forgotten since, or purged, and then all is read; None reads all. Each rank gives its
+        own. What is returned keeps the frames that were decoded, in host memory, for the next update, and ``held`` no
+        longer does.
 
         The other arguments, what is done for leaves that are no tensors, what is returned, and the errors are those of
         `load`; all that is read is verified. After an error during the read the contents of ``state`` are undefined,
@@ -206,7 +213,7 @@ class Store:
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
             raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
-        return self._load(state, ref, LoadOptions(held=held, **options))
+        return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
         from casckpt.checkpoint.loading.load import load_together
@@ -219,6 +226,7 @@ class Store:
         return Checkpoint(
             self.repository, loaded.commit, missing_keys=loaded.missing, unread_keys=loaded.unread,
             mismatched_keys=loaded.mismatched, unread_subtrees=tuple(key for key in loaded.subtrees if key),
+            frames=loaded.frames,
         )  # fmt: skip
 
     def read(
@@ -351,6 +359,41 @@ class Store:
             manifest.ready(objects=())
         return difference(one, other)
 
+    def digests(
+        self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
+    ) -> dict[str, str]:
+        """The BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key; ``keys``: fnmatch patterns.
+
+        It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
+        has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
+        that. Raises MissingKey for a pattern that matches nothing, and for what was thinned away; Damaged,
+        StorageError.
+        """
+        from casckpt.checkpoint.loading.digests import digests_of
+
+        return digests_of(self.repository, self._resolve(ref), keys, Progress(progress))
+
+    def compare(
+        self,
+        state: Mapping[Any, Any],
+        ref: str | Checkpoint,
+        *,
+        process_group: ProcessGroup | None = None,
+        no_dist: bool = False,
+    ) -> Comparison:
+        """Which tensors of a live ``state`` are not, to the bit, what a checkpoint has; on which ranks, and where.
+
+        Every rank of ``process_group`` makes the call, with its own shards, under whatever topology it was saved;
+        ``no_dist``: this process alone. Each hashes all that it holds, replicas too, and reads only what differs, or
+        what lies across its shards. Nothing is changed. Leaves that are no tensors, and what only the checkpoint has,
+        are not looked at. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput, StorageError.
+        """
+        from casckpt.checkpoint.comparing import compare_together
+        from casckpt.checkpoint.ranks import open_ranks
+
+        ranks = open_ranks(process_group, no_dist=no_dist)
+        return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
+
     def stats(self) -> StoreStats:
         """How many checkpoints and blobs there are, and their bytes."""
         return measure(self.repository)
@@ -358,6 +401,16 @@ class Store:
     def report(self) -> StoreUsage:
         """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
         return usage(self.repository)
+
+    def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
+        """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
+
+        ``run``: of this one alone. ``branches``: also what has one first element in its keys, for which manifests are
+        read that this host has not looked at yet. ``keep_last=2`` and the other rules of `gc`: what each of them would
+        free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        """
+        check_keywords("Store.footprint", keep, KeepRules)
+        return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
@@ -620,6 +673,7 @@ class Store:
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
         blob_bytes: int | None = None,
+        compress: Literal["off", "always"] | None = None,
         dry_run: bool = False,
         check: bool = True,
         progress: Shown | None = None,
@@ -632,14 +686,20 @@ class Store:
         it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
         ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
         anew, into files of so many bytes (what is stored as what changed keeps its files); then ``target`` may be this
-        very store, of which small and worn files are packed together. ``check``: raise what went wrong once all others
-        are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that are there now.
+        very store, of which small and worn files are packed together. ``compress``: "always" stores floats in fewer
+        bytes (a checkpoint of which some are so stored stays as it is); "off" and None store them as they are here.
+        ``check``: raise what went wrong once all others are copied; else it stands in ``failed`` of the result.
+        ``progress`` is called with bytes that are there now.
 
         Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
         and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
-        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes)
+        if compress not in {None, "off", "always"}:
+            raise InvalidInput(f"compress={compress!r} is not usable in a copy; give 'always' or 'off'")
+        plan = copying.plan_copy(
+            self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes, compress=compress == "always"
+        )
         if dry_run:
             return copying.preview(self.repository, other, plan)
         shown = Progress(progress)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -160,8 +162,8 @@ def test_show_gives_details_and_tensors(saved: Path, store: casckpt.Store, as_js
     assert shown["id"] == store.get("b@1").id
     assert set(shown["stats"]) == STATS
     assert shown["tensors"] == [
-        {"key": "shared", "dtype": "float32", "shape": [5000], "bytes": 20_000},
-        {"key": "other", "dtype": "bfloat16", "shape": [2, 3], "bytes": 12},
+        {"key": "shared", "dtype": "float32", "shape": [5000], "bytes": 20_000, "health": None},
+        {"key": "other", "dtype": "bfloat16", "shape": [2, 3], "bytes": 12, "health": None},
     ]
     assert shown["tags"] == ["best"]
     assert as_json("show", saved, "a@1")["objects"] == ["lr"]
@@ -209,6 +211,22 @@ def test_diff_gives_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> No
     found = as_json("diff", saved, "a@1", "b@1")
     assert (found["added"], found["removed"], found["bytes_added"]) == (["other"], ["own"], 12)
     assert "~ own  bytes, 3.9 KiB" in run("diff", saved, "a@1", "a@3").stdout
+
+
+def test_stats_say_what_holds_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "b@1")
+    found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
+    assert {*as_json("stats", saved)} == {*found} - {
+        "by_run", "by_step", "by_key", "by_tag", "rules", "unreadable",
+    }  # fmt: skip
+    assert [one["run"] for one in found["by_run"]] == [one["run"] for one in as_json("report", saved)["runs"]]
+    assert sum(one["bytes_new"] for one in found["by_step"]) == found["bytes_blobs"]
+    assert sum(one["bytes_blobs"] for one in found["by_key"]) == pytest.approx(found["bytes_blobs"], abs=9)
+    assert [(one["name"], one["run"], one["step"]) for one in found["by_tag"]] == [("best", "b", 1)]
+    assert [one["rule"] for one in found["rules"]] == ["keep-last 1"]
+    text = run("stats", saved, "--by", "step", "--by", "key", "--by", "tag", "--run", "b", "--keep-last", "1").stdout
+    assert all(word in text for word in ("ALONE", "best", "shared.*", "keep-last 1"))
+    assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
 
 
 def test_stats_count(saved: Path, as_json: AsJson) -> None:
@@ -391,6 +409,25 @@ def test_metrics_are_shown_and_sorted_by(saved: Path, store: casckpt.Store, as_j
     text = run("show", saved, "m@1").stdout
     assert "val 0.5, grad nan" in text
     assert "unhealthy" in text
+
+
+def test_what_a_save_found_is_told(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    tensors = {"a": torch.tensor([1.0, -2.5]), "b": torch.ones(3, dtype=torch.int8)}
+    store.save(tensors, run="h", step=1, health=True)
+    store.save(tensors | {"a": torch.tensor([math.nan, -math.inf])}, run="h", step=2, health=True)
+    rows = as_json("list", saved, "--run", "h")
+    assert [row["health"] for row in rows] == [
+        {"nan": 0, "inf": 0, "keys": []}, {"nan": 1, "inf": 1, "keys": ["a"]},
+    ]  # fmt: skip
+    assert [row["health"] for row in as_json("list", saved, "--run", "b")] == [None]
+    assert "unhealthy, 1 NaN, 1 infinite" in run("list", saved).output
+    sick = {"nan": 1, "inf": 1, "largest": 0.0}
+    assert as_json("show", saved, "h@2")["tensors"][0]["health"] == sick
+    assert "1 NaN, 1 infinite in a" in run("show", saved, "h@2").output
+    assert "no NaN, none infinite" in run("show", saved, "h@1").output
+    before = {"nan": 0, "inf": 0, "largest": 2.5}
+    assert as_json("diff", saved, "h@2", "--values")["values"] == [{"key": "a", "old": before, "new": sick}]
+    assert re.search(r"a +2.5 +0 +1 NaN, 1 infinite", run("diff", saved, "h@2", "--values").output)
 
 
 def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:

@@ -32,9 +32,9 @@ from casckpt.frontends.convert import (
     look_at,
     torch_save_to_casckpt,
 )
+from casckpt.frontends.recut import ViewTensor
 from casckpt.frontends.safetensors import importing as safetensors_import
 from casckpt.frontends.safetensors.layout import plan_shards
-from casckpt.frontends.view import ViewTensor
 from tests.support.told import Told
 
 Tensors = dict[str, torch.Tensor]
@@ -434,16 +434,17 @@ some_streams = st.lists(st.tuples(st.sampled_from(["uint8", "float32", "float64"
 
 @given(given_streams=some_streams, most=st.integers(8, 500), cell=st.sampled_from([8, 64, 1024]))
 def test_windows_hold_every_element_once_in_order(given_streams: list[ViewTensor], most: int, cell: int) -> None:
-    planned = list(windows.plan_windows(given_streams, most, cell))
+    sources = [source for one in given_streams for source in one.sources]
+    planned = list(windows.plan_windows(sources, most, cell))
     pieces = [piece for window in planned for piece in window]
     assert all(planned)
     assert max((sum(piece.nbytes for piece in window) for window in planned), default=0) <= most
-    found = [(piece.stream.number, index) for piece in pieces for index in range(piece.lo, piece.hi)]
+    found = [(piece.number, index) for piece in pieces for index in range(piece.lo, piece.hi)]
     assert found == [(one.number, index) for one in given_streams for index in range(one.entry.numel)]
     for piece in pieces:
-        size = itemsize(piece.stream.entry.dtype)
+        size = itemsize(piece.entry.dtype)
         cut = piece.hi * size
-        assert piece.hi == piece.stream.entry.numel or cut % cell == 0 or most < cell
+        assert piece.hi == piece.entry.numel or cut % cell == 0 or most < cell
 
 
 @given(given_streams=some_streams, most=st.integers(1, 2000))

@@ -66,11 +66,15 @@ def test_a_model_and_its_optimizer_come_back_through_either_door(store: Store) -
     model, optim = trained()
     state = {"model": model.state_dict(), "optim": optim.state_dict()}
     figures = {"loss": 1.5, "grad": float("inf")}
-    save(state, StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False))
+    save(
+        state,
+        StorageWriter(store, run="dcp", step=1, metadata={"loss": 1.5}, metrics=figures, healthy=False, health=True),
+    )
     store.save(state, run="native", step=1)
     assert store.get("native@1").stats.bytes_written == 0  # the same cells
     assert store.get("dcp@1").metadata == {"loss": 1.5}
     assert (store.get("dcp@1").metrics, store.get("dcp@1").healthy) == (figures, False)
+    assert (store.get("dcp@1").health or {}).keys() == store.get("dcp@1").tensors.keys()
     for ref in ("dcp@1", "native@1"):
         through_dcp = {"model": zeros(model.state_dict()), "optim": Optim(optim).state_dict()}
         load(through_dcp, StorageReader(store, ref))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import mmap
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,19 +23,27 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from casckpt.errors import Conflict, InvalidInput
+import casckpt
+from casckpt.errors import Conflict, InvalidInput, MissingKey, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
+from casckpt.frontends.safetensors.exporting import Base, export_safetensors
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from tests.support.saves import cells, files, small_folder
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.hub import check_loads, llama
+from tests.support.reads import blob_bytes
+from tests.support.saves import CELL, blob_keys, cells, files, flip, small_folder, trained
+from tests.support.tensors import raw
+from tests.support.versions import changed
 
 ROOT = Path(__file__).parents[2]
 FOLLOW = """
-import os, signal, subprocess, sys
+import io, os, signal, subprocess, sys
 from pathlib import Path
-import casckpt
+import casckpt, casckpt.frontends.windows as windows
 from casckpt.frontends.follow import Follower
 
-left = int(sys.argv[3])
+store, folder, reuse = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
 
 def dying(real):
     def call(*arguments, **options):
@@ -40,12 +54,25 @@ def dying(real):
         return real(*arguments, **options)
     return call
 
-for name in ("open", "fsync", "symlink", "replace", "rename", "mkdir", "unlink", "rmdir", "readlink"):
-    setattr(os, name, dying(getattr(os, name)))
-subprocess.run = dying(subprocess.run)
-store = casckpt.open(sys.argv[1])
-command = 'echo $CASCKPT_STEP >> "$CASCKPT_FOLDER/../../told"'
-list(Follower(store, "run", Path(sys.argv[2]), command=command, keep=0).follow(once=True))
+def follow():
+    for name in ("open", "fsync", "symlink", "replace", "rename", "mkdir", "unlink", "rmdir", "copy_file_range"):
+        setattr(os, name, dying(getattr(os, name)))
+    io.open, subprocess.run = dying(io.open), dying(subprocess.run)
+    change = dying(windows.change)
+    def changing(*arguments, **options):
+        change(*arguments, **options)
+        dying(lambda: None)()
+    windows.change = changing
+    command = 'echo $CASCKPT_STEP >> "$CASCKPT_FOLDER/../../told"'
+    list(Follower(casckpt.open(store), "run", Path(folder), command=command, keep=0, reuse=reuse).follow(once=True))
+    os._exit(0)
+
+for line in sys.stdin:
+    left = int(line)
+    child = os.fork()
+    if not child:
+        follow()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
@@ -128,50 +155,279 @@ def test_a_folder_of_somebody_else_is_refused(store: Store, tmp_path: Path) -> N
         once(store, tmp_path / "other")
 
 
-def killed_at(call: int, store: Path, folder: Path) -> bool:
-    """Run a follower that is killed at a call of the system."""
-    ended = subprocess.run(
-        [sys.executable, "-c", FOLLOW, str(store), str(folder), str(call)], cwd=ROOT, check=False, capture_output=True
-    )
-    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr.decode()
-    return ended.returncode != 0
+# what a new generation is made of
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_killed_anywhere(store: Store, tmp_path: Path, part: int) -> None:
-    folder, calls = tmp_path / "to", iter(range(1 + part, 1000, 11))
+def trained_state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": trained(64, step), "still": cells(4, seed=1)}
+
+
+@pytest.mark.parametrize("way", ["copied", "reused", "in full"])
+def test_of_a_new_generation_what_differs_is_read(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a file that was current is never written to, unless it is reused."""
+    if way == "in full":
+        monkeypatch.setattr(os, "copy_file_range", lambda *_: fail(errno.EOPNOTSUPP))
+    store, folder, inodes = small_folder(tmp_path / "store"), tmp_path / "to", list[int]()
+    for step in range(8):
+        store.save(trained_state(step), run="run", step=step, compress="auto", attachments={"n": b"%d" % step})
+        before = files(folder)
+        with blob_bytes(store) as read:
+            assert once(store, folder, reuse=way == "reused", keep=way != "reused") == [step]
+        now = files(folder)
+        stayed = [path for path in before if path in now and CURRENT not in path.parts]
+        assert all(now[path] == before[path] for path in stayed)
+        assert step == 0 or len(stayed) == 2
+        found = load_file(folder / CURRENT / "model.safetensors")
+        assert all(torch.equal(found[key], value) for key, value in trained_state(step).items())
+        assert (folder / CURRENT / "n").read_bytes() == b"%d" % step
+        assert step == 0 or (sum(read) < 20 * CELL) == (way != "in full")
+        inodes.append((folder / CURRENT / "model.safetensors").stat().st_ino)
+    assert (len(set(inodes)) == 2) == (way == "reused"), "two folders take turns"
+    assert way != "reused" or inodes[0] == inodes[2] == inodes[6] != inodes[7]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("window", [3000, 3 * CELL, 64 << 20])
+def test_files_that_are_revised_are_those_that_are_written(
+    tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several shards and windows, of all that a file can hold, whatever changed."""
+    monkeypatch.setattr("casckpt.frontends.windows.WINDOW_BYTES", window)
+    monkeypatch.setattr("casckpt.frontends.windows._BLOCK", 700)
+    store = small_folder(tmp_path / "store")
+    dtypes = ("float64", "complex64", "float32", "bfloat16", "bool", "float8_e4m3fn", "uint8")
+    found = {f"{name}.{shape}": raw(name, shape) for name in dtypes for shape in ((), (0, 3), (61, 97), (4099,))}
+    for step in range(4):
+        store.save(found, run="run", step=step, compress="always")
+        full, made = tmp_path / f"full{step}", tmp_path / f"made{step}"
+        base = Base(store.get(f"run@{step - 1}"), tmp_path / f"made{step - 1}", is_taken) if step else None
+        export_safetensors(store, f"run@{step}", full, max_shard_size=30_000)
+        export_safetensors(store, f"run@{step}", made, max_shard_size=30_000, base=base)
+        written, revised = ({one.name: one.read_bytes() for one in folder.iterdir()} for folder in (full, made))
+        assert written == revised
+        assert len(written) > 4
+        taken = base is not None and not list(base.folder.glob("*.safetensors"))
+        assert taken == (is_taken and step > 0)
+        found = {key: changed(one, step) if one.numel() and len(key) % 3 else one for key, one in found.items()}
+
+
+def fail(number: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+def test_a_layout_that_changes_and_files_that_were_spoilt(tmp_path: Path) -> None:
+    store, folder = small_folder(tmp_path / "store"), tmp_path / "to"
+    shapes = [(64, 64), (64, 64), (65, 64), (65, 64)]
+    for step, shape in enumerate(shapes):
+        state = {"w": torch.full(shape, float(step)), "same": torch.arange(2048)}
+        store.save(state, run="run", step=step)
+        for path in folder.glob(f"0*-{step - 1}-*/model.safetensors"):
+            with path.open("r+b") as file:
+                file.seek(-64 * 64 * 4 - 300, os.SEEK_END)  # of what does not change
+                file.write(b"bad")
+        once(store, folder)
+        found = load_file(folder / CURRENT / "model.safetensors")
+        assert all(torch.equal(found[key], value) for key, value in state.items())
+
+
+def test_what_was_current_may_be_purged_or_gone(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "to"
     once(store, folder)
-    (tmp_path / "told").write_text("0\n")
-    step, at, seen = 0, 0, [0]
-    while killed_at(next(calls), tmp_path / "store", folder):
-        at = next(one for one in (step, at) if is_at(folder, one))
-        seen.append(at)
-        if at == step:
-            step += 1
+    save(store, 1)
+    store.gc(keep_last=1, min_age=0, wait=0)
+    assert once(store, folder) == [1]
+    shutil.rmtree(folder / os.readlink(folder / CURRENT))
+    assert once(store, folder) == [1]
+    assert is_at(folder, 1)
+
+
+def test_a_process_that_mapped_a_generation_keeps_it(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "to"
+    once(store, folder)
+    with (folder / CURRENT / "model.safetensors").open("rb") as file:
+        before = file.read()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    for step in (1, 2, 3):
+        save(store, step)
+        once(store, folder)
+        assert mapped[:] == before
+    mapped.close()
+
+
+# what fails
+
+
+class Slept(Exception):
+    """Tried again too often."""
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those of a follower, which take no time."""
+    found: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        found.append(seconds)
+        if len(found) > 20:
+            raise Slept
+
+    monkeypatch.setattr("casckpt.frontends.follow.time.sleep", sleep)
+    return found
+
+
+def test_a_store_that_fails_is_tried_again(
+    store: Store, tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyStore(store.repository.storage)
+    failing, folder = Store(Repository(faulty)), tmp_path / "to"
+    faulty.inject(fail_before("get", times=3), fail_before("open", times=2), fail_before("put", key="tags/*"))
+    following: Any = Follower(failing, "run", folder).follow()
+    assert next(following).checkpoint.step == 0
+    assert pauses == [2**n for n in range(len(pauses))]
+    assert caplog.text.count("is tried again") == len(pauses) > 2
+    assert is_at(folder, 0)
+    save(store, 1)
+    faulty.inject(fail_before("open", times=2))
+    pauses.clear()
+    assert next(following).checkpoint.step == 1
+    assert pauses[0] == 1
+    following.close()
+    faulty.inject(fail_before("open", times=99))
+    save(store, 2)
+    with pytest.raises(StorageError):
+        once(failing, folder)
+    assert is_at(folder, 1)
+
+
+def test_a_disk_that_is_full_is_tried_again(
+    store: Store, tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [errno.ENOSPC, errno.ENOSPC, errno.EDQUOT]
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: fail(left.pop()) if left else real(file))
+    assert next(Follower(store, "run", tmp_path / "to").follow()).checkpoint.step == 0
+    assert pauses
+    assert is_at(tmp_path / "to", 0)
+
+
+def test_what_is_damaged_is_left_out(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "to"
+    once(store, folder)
+    there = set(blob_keys(store))
+    save(store, 1)
+    for key in set(blob_keys(store)) - there:
+        flip(store, key, 5000)
+    assert once(store, folder) == []
+    assert "is left out" in caplog.text
+    assert is_at(folder, 0)
+    save(store, 2)
+    assert once(store, folder) == [2]
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_another_store_in_the_place_of_one(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "to"
+    once(store, folder)
+    other = small_folder(tmp_path / "other")
+    save(other, 7)
+    assert once(other, folder) == [7]
+    assert "knows nothing of" in caplog.text
+    assert is_at(folder, 7)
+
+
+def test_what_makes_no_sense_ends_it(store: Store, tmp_path: Path, pauses: list[float]) -> None:
+    with pytest.raises(MissingKey, match="nothing"):
+        next(Follower(store, "run", tmp_path / "to", keys=["nothing.*"]).follow())
+    assert pauses == []
+
+
+# kills
+
+
+@contextmanager
+def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int], bool]]:
+    """Runs a follower that is killed at a call of the system, by its number, and tells whether it was."""
+    command = [sys.executable, "-c", FOLLOW, str(store), str(folder), str(reuse)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as followers:
+        asked, told = followers.stdin, followers.stdout
+        assert asked is not None
+        assert told is not None
+
+        def killed_at(call: int) -> bool:
+            print(call, file=asked, flush=True)
+            status = int(told.readline())
+            assert status in (0, -signal.SIGKILL)
+            return status != 0
+
+        yield killed_at
+        asked.close()
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool) -> None:
+    """At each call by itself, in the switch from one version to the next."""
+    folder, told = tmp_path / "to", tmp_path / "told"
+    command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
+    for step in seen:
+        if step:
             save(store, step)
-    while once(store, folder, command=f'echo $CASCKPT_STEP >> "{tmp_path}/told"', keep=0):
-        pass
-    assert is_at(folder, step)
-    assert sorted(one.name for one in folder.iterdir())[:2] == [".told", next(folder.glob("0*")).name]
-    assert len(list(folder.iterdir())) == 3
-    told = list(map(int, (tmp_path / "told").read_text().split()))
-    assert told == sorted(told)
-    assert set(told) == {*seen, step}
+        once(store, folder, command=command, keep=0, reuse=reuse)
+    with dying(tmp_path / "store", folder, reuse=reuse) as killed_at:
+        for step, call in enumerate(itertools.count(1), start=2):
+            save(store, step)
+            was_killed = killed_at(call)
+            at = next(one for one in (step, at) if is_at(folder, one))
+            seen += [at, step]
+            if not was_killed:
+                break
+            once(store, folder, command=command, keep=0, reuse=reuse)
+            assert is_at(folder, step)
+            assert len(list(folder.iterdir())) <= (4 if reuse else 3)
+            at = step
+    heard = list(map(int, told.read_text().split()))
+    assert heard == sorted(heard)
+    assert set(heard) == set(seen)
+    assert max(heard) > 60, "all calls were counted"
+
+
+# engines
 
 
 class Engine(BaseHTTPRequestHandler):
-    """What an engine does that loads from a folder when it is told to, as SGLang's `/update_weights_from_disk` does."""
+    """What engines do that load from a folder when they are told to.
+
+    SGLang: 400 and "success": false where it cannot. vLLM in its development mode: the method of its workers by its
+    name, 500 where that raises; and what it has of earlier prompts stays until it is told to forget that.
+    """
 
     held: ClassVar[list[dict[str, torch.Tensor]]] = []
+    stale: ClassVar[list[bool]] = []
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        folder = Path(asked["kwargs"]["weights_path"] if "kwargs" in asked else asked["model_path"])
-        is_there = (folder / "model.safetensors").exists()
-        if is_there:
-            self.held.append(load_file(folder / "model.safetensors"))
-        self.send_response(200 if is_there else 400)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        asked = json.loads(body) if body else {}
+        if self.path == "/reset_prefix_cache":
+            self.stale.clear()
+            self.answer(200, {})
+        elif self.path == "/update_weights_from_disk":
+            is_there = self.load(asked["model_path"])
+            self.answer(200 if is_there else 400, {"success": is_there, "message": ""})
+        elif self.path == "/collective_rpc":
+            assert asked["method"] == "reload_weights"
+            self.stale.append(True)
+            self.answer(200 if self.load(asked["kwargs"]["weights_path"]) else 500, {"results": [None]})
+
+    def load(self, folder: str) -> bool:
+        path = Path(folder, "model.safetensors")
+        if path.exists():
+            self.held.append(load_file(path))
+        return path.exists()
+
+    def answer(self, status: int, body: object) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("url", ["localhost:30000/update_weights_from_disk", "localhost:8000/collective_rpc"])
@@ -179,6 +435,7 @@ def test_the_recipes_for_servers(store: Store, tmp_path: Path, url: str) -> None
     page = (ROOT / "docs" / "operations.md").read_text()
     recipe = next(one for one in re.findall(r"--exec '\n(.*?)'\n", page, re.DOTALL) if url in one)
     Engine.held.clear()
+    Engine.stale.clear()
     with HTTPServer(("127.0.0.1", 0), Engine) as server:
         serving = threading.Thread(target=server.serve_forever)
         serving.start()
@@ -189,8 +446,25 @@ def test_the_recipes_for_servers(store: Store, tmp_path: Path, url: str) -> None
                 (made,) = Follower(store, "run", tmp_path / "to", command=command).follow(once=True)
                 assert made.status == 0
                 assert torch.equal(Engine.held[-1]["a.weight"], state(step)["a.weight"])
+                assert not Engine.stale
             wrong = Follower(store, "run", tmp_path / "other", command=command.replace("FOLDER", "X"))
             assert [one.status for one in wrong.follow(once=True)] == [22]  # that of curl for an error of the server
         finally:
             server.shutdown()
             serving.join()
+
+
+@pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
+@pytest.mark.parametrize("reuse", [False, True])
+def test_transformers_loads_what_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reuse: bool) -> None:
+    pytest.importorskip("transformers", reason="needs casckpt[transformers]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    store, folder, model = small_folder(tmp_path / "store"), tmp_path / "to", llama()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for step in range(4):
+        casckpt.save_model_and_optim_state(store, model, optim, run="run", step=step)
+        assert once(store, folder, keep=0, reuse=reuse) == [step]
+        check_loads(folder / CURRENT, model)
+        words = torch.arange(12).view(2, 6)
+        model(input_ids=words, labels=words).loss.backward()
+        optim.step()

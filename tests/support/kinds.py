@@ -23,7 +23,7 @@ KINDS: Final = {
 }
 _FIXTURES: Final = {"ranks": "ranks", "server": r"\w*_server"}  # asked for by an argument, or by name
 _CALLED: Final = {
-    "server": r"Hostile|Proxy|servers|create_server|\w*HTTPServer",
+    "server": r"Hostile|Proxy|servers|serving|create_server|\w*HTTPServer",
     "process": r"subprocess|multiprocessing|Popen|fork|get_context",
 }
 _STARTS: Final = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from casckpt.checkpoint.saving import kept
 from casckpt.format.blob import decode_header
 from casckpt.format.keys import parse_object
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.counts import IoCounts
+from casckpt.storage.forking import PerProcess
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support import exact
@@ -130,6 +132,16 @@ def steps(store: Store) -> list[tuple[str, int]]:
 def files(path: Path) -> dict[Path, bytes]:
     """What all files below a folder hold."""
     return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@contextmanager
+def another_process() -> Iterator[None]:
+    """Inside, nothing is at hand of what this process keeps of the runs that it saved."""
+    mine, kept._RUNS = kept._RUNS, PerProcess(kept._Runs)
+    try:
+        yield
+    finally:
+        kept._RUNS = mine
 
 
 def reopened(store: Store) -> Store:

@@ -28,7 +28,9 @@ class Row:
     """One configuration in one scenario. ``nbytes``: what it had to save or load; 0 where that says nothing.
 
     ``who``: "casckpt", a peer, or a limit of the machine (then ``limit``). ``what``: its settings. ``note``: why there
-    are no rounds. ``summary``: of each metric, over all rounds; filled in by `summarise`.
+    are no rounds. ``verified``: are loaded bytes compared with digests? None where nothing is loaded. ``bounds``: the
+    limits (their ``who``) that all such work has. ``summary``: of each metric, over all rounds; filled in by
+    `summarise`.
     """
 
     group: str
@@ -36,6 +38,8 @@ class Row:
     what: str
     nbytes: int = 0
     limit: bool = False
+    verified: bool | None = None
+    bounds: list[str] = field(default_factory=list)
     note: str = ""
     rounds: list[Measured] = field(default_factory=list)
     summary: dict[str, Spread] = field(default_factory=dict)
@@ -126,6 +130,13 @@ def best(rows: list[Row], who: str, metric: str, *, group: str | None = None, wh
         if (median := row.median(metric)) is not None
     ]
     return min(found)[2] if found else None
+
+
+def binding(rows: list[Row], row: Row, metric: str = "durable") -> Row | None:
+    """The limit that binds a row: of those named in its bounds, each at its best, the slowest."""
+    found = [best(rows, who, metric, group=row.group) for who in row.bounds]
+    measured = [(median, number) for number, one in enumerate(found) if (median := median_of(one, metric)) is not None]
+    return found[max(measured)[1]] if measured else None
 
 
 def median_of(row: Row | None, metric: str) -> float | None:

@@ -18,7 +18,7 @@ import torch
 from casckpt.checkpoint.agreement import StoreIdentity, check_same, named
 from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.template import Template
@@ -60,13 +60,17 @@ class _Found:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank."""
+    """What was loaded. ``subtrees``: what no rank read, the same on all of them; the rest is of this rank.
+
+    ``frames``: what an update decoded.
+    """
 
     commit: Commit
     missing: tuple[str, ...]
     mismatched: tuple[str, ...]
     unread: tuple[str, ...]
     subtrees: tuple[str, ...]
+    frames: Frames
 
 
 def load_together(
@@ -121,7 +125,7 @@ def _load(repo: Repository, ranks: Ranks, state: Any, found: _Found, mine: LoadO
         return everyone(subtrees, ranks.size)
 
     subtrees = ranks.exchange(run, finish)
-    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees)
+    return Loaded(commit, template.missing, template.mismatched, template.unread, subtrees, template.frames)
 
 
 def _find(
@@ -179,7 +183,7 @@ def _plan_to_read(
     for key in wanted:
         plan.new(key, device)
     if patterns is not None:
-        _check_used(manifest, patterns, list(_names(contents.tree, ())))
+        check_used(manifest, patterns, list(_names(contents.tree, ())))
     return plan
 
 
@@ -205,7 +209,8 @@ def _names(node: Node, path: Path) -> Iterator[str]:
             yield from _names(child, (*path, element))
 
 
-def _check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+def check_used(manifest: Manifest, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Raise MissingKey for a pattern that matches none of ``names``."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise MissingKey(

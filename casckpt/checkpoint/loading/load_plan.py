@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypedDict, get_
 import torch
 
 from casckpt.checkpoint.arguments import Rename, usable_patterns
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.contents import Contents, lacking
 from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.tied import Tied
@@ -88,7 +88,8 @@ class UpdateArguments(FillArguments, total=False):
 class LoadOptions:
     """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
 
-    ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by what reads.
+    ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
+    what reads.
     """
 
     strict: bool = True
@@ -97,6 +98,7 @@ class LoadOptions:
     rename: Rename = None
     cast: bool = False
     lease: bool = False
+    updates: bool = False
     held: Checkpoint | None = None
     check: bool = False
     verify: bool = True
@@ -119,7 +121,10 @@ class LoadOptions:
 
 
 class LoadPlan:
-    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint."""
+    """What is to be read, leaf by leaf: added and checked, then read, then built. ``named``: keys of the checkpoint.
+
+    ``frames``: what an update decoded, once it has run.
+    """
 
     def __init__(self, contents: Contents, options: LoadOptions) -> None:
         self.contents, self.options = contents, options
@@ -129,6 +134,10 @@ class LoadPlan:
         self._below: dict[str, tuple[Node, str, LoadPlan]] = {}
         self._tied = Tied()
         self.named: set[str] = set()
+        self.frames: Frames = {}
+        held = options.held
+        self._not_held = set(() if held is None else (*held.missing_keys, *held.mismatched_keys))
+        self._unread = set(() if held is None else held.unread_keys)
 
     @property
     def replaced(self) -> list[str]:
@@ -200,6 +209,7 @@ class LoadPlan:
                     key=key,
                 )
         table = self.contents.manifest.extents(entry)
+        is_new = key in self._not_held or entry.key in self._unread
         for piece in local.pieces:
             region, data = piece
             check_apart(key, data)
@@ -207,7 +217,7 @@ class LoadPlan:
                 raise Damaged(f"the checkpoint holds {key!r} only in part; {region} is not all there", key=key)
             if region.lo < region.hi:
                 self._tied.add(key, data, entry.dtype, table, region)
-                self._want(number, table, piece, entry.dtype, part_of=part_of)
+                self._want(number, table, piece, entry.dtype, part_of=part_of, is_new=is_new)
 
     def _want(
         self,
@@ -254,10 +264,10 @@ class LoadPlan:
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
         download, options = self.download(repo), self.options
-        if options.held is None:
-            download.run(self.wants())
+        if options.updates:
+            self.frames = update(download, self.wants(), options.held, options.rank, check=options.check)
         else:
-            update(download, self.wants(), options.held, options.rank, check=options.check)
+            download.run(self.wants())
         return self._built()
 
     def wants(self) -> list[StreamRequest]:

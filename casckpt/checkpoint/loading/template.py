@@ -8,6 +8,7 @@ from typing import Any
 
 from casckpt.checkpoint.arguments import matches, renamer
 from casckpt.checkpoint.cycle_collector import collecting_later
+from casckpt.checkpoint.handle import Frames
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.load_plan import LoadOptions, LoadPlan
 from casckpt.checkpoint.loading.unread import EVERYTHING, unread_subtrees
@@ -135,6 +136,11 @@ class Template:
                     "Put None in its place to have all of that made, or pass strict=False to leave it empty",
                     key=key,
                 )
+
+    @property
+    def frames(self) -> Frames:
+        """What an update decoded."""
+        return self._plan.frames
 
     def blobs(self, repo: Repository) -> list[BlobRef]:
         """What is to be read."""

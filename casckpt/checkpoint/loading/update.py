@@ -2,19 +2,22 @@
 
 What is equal in both manifests is left; what changed is made of what is there, by frames, where that reads less. Each
 cell that was touched is hashed, and what is not right then is loaded like any other.
+
+The frames that were decoded are kept, beside what is held: where the next version is told from an older one they are
+undone first, and need not be read again.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from casckpt.checkpoint.handle import Checkpoint
+from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.blob_readers import BlobReaders
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.download import Download, StreamRequest
@@ -31,7 +34,7 @@ from casckpt.format.sections.index import StreamEntry
 from casckpt.parallel import run_all, useful_threads
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
-from casckpt.plan.routes import Route, find_route
+from casckpt.plan.routes import Link, Route, find_route, links
 from casckpt.repository import manifests
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.memory import Destination, note_writes
@@ -50,37 +53,66 @@ Range: TypeAlias = tuple[int, int, int]
 """A blob by its number, an offset in it, and bytes."""
 
 
+class Move(NamedTuple):
+    """One frame of a step, and where it is read, unless it is ``kept``. ``is_undone``: else it is decoded."""
+
+    link: Link
+    where: Range
+    is_undone: bool
+    kept: bytes | None
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One cell that is made of what is held, and all who want it: they hold the same. ``frames``: whether to undo."""
+    """One cell that is made of what is held, and all who want it: they hold the same."""
 
     cell: StoredCell
-    frames: Sequence[tuple[Range, bool]]
+    moves: Sequence[Move]
     takers: list[Taker]
+
+    @property
+    def ranges(self) -> list[Range]:
+        """What is read for it."""
+        return [move.where for move in self.moves if move.kept is None]
 
     @property
     def work(self) -> int:
         """What it costs, in bytes that are read."""
-        return sum(place[2] for place, _ in self.frames) + self.cell.nbytes // _WORK
+        return sum(nbytes for _, _, nbytes in self.ranges) + self.cell.nbytes // _WORK
 
 
 Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 """Steps, and the reads of their frames."""
 
 
-def update(download: Download, wants: Sequence[StreamRequest], held: Checkpoint, rank: int, *, check: bool) -> None:
-    """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does."""
-    contents = _contents(held, rank, {download.manifest.entries[want.entry].key for want in wants if not want.is_new})
+def update(
+    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+) -> Frames:
+    """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does.
+
+    Returns frames by which what they hold then is told. Those of ``held`` go.
+    """
     try:
-        if contents is None:
-            download.run(wants)
-            return
-        work = _Update(download, contents, check)
-        left = work.run(wants)
-        download.run(left, work.done)
+        return change(download, wants, held, rank, check=check)
     except CasckptError as error:
         more = "What was updated is undefined now, and a load of all of it, or an update with check=True, mends it"
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
+
+
+def change(
+    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+) -> Frames:
+    """Do what `update` does; what is raised says nothing of the sinks."""
+    keys = {download.manifest.entries[want.entry].key for want in wants if not want.is_new}
+    contents = None if held is None else _contents(held, rank, keys)
+    known = {} if held is None else held.frames
+    decoded = dict[Link, bytes]()
+    work = _Update(replace(download, decoded=decoded), contents, known, check, decoded)
+    left = work.run(wants)
+    work.download.run(left, work.done)
+    frames = work.frames()
+    known.clear()
+    return frames
 
 
 def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | None:
@@ -100,12 +132,16 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
 
 @dataclass
 class _Update:
-    """``done``: parts of sinks that are right."""
+    """``known``: frames by which what is held is told; ``decoded``: more of them. ``done``: parts that are right."""
 
     download: Download
-    held: Contents
+    held: Contents | None
+    known: Frames
     check: bool
+    decoded: dict[Link, bytes]
     done: set[Part] = field(default_factory=set)
+    _links: dict[str, set[Link]] = field(default_factory=dict)  # of what is wanted
+    _equal: set[str] = field(default_factory=set)  # keys
 
     def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
         """Do what can be done with what is held; the requests of which something may not be ``done``."""
@@ -116,15 +152,18 @@ class _Update:
             table = self.download.manifest.extents(entry) if want.table is None else want.table
             before = None if want.is_new else self._held_table(entry)
             if before is not None and not self.check and _are_equal(before, table):
+                self._equal.add(entry.key)
                 continue
             left.append(want)
-            if before is not None:
-                self._compare(steps, want.sink, before, table)
-        self._take(list(steps.values()))
+            self._compare(steps, entry.key, want.sink, before, table)
+        if steps:
+            self._take(list(steps.values()))
         return left
 
     def _held_table(self, entry: StreamEntry) -> ExtentTable | None:
         """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
+        if self.held is None:
+            return None
         found = self.held.tensor(entry.key)
         if found is None or (found[1].kind, found[1].shape, found[1].dtype) != (entry.kind, entry.shape, entry.dtype):
             return None
@@ -133,31 +172,51 @@ class _Update:
         except _UNKNOWN:
             return None
 
-    def _compare(self, steps: dict[Hashable, Step], sink: Destination, before: ExtentTable, table: ExtentTable) -> None:
+    def frames(self) -> Frames:
+        """All frames at hand by which what is wanted is told, by key."""
+        found = {key: self.known.get(key, {}) for key in self._equal}
+        for key, wanted in self._links.items():
+            at_hand = self.known.get(key, {}) | self.decoded
+            found[key] = {link: at_hand[link] for link in wanted if link in at_hand}
+        return found
+
+    def _compare(
+        self, steps: dict[Hashable, Step], key: str, sink: Destination, before: ExtentTable | None, table: ExtentTable
+    ) -> None:
         """Plan a step for each cell that differs, or is to be looked at, if there is a way to it."""
+        kept, wanted = self.known.get(key, {}), self._links.setdefault(key, set())
         region = normalise(sink.region, table.shape)
-        known = {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
+        known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
         for cell in plan_units(table, region, verify=True):
             old = known.get(cell[3:6])
-            if old is None or not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
+            if isinstance(cell, StoredCell):
+                wanted.update(links(cell))
+            if not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
                 continue
             if old.digest == cell.digest and not self.check:
                 self.done.add(part(sink, cell))
                 continue
-            route = find_route(old, cell) if sink.holds(cell.region) else None
+            route = find_route(old, cell, kept) if sink.holds(cell.region) else None
             if route is not None:
-                step = steps.setdefault((old.digest, place_of(cell)), Step(cell, self._frames(route), []))
+                step = steps.setdefault((old.digest, place_of(cell)), Step(cell, self._moves(route, kept), []))
                 step.takers.append(Taker(sink, cell, place(sink, region, cell)))
 
-    def _frames(self, route: Route) -> list[tuple[Range, bool]]:
-        """What is read for a route. The blobs of what is held are counted behind those of what is wanted."""
+    def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
+        """What is done along a route. The blobs of what is held are counted behind those of what is wanted."""
         behind = len(self.download.manifest.blob_sizes)
-        undone = [((behind + cell.blob, cell.offset, cell.stored), True) for cell in route.undone]
-        return undone + [((cell.blob, cell.offset, cell.stored), False) for cell in route.decoded]
+
+        def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
+            link = next(links(cell))
+            return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
+
+        undone = [move(cell, behind, is_undone=True) for cell in route.undone]
+        return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
 
     def _blob(self, number: int) -> BlobRef:
         behind = len(self.download.manifest.blob_sizes)
-        return self.held.manifest.blob(number - behind) if number >= behind else self.download.manifest.blob(number)
+        if self.held is None or number < behind:
+            return self.download.manifest.blob(number)
+        return self.held.manifest.blob(number - behind)
 
     def _take(self, steps: Sequence[Step]) -> None:
         """Do all steps, in parallel."""
@@ -165,7 +224,7 @@ class _Update:
         traits = download.repo.storage.traits
         threads = traits.parallel if traits.remote else useful_threads(download.threads, plain, len(steps))
         most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(step.work for step in steps) // (2 * threads)))
-        in_order = sorted(steps, key=lambda step: step.frames[-1][0] if step.frames else (-1, 0, 0))
+        in_order = sorted(steps, key=lambda step: step.moves[-1].where if step.moves else (-1, 0, 0))
         planned = [(lot, self._batches(lot)) for lot in lots(in_order, lambda step: step.work, most)]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)
@@ -176,7 +235,7 @@ class _Update:
             slots.close()
 
     def _batches(self, steps: Iterable[Step]) -> list[Batch[None]]:
-        ranges = {where for step in steps for where, _ in step.frames}
+        ranges = {where for step in steps for where in step.ranges}
         spare = sum(nbytes for _, _, nbytes in ranges) // _SPARE_SHARE
         gap = affordable_gap(ranges, most=self.download.repo.storage.traits.read_gap, spare=spare)
         return plan_batches(((*where, None) for where in ranges), gap=gap, most=_LOT_BYTES)
@@ -188,6 +247,10 @@ class _Update:
             for step in steps:
                 if _is_made(step, frames):
                     self.done.update(part(taker.sink, taker.unit) for taker in step.takers)
+                    self.decoded.update({
+                        one.link: bytes(frames[one.where])
+                        for one in step.moves if one.kept is None and not one.is_undone
+                    })  # fmt: skip
         self.download.progress(sum(step.cell.nbytes for step in steps))
 
 
@@ -217,12 +280,13 @@ def _is_made(step: Step, frames: Mapping[Range, memoryview]) -> bool:
     if first.place is None:
         first.sink.copy_out(first.unit.region, plain)
     try:
-        for where, is_undone in step.frames:
-            undo(frames[where], plain) if is_undone else decode(frames[where], plain, plain)
+        for move in step.moves:
+            frame = frames[move.where] if move.kept is None else memoryview(move.kept)
+            undo(frame, plain) if move.is_undone else decode(frame, plain, plain)
     except (KeyError, InvalidInput):  # it was not read, or is none
         return False
     if cell_digest(plain) != step.cell.digest:
         return False
-    for taker in step.takers if first.place is None and step.frames else others:
+    for taker in step.takers if first.place is None and step.moves else others:
         taker.take(plain)
     return True

@@ -13,6 +13,7 @@ from casckpt.errors import CasckptError
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
+from casckpt.format.sections.index import Name
 from casckpt.plan.reuse import KnownCells, ManifestCells
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit
@@ -45,19 +46,21 @@ class Knowledge:
     ``commits``: of the run itself, if it has a parent, and of others; None where each rank remembers its own share.
     ``compress``: as rank 0 was told, or else the store says.
     ``manifests``: of these, what the others need not read again.
+    ``unlooked``: streams of the parent whose health nobody knows; None where none is asked for.
     """
 
     commits: Sequence[Commit] | None = ()
     compress: Compress = "off"
     damaged: DamagedBlobs = frozenset()
     manifests: Sequence[tuple[Commit, Manifest]] = ()
+    unlooked: frozenset[Name] | None = None
 
     def to_tell(self, repo: Repository, told: Collection[TxId | None] = ()) -> Knowledge:
         """The same, for ranks all of which have ``told`` which transaction they remember their share of."""
         commits = self.commits or ()
         if len(commits) == 1 and {commits[0].txid} == {*told}:
             return replace(self, commits=None)
-        held = ((commit, _readable(repo, commit, warn=False)) for commit in commits)
+        held = ((commit, readable(repo, commit)) for commit in commits)
         return replace(self, manifests=[(commit, read) for commit, read in held if read is not None])
 
 
@@ -66,7 +69,7 @@ def reusable(repo: Repository, parent: Commit | None, streams: Streams, *, run: 
 
     All were live after the transaction began: ``parent`` was read then, and others are read now.
     """
-    held = None if parent is None else _readable(repo, parent, warn=True)
+    held = None if parent is None else readable(repo, parent, warn=True)
     commits = [] if parent is None or held is None else [parent]
     if dedup == "store" and _lacks(held, streams):
         commits += newest_of_runs(repo, is_live, but=run, skip_doubtful=True)[:_MAX_BASES]
@@ -79,7 +82,7 @@ def known_from(repo: Repository, run: str, knowledge: Knowledge, remembered: Rem
         return KnownCells(remembered.share, [], _avoid(knowledge.damaged | remembered.worn))
     for commit, manifest in knowledge.manifests:
         manifests.adopt(repo, commit, manifest)
-    held = ((commit, _readable(repo, commit, warn=False)) for commit in knowledge.commits or ())
+    held = ((commit, readable(repo, commit)) for commit in knowledge.commits or ())
     cells = [(commit.run == run, ManifestCells(read)) for commit, read in held if read is not None]
     parent = next((one for is_parent, one in cells if is_parent), None)
     return KnownCells(parent, [one for _, one in cells if one is not parent], _avoid(knowledge.damaged))
@@ -89,7 +92,7 @@ def _avoid(damaged: DamagedBlobs) -> Callable[[BlobRef], bool]:
     return lambda ref: ref.worn or (ref.uploader, ref.hash) in damaged
 
 
-def _readable(repo: Repository, commit: Commit, *, warn: bool) -> Manifest | None:
+def readable(repo: Repository, commit: Commit, *, warn: bool = False) -> Manifest | None:
     """A manifest, all of it at hand, or None if it is of no use: a save goes on without it."""
     try:
         found = manifests.get(repo, commit)

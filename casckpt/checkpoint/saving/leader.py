@@ -13,7 +13,7 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.saving.coding import CodingMemory
+from casckpt.checkpoint.saving.health import Found, Parent, health_of_all, summed_health
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
@@ -23,10 +23,11 @@ from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refuse
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.records import Committed
+from casckpt.format.records import Committed, Health
+from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.reuse import coded_bytes, mark_worn
+from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
@@ -59,7 +60,6 @@ class SaveMemory:
     duty: WriteRanges | None = None
     plan_number: int = 0
     remembered: dict[str, Remembered] = field(default_factory=dict)
-    coding: CodingMemory = field(default_factory=CodingMemory)
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,7 @@ class FinishRequest:
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
     digests: Sequence[bytes] | None
+    health: Found
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Leader:
         self._started = repo.clock()
         self._transaction: Transaction | None = None
         self._parent: Commit | None = None
+        self._told = Parent(None)
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
 
@@ -219,7 +221,11 @@ class Leader:
         if self.reuse:
             known = reusable(self.repo, self._parent, streams, run=self.options.run, dedup=self.options.dedup)
         setting = None if self._transaction is None else self._transaction.settings.compress
-        return replace(known, compress=usable_compress(self.options.compress or setting or "off"))
+        known = replace(known, compress=usable_compress(self.options.compress or setting or "off"))
+        if self.options.health:
+            self._told = Parent.of_commit(self.repo, self._parent if self.reuse else None)
+            known = replace(known, unlooked=self._told.unknown)
+        return known
 
     def _put_manifest(
         self, txid: TxId, described: Share, stored: Sequence[FinishRequest], tree: bytes, notes: dict[str, bytes]
@@ -244,16 +250,23 @@ class Leader:
             attachments=[one for rank in stored for one in rank.attachments],
             tree=tree,
             notes=notes,
+            health=self._health(described, stored),
         )
         with collecting_later():
             made = manifests.put(self.repo, txid, draft)
         return self._record(txid, draft, made, short), {(ref.uploader, ref.hash) for ref in refs if ref.worn}
 
+    def _health(self, described: Share, stored: Sequence[FinishRequest]) -> dict[int, Rows] | None:
+        if not self.options.health:
+            return None
+        return health_of_all(described.extents, [one.health for one in stored], self._told)
+
     def _record(self, txid: TxId, draft: Draft, made: Encoded, metadata: dict[str, Any] | None) -> Committed:
         """What is committed, with the figures of the save over all ranks."""
-        streams = draft.streams.items()
-        tensors = [prod(table.shape) * table.itemsize for name, (_, table) in streams if name[0] == TENSOR]
-        new = [ref.size for ref in draft.blobs if ref.uploader == txid]
+        tables = [table for name, (_, table) in draft.streams.items() if name[0] == TENSOR]
+        tensors = [prod(table.shape) * table.itemsize for table in tables]
+        new = {number: ref.size for number, ref in enumerate(draft.blobs) if ref.uploader == txid}
+        health = None if draft.health is None else summed_health(draft.streams, draft.health)
         return Committed(
             txid=txid,
             run=draft.run,
@@ -264,9 +277,9 @@ class Leader:
             manifest_bytes=len(made.data),
             created_at=draft.created_at,
             bytes_total=sum(tensors),
-            bytes_written=sum(new),
-            bytes_reused=max(0, sum(tensors) - sum(new)),
-            **coded_bytes(table for _, (_, table) in streams)._asdict(),
+            bytes_written=sum(new.values()),
+            bytes_reused=sum(tensors) - bytes_in(tables, new),
+            **coded_bytes(table for _, table in draft.streams.values())._asdict(),
             blobs_written=len(new),
             blobs_reused=len(draft.blobs) - len(new),
             seconds=round((self.repo.clock() - self._started) / 1e6, 6),
@@ -274,9 +287,19 @@ class Leader:
             ephemeral=self.options.ephemeral,
             parent=draft.parent,
             metadata=metadata,
-            healthy=self.options.healthy,
+            healthy=self._healthy(health),
+            health=health,
             metrics=stored_metrics(self.options.metrics),
         )
+
+    def _healthy(self, health: Health | None) -> bool | None:
+        """The user's word; where he gave none, False if there is any NaN. Infinities may be meant, as in masks."""
+        word = self.options.healthy
+        if health is None or not health.nan:
+            return word
+        where = f"{self.options.run}@{self.options.step} holds NaN ({health.nan} elements; in {', '.join(health.keys)})"
+        log.warning("%s%s", where, ": it is saved as unhealthy" * (word is None))
+        return False if word is None else word
 
     def _lives(self, uploader: TxId) -> bool:
         """Does the checkpoint that uploaded a blob of another run live? Where that cannot be read, it may."""

@@ -29,6 +29,7 @@ class WriterArguments(TypedDict, total=False):
     metadata: Mapping[str, Any] | None
     metrics: Mapping[str, float] | None
     healthy: bool | None
+    health: bool
     overwrite: bool
     ephemeral: bool
     attachments: Mapping[str, bytes] | None
@@ -76,6 +77,7 @@ class SaveOptions:
     metadata: Mapping[str, Any] | None = None
     metrics: Mapping[str, float | str] | None = None
     healthy: bool | None = None
+    health: bool = False
     overwrite: bool = False
     ephemeral: bool = False
     attachments: Mapping[str, bytes] | None = None
@@ -104,6 +106,8 @@ class SaveOptions:
             usable_compress(self.compress)
         if self.healthy is not None and type(self.healthy) is not bool:
             raise InvalidInput(f"healthy={self.healthy!r:.40} is not usable; give True, False, or None for no word")
+        if type(self.health) is not bool:
+            raise InvalidInput(f"health={self.health!r:.40} is not usable; give True to look at what changed, or False")
         run, step, threads = check_run(self.run), check_step(self.step), usable_threads(self.threads)
         metrics, ephemeral = stored_metrics(self.metrics), bool(self.ephemeral)
         return replace(self, run=run, step=step, metrics=metrics, ephemeral=ephemeral, threads=threads)

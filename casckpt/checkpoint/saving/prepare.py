@@ -61,7 +61,7 @@ def prepare(
     for key, leaf in flat.leaves.items():
         mine = rank if leaf.per_rank else None
         if leaf.is_tensor:
-            sources.append(_tensor(key, leaf.value, mine, frozen=is_frozen(key)))
+            sources.append(tensor_source(key, leaf.value, mine, frozen=is_frozen(key)))
         else:
             entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
@@ -70,7 +70,8 @@ def prepare(
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
 
 
-def _tensor(key: str, value: Any, rank: int | None, *, frozen: bool) -> Source:
+def tensor_source(key: str, value: Any, rank: int | None, *, frozen: bool = False) -> Source:
+    """What this rank holds of a tensor. Raises InvalidInput, naming the key, for what cannot be stored."""
     local = local_tensor(key, value)
     return Source(
         TENSOR,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 from casckpt.checkpoint.ranks import Ranks, telling
-from casckpt.checkpoint.saving.coding import Coder, coder_for
+from casckpt.checkpoint.saving.coding import Coder, coding
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
+from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared
 from casckpt.checkpoint.saving.shares import Share, share_of
@@ -138,10 +138,14 @@ class _Attempt:
         alone = self.ranks.size == 1
         mine = prepared if alone else assigned(prepared, self.memory.duty, self.ranks.rank)
         threads, progress = self.options.threads, self.progress
-        coder = coder_for(self.repo, known, self.memory.coding, self.options, told=knowledge.compress)
-        self._share = store_share(self.repo, start.txid, mine, known, threads=threads, coder=coder, progress=progress)
+        looker = None if knowledge.unlooked is None else Looker(knowledge.unlooked)
+        with coding(self.repo, known, self.options, told=knowledge.compress) as coder:
+            self._share = store_share(
+                self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
+            )
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
-        return FinishRequest(self._share, mine.objects, mine.attachments, prepared.tree if alone else None, digests)
+        tree, health = prepared.tree if alone else None, {} if looker is None else looker.found
+        return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)
 
 
 def store_share(
@@ -152,6 +156,7 @@ def store_share(
     *,
     threads: int | None,
     coder: Coder | None = None,
+    looker: Looker | None = None,
     progress: Progress,
 ) -> Share:
     """Find or store every cell of this rank, under the transaction's name; durable when it returns.
@@ -161,9 +166,10 @@ def store_share(
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))
-    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, progress)
-    with nullcontext() if coder is None else coder:
-        places = _placed(upload, work)
+    upload = Upload(repo, txid, prepared.sources, known, usable_threads(threads), coder, looker, progress)
+    if coder is not None:
+        coder.expect(prepared.sources, work)
+    places = _placed(upload, work)
     if any(upload.written):
         repo.storage.settle(uploader_folder(txid))
     return share_of(prepared.sources, work, places, known=known, written=upload.written, cell_bytes=cell_bytes)

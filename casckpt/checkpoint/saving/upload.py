@@ -3,8 +3,8 @@
 Two phases, each over all cores:
 
 - **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
-  (Of tensors that the caller declares frozen, a sample is. Small ones are not: they go on as if unknown, and no bytes
-  of them are kept if they turn out to be known.)
+  (Of tensors that the caller declares frozen, a sample is. Small ones are not, nor those that were just told by what
+  changed: they go on as if unknown, and no bytes of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
   what was hashed), and put the full buffer as a blob. What is coded gives way to the next cell; frames are gathered,
   and fill blobs of their own. Cells that are moved out of worn blobs have a queue of their own,
@@ -26,6 +26,7 @@ from time import perf_counter
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.coding import Coder
+from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
 from casckpt.format.digest import cell_digest
@@ -89,6 +90,7 @@ class Upload:
     known: KnownCells
     threads: int
     coder: Coder | None = None
+    looker: Looker | None = None
     progress: Progress = silent
     written: list[BlobRef | None] = field(default_factory=list)
     _claims: dict[CellDigest, PlacedCell] = field(default_factory=dict)
@@ -110,14 +112,16 @@ class Upload:
     def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> list[Cell]:
         self._trust(work, placed)
         work = [cells for cells in work if id(cells[0]) not in placed]
-        probes = [
-            cells[0]
-            for cells in work
-            if (len(cells) > 1 or cells[0].nbytes > _SMALL) and cells[0].memory.view(0, 0) is not None
-        ]
-        self._compare_each(probes, placed)
+        self._compare_each([cells[0] for cells in work if self._is_probed(cells)], placed)
         self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
         return [cell for cells in work for cell in cells if id(cell) not in placed]
+
+    def _is_probed(self, cells: Sequence[Cell]) -> bool:
+        """Is the first of these cells to be hashed in place?"""
+        first = cells[0]
+        if (len(cells) == 1 and first.nbytes <= _SMALL) or first.memory.view(0, 0) is None:
+            return False
+        return self.coder is None or not self.coder.likely_changes(first)
 
     def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
         """Take tensors that were declared frozen to be what the parent has, if a random sample of their cells is."""
@@ -164,6 +168,7 @@ class Upload:
             digest = cell_digest(view)
             found = self._find(cell, digest)
             if found is not None:
+                self._look(cell, view, digest)
                 placed[id(cell)] = PlacedCell.known(found)
                 self.progress(cell.nbytes)
 
@@ -226,7 +231,7 @@ class Upload:
         start = perf_counter()
         blobs.put(self.repo, self.uploader, blob.hash, buffer[: blob.size])
         if self.coder is not None:
-            self.coder.memory.note_put(blob.size, perf_counter() - start)
+            self.coder.kept.rate.note(blob.size, perf_counter() - start)
 
     def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
@@ -251,6 +256,7 @@ class Upload:
         target = buffer[at : at + cell.nbytes]
         cell.memory.copy_out(cell.start, cell.stop, target)
         digest = cell_digest(target)
+        self._look(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
         coded = coder.encode(source, cell, target, digest) if coder is not None and is_new else None
@@ -262,6 +268,11 @@ class Upload:
         elif coder is not None:
             coder.note_known(source, cell, target, place.digest, is_coded=place.frame is not None)
         return place, None
+
+    def _look(self, cell: Cell, data: memoryview, digest: CellDigest) -> None:
+        """Look at the health of a cell, whose bytes are in the cache now."""
+        if self.looker is not None:
+            self.looker.look(self.sources[cell.source], cell, data, digest)
 
     def _put_frames(self, frames: Sequence[tuple[PlacedCell, bytes]], packing: _Packing, buffer: memoryview) -> None:
         """Put frames into blobs of their own: of how many bytes they are is known late."""

@@ -6,19 +6,28 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from casckpt.cli.commands.show import health_cells
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import brief, plain
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import count, name, printable, say, shortened, size
+from casckpt.cli.text import Column, count, name, printable, say, shortened, size, table
 
 if TYPE_CHECKING:
     from casckpt.store.store import Store
+
+_COLUMNS = (
+    Column("TENSOR"),
+    Column("LARGEST OLD", "right", fixed=True),
+    Column("NEW", "right", fixed=True),
+    Column("UNUSUAL IN IT", fixed=True),
+)
 
 
 @store_command("diff")
 @click.argument("old", type=REF)
 @click.argument("new", type=REF, required=False)
-def command(session: Session, old: str, new: str | None) -> None:
+@click.option("--values", is_flag=True, help="Largest values and NaN before and after, where saves have looked.")
+def command(session: Session, old: str, new: str | None, *, values: bool) -> None:
     """Show which tensors two checkpoints differ in.
 
     From their manifests alone, cell by cell: no tensor is read. OLD alone is compared with its parent, the checkpoint
@@ -26,7 +35,10 @@ def command(session: Session, old: str, new: str | None) -> None:
     """
     if new is None:
         old, new = _parent(session.store, old), old
-    session.give(differences(session.store, old, new), text)
+    found = differences(session.store, old, new)
+    if values:
+        found["values"] = _values(session.store, old, new, found)
+    session.give(found, text)
 
 
 def _parent(store: Store, ref: str) -> str:
@@ -50,6 +62,13 @@ def differences(store: Store, old: str, new: str) -> dict[str, Any]:
     return result | {"bytes_changed": found.bytes_changed, **plain(found)}
 
 
+def _values(store: Store, old: str, new: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the saves of two checkpoints have found in each tensor that is not the same in both; null: it is unknown."""
+    one, other = store.get(old).health or {}, store.get(new).health or {}
+    keys = (*found["removed"], *found["added"], *found["changed"])
+    return [{"key": key, "old": plain(one.get(key)), "new": plain(other.get(key))} for key in keys]
+
+
 def text(result: dict[str, Any]) -> None:
     """Say what differs, a line for each tensor that is not the same."""
     say(f"{name(result['old'])} -> {name(result['new'])}")
@@ -64,3 +83,11 @@ def text(result: dict[str, Any]) -> None:
         ("unchanged", "bytes_unchanged"),
     ):  # fmt: skip
         say(f"{title:<10} {count(len(result[title]), 'tensor'):>14}  {size(result[nbytes]):>10}")
+    if "values" in result:
+        say()
+        table(_COLUMNS, map(_cells, result["values"]))
+
+
+def _cells(one: dict[str, Any]) -> tuple[str, ...]:
+    (was, _), (largest, what) = health_cells(one["old"]), health_cells(one["new"])
+    return one["key"], was, largest, what

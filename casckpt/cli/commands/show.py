@@ -10,8 +10,9 @@ import click
 
 from casckpt.cli.completion import REF
 from casckpt.cli.describe import plain, summary
+from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table
+from casckpt.cli.text import Column, coded, count, facts, moment, say, shortened, size, summed, table, unusual
 from casckpt.errors import MissingKey
 
 if TYPE_CHECKING:
@@ -25,19 +26,25 @@ _COLUMNS = (
     Column("SHAPE", fixed=True),
     Column("SIZE", "right", fixed=True),
 )
+_HEALTH = (Column("LARGEST", "right", fixed=True), Column("UNUSUAL", fixed=True))
 
 
 @store_command("show")
 @click.argument("ref", type=REF)
 @click.option("--tensors", "all_tensors", is_flag=True, help="List the tensors, even if they are many.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-def command(session: Session, ref: str, all_tensors: bool, keys: tuple[str, ...]) -> None:
+@click.option("--digests", is_flag=True, help="BLAKE3 of each tensor's bytes, however it was saved; may read them.")
+def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, ...], digests: bool) -> None:
     """Show what a checkpoint holds.
 
     And what its save did. JSON output always has the tensors.
     """
     result = details(session.store, ref, keys)
-    shown = all_tensors or bool(keys) or len(result["tensors"]) <= FEW
+    if digests:
+        with progress_bar("hashing") as done:
+            found = session.store.digests(result["id"], keys=keys or None, progress=done)
+        result["tensors"] = [one | {"digest": found[one["key"]]} for one in result["tensors"]]
+    shown = all_tensors or bool(keys) or digests or len(result["tensors"]) <= FEW
     session.give(result, lambda result: _text(result, shown))
 
 
@@ -48,7 +55,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     checkpoint = store.get(ref)
     manifest = manifests.get(store.repository, checkpoint.commit)
     body = manifest.body
-    chosen = _chosen(list(checkpoint.tensors), patterns)
+    chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
         "metadata": checkpoint.metadata,
@@ -58,7 +65,11 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
         "attachments": [{"name": name, "bytes": nbytes} for name, nbytes in store.attachments(checkpoint).items()],
         "objects": list(dict.fromkeys(one.key for one in manifest.objects)),
         "pickled": list(dict.fromkeys(one.key for one in manifest.objects if one.pickled)),
-        "tensors": [{"key": key} | plain(one) for key, one in checkpoint.tensors.items() if key in chosen],
+        "tensors": [
+            {"key": key} | plain(one) | {"health": plain(health.get(key))}
+            for key, one in checkpoint.tensors.items()
+            if key in chosen
+        ],
     }
 
 
@@ -87,6 +98,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("saved", saved),
         *coded(stats),
         ("notes", ", ".join(notes)),
+        ("health", _health(result["health"])),
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
         ("thinned", _thinned(result["dropped"])),
@@ -100,7 +112,9 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     facts([(title, value) for title, value in rows if value])
     if with_tensors and result["tensors"]:
         say()
-        table(_COLUMNS, map(_cells, result["tensors"]))
+        looked = any(one["health"] for one in result["tensors"])
+        digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
+        table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(one, looked) for one in result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
 
@@ -116,5 +130,19 @@ def _few(keys: list[str]) -> str:
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
-def _cells(one: dict[str, Any]) -> tuple[str, ...]:
-    return one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
+def _health(found: dict[str, Any] | None) -> str:
+    """What the save found in all tensors; nothing if it was not asked to look."""
+    if found is None:
+        return ""
+    return f"{', '.join(unusual(found)) or 'no NaN, none infinite'}{' in ' * bool(found['keys'])}{_few(found['keys'])}"
+
+
+def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
+    cells = one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
+    digest = (one["digest"],) if "digest" in one else ()
+    return (*cells, *(health_cells(one["health"]) if looked else ()), *digest)
+
+
+def health_cells(health: dict[str, Any] | None) -> tuple[str, str]:
+    """The largest value of a tensor, and what is no number in it; nothing where nobody knows."""
+    return ("", "") if health is None else (f"{health['largest']:.4g}", ", ".join(unusual(health)))

@@ -47,6 +47,7 @@ def _line(row: dict[str, Any]) -> str:
 @click.option("--exec", "command", metavar="CMD", help="Call this, by a shell, after each switch.")
 @click.option("--once", is_flag=True, help="End once the newest that is there is current.")
 @click.option("--keep", type=click.IntRange(min=0), default=1, show_default=True, help="Older generations that stay.")
+@click.option("--reuse", is_flag=True, help="One more stays, and its files become those of the next.")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
@@ -54,7 +55,8 @@ def follow(
     """Keep a folder at the newest version of a run.
 
     For from_pretrained, and for engines that map files: current in it leads to a folder as export makes it. Each
-    version is a new one, to which current leads from one instant on; no byte of a file that was ever current changes.
+    version is a new one, to which current leads from one instant on; no byte of a file that was ever current changes,
+    but with --reuse, which writes the next version into the files of an old one. A store that fails is tried again.
     CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may come twice with the same id.
     Once it has returned 0, older generations go, but for --keep of them. With --once the status is 1 if CMD failed.
     """

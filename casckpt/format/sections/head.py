@@ -69,6 +69,9 @@ class Head:
     def __getitem__(self, name: str) -> Section:
         return self._named[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
+
     @cached_property
     def _named(self) -> Mapping[str, Section]:
         return {section.name: section for section in self.sections}

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from casckpt.checkpoint.agreement import StoreIdentity
-from casckpt.checkpoint.saving.coding import CodingMemory, coder_for
+from casckpt.checkpoint.saving.coding import coding
+from casckpt.checkpoint.saving.health import Parent
 from casckpt.checkpoint.saving.known import Knowledge, known_from, reusable
 from casckpt.checkpoint.saving.leader import FinishRequest, Leader, SaveMemory
-from casckpt.checkpoint.saving.options import Compress, SaveOptions, usable_compress
+from casckpt.checkpoint.saving.looking import Looker
+from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.prepare import Prepared, frozen_by, prepare
 from casckpt.checkpoint.saving.save import store_share
 from casckpt.checkpoint.saving.shares import Streams, joined
@@ -85,7 +87,7 @@ _latest = _Latest()
 class WriterSession:
     """See the module's docstring. ``alone``: this rank saves for itself, without any word to the others.
 
-    ``more``: a state to save beside that of the plan. ``coding``: what the last save by this process left for it.
+    ``more``: a state to save beside that of the plan.
     """
 
     def __init__(
@@ -96,9 +98,7 @@ class WriterSession:
         rank: int,
         alone: bool,
         more: Mapping[Any, Any] = MappingProxyType({}),
-        coding: CodingMemory | None = None,
     ) -> None:
-        self._coding = CodingMemory() if coding is None else coding
         self.repo, self.options, self.rank, self.alone, self.more = repo, options, rank, alone, more
         self._progress = Progress(options.progress)
         self.number = repo.entropy(16)
@@ -200,35 +200,43 @@ class WriterSession:
         values = values_of(plan.items, planner, allow_pickle=self.options.allow_pickle)
         tensors = tensors_of(plan.items, alone=self.alone)
         txid, known, told = self._knowledge(plan)
+        looker = None if told.unlooked is None else Looker(told.unlooked)
         is_frozen = frozen_by(self.options.frozen)
         others, shares = [*values.sources, *self._extra.sources], []
-        for window in tensors.windows(planner):
-            sources, others = [*others, *sources_of(window, planner, is_frozen)], []
-            prepared, threads = Prepared(sources, [], [], b""), self.options.threads
-            coder = coder_for(self.repo, known, self._coding, self.options, told=told)
-            shares.append(
-                store_share(self.repo, txid, prepared, known, threads=threads, coder=coder, progress=self._progress)
-            )
+        threads, progress = self.options.threads, self._progress
+        with coding(self.repo, known, self.options, told=told.compress) as coder:
+            for window in tensors.windows(planner):
+                sources, others = [*others, *sources_of(window, planner, is_frozen)], []
+                prepared = Prepared(sources, [], [], b"")
+                shares.append(
+                    store_share(
+                        self.repo, txid, prepared, known,
+                        threads=threads, coder=coder, looker=looker, progress=progress,
+                    )
+                )  # fmt: skip
         objects = [*values.objects, *self._extra.objects]
-        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None)
+        health = {} if looker is None else looker.found
+        stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])
         )
 
-    def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Compress]:
-        """(whose folder to upload to, what may be reused, whether to encode)."""
+    def _knowledge(self, plan: SavePlan) -> tuple[TxId, KnownCells, Knowledge]:
+        """(whose folder to upload to, what may be reused, what else was told)."""
         if self._known is not None and self._txid is not None:
-            return self._txid, known_from(self.repo, self.options.run, self._known), self._known.compress
+            return self._txid, known_from(self.repo, self.options.run, self._known), self._known
         told, options = plan.storage_data, self.options
         if isinstance(told, GlobalStorageData) and told.number == self.number:
             told.home.check_shared(self.repo, told.txid)
-            return told.txid, known_from(self.repo, options.run, told.knowledge), told.knowledge.compress
+            return told.txid, known_from(self.repo, options.run, told.knowledge), told.knowledge
         if isinstance(told, GlobalStorageData):
             told.home.check(self.repo)
         parent = newest_reusable(self.repo, options.run, anew=True)  # after the plan came: the coordinator has begun
         knowledge = reusable(self.repo, parent, _streams([plan]), run=options.run, dedup=options.dedup)
         compress = usable_compress(self.repo.settings.compress or "off")
-        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge), compress
+        unlooked = Parent.of_commit(self.repo, parent).unknown if options.health else None
+        knowledge = replace(knowledge, compress=compress, unlooked=unlooked)
+        return self.repo.new_txid(options.run, options.step), known_from(self.repo, options.run, knowledge), knowledge
 
 
 def _give_up(leader: Leader, process: int) -> None:

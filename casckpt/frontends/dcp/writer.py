@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.checkpoint.saving.coding import CodingMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WriterArguments
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import check_run, check_step
@@ -49,13 +48,13 @@ class StorageWriter(Protocol):
         self._place = _Target(run, None if step is None else check_step(step))
         check_keywords("StorageWriter", options, WriterArguments)
         self._options = SaveOptions(run=run, step=step or 0, **options).checked()  # refused here rather than in a save
-        self._here, self._coding = _Here(), CodingMemory()
+        self._here = _Here()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in {"_here", "_coding"}}
+        return {name: value for name, value in self.__dict__.items() if name != "_here"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _here=_Here(), _coding=CodingMemory())
+        self.__dict__.update(state, _here=_Here())
 
     @hook
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -84,7 +83,7 @@ class StorageWriter(Protocol):
         rank, alone = this_rank() if rank is None else rank, not use_collectives
         options = replace(self._options, run=f"{run}/rank-{rank}" if alone else run, step=step).checked()
         repo = self._store.repository
-        self._here.session = WriterSession(repo, options, rank=rank, alone=alone, coding=self._coding)
+        self._here.session = WriterSession(repo, options, rank=rank, alone=alone)
 
     @hook
     @override

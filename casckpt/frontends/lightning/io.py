@@ -33,7 +33,7 @@ class CasCheckpointIO(CheckpointIO):
     ``async_save``: save in the background, one at a time. What is removed meanwhile waits for that, so that
     ``save_top_k`` holds; what fails is logged, and raised at the end. (Lightning's own AsyncCheckpointIO must not be
     put around this one.) ``gc``: after a removal, delete what nobody needs. ``allow_pickle``: for hyperparameters and
-    states of callbacks that are not plain data. ``compress``: as for `Store.save`.
+    states of callbacks that are not plain data. ``compress``, ``health``: as for `Store.save`.
     """
 
     def __init__(
@@ -46,11 +46,12 @@ class CasCheckpointIO(CheckpointIO):
         allow_pickle: bool = False,
         threads: int | None = None,
         compress: Compress | None = None,
+        health: bool = False,
     ) -> None:
         self.store = as_store(store)
         self._run_files = RunFiles(self.store, run, gc=gc)
         self._async = async_save
-        self._allow_pickle, self._threads, self._compress = allow_pickle, threads, compress
+        self._allow_pickle, self._threads, self._compress, self._health = allow_pickle, threads, compress, health
         self._torch_io = TorchCheckpointIO()
         self._queue: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -67,6 +68,7 @@ class CasCheckpointIO(CheckpointIO):
         options: SaveArguments = {
             "overwrite": overwrite, "no_dist": True, "allow_pickle": self._allow_pickle, "threads": self._threads,
             "compress": self._compress,
+            "health": self._health,
             "metrics": monitored(checkpoint),
         }  # fmt: skip
         if not self._async:

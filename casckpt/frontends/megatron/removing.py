@@ -110,5 +110,6 @@ def drop(place: StoreRef, key_prefix: str, allow_pickle: bool) -> None:
     files = {name: store.read_attachment(old, name) for name in store.attachments(old)}
     store.save(
         state, run=old.run, step=old.step, overwrite=True, metadata=old.metadata, metrics=old.metrics,
-        healthy=old.healthy, ephemeral=old.ephemeral, attachments=files, allow_pickle=allow_pickle, no_dist=True,
+        healthy=old.healthy, health=old.commit.committed.health is not None, ephemeral=old.ephemeral,
+        attachments=files, allow_pickle=allow_pickle, no_dist=True,
     )  # fmt: skip

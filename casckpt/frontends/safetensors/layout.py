@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Final
 
 from casckpt.errors import InvalidInput, Refused
+from casckpt.frontends.recut import ViewTensor
 from casckpt.frontends.safetensors.files import (
     INDEX_SUFFIX,
     TensorHeader,
@@ -16,7 +17,6 @@ from casckpt.frontends.safetensors.files import (
     file_type,
     rank_of,
 )
-from casckpt.frontends.view import ViewTensor
 
 STEM, SUFFIX = "model", ".safetensors"
 INDEX: Final = f"{STEM}{INDEX_SUFFIX}"

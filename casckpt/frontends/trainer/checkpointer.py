@@ -71,7 +71,8 @@ class Checkpointer(OneRun):
     ranks of a node upload at the same time. ``work_dir``: a folder of this node for the locks of that (default: in the
     folder for temporary files). ``pre_download``: fetch a checkpoint into the cache of this node before it is loaded.
     ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
-    ``compress``: store what changed of each tensor, as for `Store.save`.
+    ``compress``: store what changed of each tensor, as for `Store.save`. ``health``: look for NaN in what changed; a
+    checkpoint that holds any is unhealthy, and so retention keeps the newest healthy one beside it.
     ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
     """
 
@@ -330,6 +331,7 @@ class Checkpointer(OneRun):
             "attachments": config_files(model) | self._files | dict(given) if isinstance(given, Mapping) else given,
             "frozen": self.config.frozen,
             "compress": self.config.compress,
+            "health": self.config.health,
             "allow_pickle": self.config.allow_pickle,
             "process_group": self.process_group,
             "threads": self.config.save_threads,

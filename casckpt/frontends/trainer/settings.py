@@ -39,6 +39,7 @@ class TrainerArguments(TypedDict, total=False):
     gc: bool
     frozen: Frozen
     compress: Compress | None
+    health: bool
     allow_pickle: bool
 
 
@@ -80,6 +81,7 @@ class TrainerSettings:
     gc: bool = False
     frozen: Frozen = None
     compress: Compress | None = None
+    health: bool = False
     allow_pickle: bool = False
 
     def __post_init__(self) -> None:

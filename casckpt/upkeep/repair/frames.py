@@ -5,17 +5,21 @@ The proof of a blob tells that a frame is what was written. That it is right, on
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from casckpt.errors import Conflict, Damaged, NotFound, Refused
 from casckpt.format.encodings.chains import decoded
-from casckpt.format.names import BlobHash, CellDigest, TxId
+from casckpt.format.extents import StoredCell
+from casckpt.format.keys import blob_key
+from casckpt.format.names import CellDigest
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
+from casckpt.repository.fetching import Range
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import ShortObject
 from casckpt.upkeep.repair.checking import Checked, threads_for
@@ -26,11 +30,10 @@ _AT_ONCE = 1 << 16  # cells that are told of in memory; a base is decoded once f
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A cell, and those that are ``told`` from it. ``users``: commits and keys that have it for a cell of their own."""
+    """A cell, and those that are ``told`` from it."""
 
     place: Located
     told: dict[_Name, _Node] = field(default_factory=dict)
-    users: list[tuple[Commit, str]] = field(default_factory=list)
 
     def every(self) -> Iterator[_Node]:
         """Itself, and all that hang on it."""
@@ -40,7 +43,8 @@ class _Node:
 
 
 _Name = tuple[str, int, CellDigest]
-_Wrong = tuple[_Node, str]
+_Wrong = tuple[StoredCell, str, str]
+"""A cell, the key of the blob that its frame lies in, and why that is not a frame of it."""
 
 
 @dataclass
@@ -55,56 +59,56 @@ class Frames:
     progress: Progress
     decoded_bytes: int = 0
 
-    def wrong(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Refused]]:
-        """Yield those that have a frame of another cell than they say. Raises `StorageError`."""
-        right = {(one.ref.uploader, one.ref.hash) for one in self.right}
+    def wrong(self, commits: Iterable[Commit]) -> list[Checked]:
+        """Find the blobs with frames of other cells than ``commits`` say, and where they lie. Raises `StorageError`."""
+        right = {blob_key(one.ref.uploader, one.ref.hash): one.ref for one in self.right}
+        found = dict[BlobRef, dict[Range, str]]()
+        for cell, key, why in self._wrong_cells(commits, right):
+            found.setdefault(right[key], {})[cell.offset, cell.offset + cell.stored] = why
+        return [Checked(ref, _told(ranges), ranges=tuple(sorted(ranges))) for ref, ranges in found.items()]
+
+    def _wrong_cells(self, commits: Iterable[Commit], right: Container[str]) -> Iterator[_Wrong]:
         roots, count = dict[_Name, _Node](), 0
         for commit in commits:
-            for key, place in _coded(self.repo, commit, right):
-                count += _plant(roots, place, (commit, key))
+            for place in _coded(self.repo, commit, right):
+                count += _plant(roots, place)
                 if count >= _AT_ONCE:
                     yield from self._decode(roots)
                     roots, count = {}, 0
         yield from self._decode(roots)
 
-    def _decode(self, roots: dict[_Name, _Node]) -> Iterator[tuple[Commit, Refused]]:
+    def _decode(self, roots: dict[_Name, _Node]) -> Iterator[_Wrong]:
         every = [node for root in roots.values() for node in root.every()]
         self.progress.expect(sum(node.place.cell.stored for node in every))
         self.decoded_bytes += sum(node.place.cell.nbytes for node in every)
-        hit = dict[str, tuple[Commit, Refused]]()
         walk = partial(_walk, progress=self.progress)
         for wrong in in_parallel(threads_for(self.repo), walk, roots.values(), name="decode"):
-            for node, why in wrong:
-                for commit, key in (user for one in node.every() for user in one.users):
-                    hit.setdefault(commit.txid, (commit, _error(key, node.place, why)))
-        yield from hit.values()
+            yield from wrong
 
 
-def _coded(repo: Repository, commit: Commit, right: Container[tuple[TxId, BlobHash]]) -> Iterator[tuple[str, Located]]:
-    """Yield key and place of each coded cell of a checkpoint of which all bytes are right."""
+def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[Located]:
+    """Yield the place of each coded cell of a checkpoint of which all bytes are ``right``."""
     try:
         manifest = manifests.get(repo, commit)
         manifest.ready(objects=())
-        known = [(ref.uploader, ref.hash) in right for ref in manifest.blobs]
+        known = [blob_key(ref.uploader, ref.hash) in right for ref in manifest.blobs]
         for entry in manifest.held:
             table = manifest.extents(entry)
             every = (one for one in table.extents if one.coding and all(known[link.blob] for link in one.chain))
             for cell in table.stored_cells(every):
-                yield entry.key, locate(repo, manifest, cell)
+                yield locate(repo, manifest, cell)
     except (Conflict, Damaged, Refused):
         return  # others tell of it
 
 
-def _plant(roots: dict[_Name, _Node], place: Located, user: tuple[Commit, str]) -> int:
+def _plant(roots: dict[_Name, _Node], place: Located) -> int:
     """Take up a cell with its bases; how much more is there to remember?"""
-    level, node, new = roots, None, 1
+    level, new = roots, 0
     for cell in reversed([*place.cell.chain]):
         name = place.keys[cell.blob], cell.offset, cell.digest
         new += name not in level
         node = level.setdefault(name, _Node(Located(place.repo, place.keys, cell)))
         level = node.told
-    if node is not None:
-        node.users.append(user)
     return new
 
 
@@ -116,13 +120,13 @@ def _walk(node: _Node, base: bytearray | None = None, *, progress: Progress) -> 
     except (NotFound, ShortObject):
         return []  # it was purged just now
     except Refused as error:
-        return [(node, str(error))]
+        return [(cell, node.place.keys[cell.blob], str(error))]
     finally:
         progress(cell.stored)
     return [wrong for one in node.told.values() for wrong in _walk(one, bytearray(plain), progress=progress)]
 
 
-def _error(key: str, place: Located, why: str) -> Refused:
-    cell = place.cell
-    where = f"bytes {cell.offset} to {cell.offset + cell.stored} of {place.keys[cell.blob]}"
-    return Refused(f"key {key!r}: {where} are right, but no frame of the cell that it says lies there: {why}")
+def _told(wrong: Mapping[Range, str]) -> str:
+    (start, stop), why = min(wrong.items())
+    more = f", and {len(wrong) - 1} more such" if len(wrong) > 1 else ""
+    return f"its bytes {start} to {stop} are what was written, but no frame of the cell that was saved: {why}{more}"

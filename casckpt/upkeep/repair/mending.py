@@ -6,7 +6,7 @@ only if all of it has the name that it had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
@@ -46,6 +46,11 @@ class Mending:
         """Is ``data`` the blob?"""
         return bool(self.leaves) and not self.wrong
 
+    @property
+    def is_untouched(self) -> bool:
+        """Is it, too, all that live checkpoints say that it is?"""
+        return not self.missing and all(map(self.is_right, self.leaves))
+
     def part(self, offset: int, nbytes: int) -> memoryview:
         """Return some of the bytes, to be looked at or written."""
         return memoryview(self.data)[offset : offset + nbytes]
@@ -84,10 +89,11 @@ def mend_from_copies(repo: Repository, ref: BlobRef, copies: BlobCopies) -> Mend
 
 @dataclass(frozen=True)
 class Source:
-    """All that a blob can be mended from."""
+    """All that a blob can be mended from. ``misframed``: blobs whose leaves are right, and frames may be wrong."""
 
     cells: Cells
     copies: BlobCopies
+    misframed: Container[BlobRef] = ()
 
     def mend(self, repo: Repository, ref: BlobRef, live: Iterable[LiveCell]) -> Mending:
         """Put a damaged blob together, its ``live`` cells from wherever equal ones are, and then what follows."""
@@ -118,7 +124,8 @@ class Source:
         part = found.part(cell.offset, cell.nbytes)
         if cell.coded is None:
             return cell_digest(part) == cell.digest
-        if found.leaves and not any(cell.offset < one.end and one.offset < cell.end for one in found.wrong):
+        is_trusted = found.leaves and found.ref not in self.misframed
+        if is_trusted and not any(cell.offset < one.end and one.offset < cell.end for one in found.wrong):
             return True
         return self._makes(part, cell, cell.coded)
 

@@ -8,7 +8,8 @@
    checkpoint is rewritten, and the live cells lie in new blobs; so is one whose cells are told from what is lost, if
    they can be had elsewhere
 
-`repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size.
+`repair` looks at blobs that `verify` or a save has marked, and at those that are gone or of another size. Those that
+were marked for a frame of another cell alone cannot be made right: 4 is done with them.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class _Repair:
         rest = []
         for ref in wrong:
             found = source.mend(self.repo, ref, self.live.get(ref, ()))
-            if found.is_whole:
+            if found.is_whole and (ref not in source.misframed or found.is_untouched):
                 self.put_back(ref, found.data, "rebuilt from equal cells")
             else:
                 rest.append(ref)
@@ -123,14 +124,15 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
     log.info("%d blobs are damaged or gone; %d manifests were put back", len(wrong), len(mended))
     work = _Repair(repo, sources, progress)
     copies = BlobCopies(repo, sources if wrong else ())
-    rest = work.from_copies([one.ref for one in wrong], copies)
+    misframed = {one.ref: one for one in wrong if one.is_right}
+    rest = [*work.from_copies([one.ref for one in wrong if one.ref not in misframed], copies), *misframed]
     rewritten: dict[TxId, Rewritten] = {}
     if rest:
         users = _collect(work, found.commits, rest)
-        source = Source(Cells((repo, *sources), work.digests), copies)
+        source = Source(Cells((repo, *sources), work.digests), copies, misframed)
         rest = work.from_cells(rest, source)
         rewritten = _relocate(Relocation(repo, work.live, work.missing, source), users, rest)
-    still = [one for one in wrong if one.ref in rest]
+    still = [_told(one) for one in wrong if one.ref in rest]
     # what was rewritten does not need it any more, be it by another repair meanwhile
     needed = {one.txid for one in list_commits(repo).needed()} if still or lost_manifests else set[TxId]()
     hit = [commit for commit in found.commits if commit.txid in needed]
@@ -144,23 +146,25 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
 
 
 def _wrong(repo: Repository, refs: Sequence[BlobRef]) -> list[Checked]:
-    """Find the live blobs that are marked, gone, or of another size, and are not right now."""
+    """Find the live blobs that are marked, gone, or of another size, and are not right now; and what is misframed."""
     sizes = list_objects(repo)
-    marked = blobs.damaged_marks(repo)
+    marked, misframed = blobs.damaged_marks(repo), blobs.frame_marks(repo)
     suspects = [
         ref for ref in refs
         if (ref.uploader, ref.hash) in marked or sizes.get(blob_key(ref.uploader, ref.hash)) != ref.size
     ]  # fmt: skip
     checked = list(check_blobs(repo, suspects, silent))
     for one in checked:
-        if one.is_right:
+        if one.is_right and (one.ref.uploader, one.ref.hash) not in misframed:
             repo.storage.sweep(uploader_folder(one.ref.uploader))
             blobs.mark_repaired(repo, one.ref.uploader, one.ref.hash, "repair found it right")
-    return [
-        replace(one, why=one.why or one.failed, ranges=one.ranges or ((0, one.ref.size),))
-        for one in checked
-        if not one.is_right
-    ]
+    return [one for one in checked if not one.is_right or (one.ref.uploader, one.ref.hash) in misframed]
+
+
+def _told(one: Checked) -> Checked:
+    """Return the same, as it is told of."""
+    why = one.why or one.failed or "it is what was written, but frames in it make other cells than were saved"
+    return replace(one, why=why, ranges=one.ranges or ((0, one.ref.size),))
 
 
 def _collect(work: _Repair, commits: Sequence[Commit], wrong: Sequence[BlobRef]) -> dict[BlobRef, list[Commit]]:

@@ -64,6 +64,7 @@ class UnreadBlob(NamedTuple):
 class VerifyResult:
     """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed.
 
+    ``damaged``: also, if cells were decoded, blobs that are what was written but hold a frame of another cell.
     ``decoded_bytes``: of coded cells and their bases, decoded and compared, if that was asked for. ``repaired``: blobs
     that had been marked and are right. ``unsigned``: what nobody has signed whose signature the store was opened to
     require.
@@ -143,17 +144,20 @@ def verify(
     damaged = describe(repo, found.commits, [one for one in checked if one.why])
     right = [one for one in checked if one.proof and one.is_right]
     frames = Frames(repo, right if decode else (), progress)
-    broken = [*found.broken, *wrong_rows(repo, found.commits, right), *frames.wrong(found.commits if decode else ())]
+    misframed = frames.wrong(found.commits if decode else ())
+    broken = [*found.broken, *wrong_rows(repo, found.commits, right)]
+    told = describe(repo, found.commits, misframed)
+    healing = _Healing(damaged, told, checked if mode == "full" else (), is_all=decode and refs is None and sample >= 1)
     return VerifyResult(
         checked_blobs=len(checked),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
         decoded_bytes=frames.decoded_bytes,
-        damaged=tuple(damaged),
+        damaged=(*damaged, *told),
         manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
         records=tuple(DamagedRecord(*record) for record in records),
         failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
-        repaired=_mark(repo, damaged, checked if mode == "full" else ()) if mark else (),
+        repaired=_mark(repo, healing) if mark else (),
         unsigned=tuple(one for one in chosen if not is_trusted(repo, one.id)),
     )
 
@@ -216,22 +220,34 @@ def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
         yield Checked(ref, compare_size(ref, size), ranges=((min(size or 0, ref.size), ref.size),))
 
 
-def _mark(repo: Repository, damaged: Sequence[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
+class _Healing(NamedTuple):
+    """What is to be marked. ``misframed``: damaged by frames alone; ``is_all``: of all frames of all that lives."""
+
+    damaged: Sequence[DamagedBlob]
+    misframed: Sequence[DamagedBlob]
+    checked: Iterable[Checked]
+    is_all: bool
+
+
+def _mark(repo: Repository, found: _Healing) -> tuple[str, ...]:
     """Mark what is damaged, unmark what is right, where the store can be written; the blobs that were unmarked."""
     try:
-        return _write_marks(repo, damaged, checked)
+        return _write_marks(repo, found)
     except CasckptError as error:  # what was found is worth more than the marks
         log.warning("the marks of damaged blobs are as before, and saves go by them: %s", error)
         return ()
 
 
-def _write_marks(repo: Repository, damaged: Sequence[DamagedBlob], checked: Iterable[Checked]) -> tuple[str, ...]:
-    right = {(one.ref.uploader, one.ref.hash) for one in checked if one.is_right}
-    healed = sorted(blobs.damaged_marks(repo) & right) if right else []
-    if damaged or healed:
+def _write_marks(repo: Repository, found: _Healing) -> tuple[str, ...]:
+    right = {(one.ref.uploader, one.ref.hash) for one in found.checked if one.is_right}
+    right -= {(one.uploader, one.blob) for one in found.misframed}
+    healed = blobs.damaged_marks(repo) & right if right else set[Name]()
+    if healed and not found.is_all:
+        healed -= blobs.frame_marks(repo)
+    if found.damaged or found.misframed or healed:
         check_requirements(repo)
-    for one in damaged:
-        blobs.mark_damaged(repo, one.uploader, one.blob, one.why)
-    for uploader, blob in healed:
+    for one in (*found.damaged, *found.misframed):
+        blobs.mark_damaged(repo, one.uploader, one.blob, one.why, by_frames=one in found.misframed)
+    for uploader, blob in sorted(healed):
         blobs.mark_repaired(repo, uploader, blob, "verify found it right")
-    return tuple(blob for _, blob in healed)
+    return tuple(blob for _, blob in sorted(healed))

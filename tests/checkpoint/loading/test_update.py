@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +21,7 @@ from tests.support.coded import Stored
 from tests.support.far import far
 from tests.support.faulty import FaultyStore, corrupt, fail_before
 from tests.support.graphs import is_noticed
+from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, reopened, same_state, small, small_folder
 from tests.support.tensors import same
 from tests.support.together import emptied
@@ -42,43 +41,12 @@ def held_at(store: Store, step: int) -> tuple[dict[str, Any], Checkpoint]:
     return state, store.load(state, ref(step))
 
 
-@contextmanager
-def blob_bytes(store: Store) -> Iterator[list[int]]:
-    """Bytes of blobs that are read inside the block."""
-    storage: Any = store.repository.storage
-    found: list[int] = []
-    real = storage.open
-
-    @contextmanager
-    def opened(key: str, *, shared: bool = False) -> Iterator[Any]:
-        with real(key, shared=shared) as reader:
-            yield _Counting(reader, found) if key.endswith(".safetensors") else reader
-
-    storage.open = opened
-    yield found
-    del storage.open
-
-
-class _Counting:
-    def __init__(self, inner: Any, found: list[int]) -> None:
-        self.inner, self.found = inner, found
-
-    @property
-    def size(self) -> int:
-        size: int = self.inner.size
-        return size
-
-    def read_into(self, offset: int, buffers: Any) -> None:
-        self.found.extend(buffer.nbytes for buffer in buffers)
-        self.inner.read_into(offset, buffers)
-
-
 def frames(store: Store, one: int, other: int, key: str | None = None) -> int:
     """Bytes of the frames between two versions, of a tensor or of all."""
     mine, theirs = (Stored(store, ref(step)).cells() for step in (one, other))
     both = [place for place in theirs if place in mine and key in (None, place[0][1])]
     routes = [find_route(mine[place], theirs[place]) for place in both]
-    return sum(route.stored for route in routes if route is not None)
+    return sum(route.cost() for route in routes if route is not None)
 
 
 # what is there afterwards

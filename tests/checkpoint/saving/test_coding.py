@@ -14,18 +14,21 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.checkpoint.saving import coding
-from casckpt.checkpoint.saving.held import HeldCell
+from casckpt.checkpoint.saving.held import HeldCell, HeldFrame
+from casckpt.checkpoint.saving.kept import give_up, held_bytes
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import decode, encode_delta
+from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
+from casckpt.format.regions import full_box
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far
-from tests.support.saves import CELL, reopened, same_state, small, small_folder
+from tests.support.saves import CELL, another_process, reopened, same_state, small, small_folder
 from tests.support.tensors import bytes_of
 from tests.support.together import line, spread
 
@@ -86,6 +89,24 @@ def test_versions_take_what_changed_and_load_as_they_were(store: Store) -> None:
     check(store, states)
 
 
+def test_what_was_reused_is_what_was_not_stored_anew(store: Store) -> None:
+    """Not what was saved by telling only what changed."""
+    states = versions(3, tied=weights(1))
+    stats = [store.save(state, step=step, compress="auto").stats for step, state in enumerate(states)]
+    still, n = states[0]["still"].nbytes, states[0]["n"].nbytes
+    assert stats[0].bytes_reused == still, "of what is there twice"
+    for one in stats[1:]:
+        assert one.bytes_reused == 2 * still
+        assert one.bytes_coded == one.bytes_total - 2 * still - n
+        assert 0 < one.bytes_deltas == one.bytes_frames < one.bytes_written < one.bytes_coded / 8
+    other = small()
+    store.copy_to(other, "default@1")
+    store.copy_to(other, "default@2")
+    copied = other.get("default@2").stats
+    assert copied.bytes_reused == 2 * still
+    assert copied.bytes_written == stats[2].bytes_written
+
+
 def test_without_a_word_cells_lie_as_they_are(store: Store) -> None:
     for step, state in enumerate(versions(3)):
         store.save(state, step=step, compress="off" if step == 2 else None)
@@ -111,7 +132,8 @@ def test_what_is_no_way_to_compress_is_refused(store: Store, given: Any) -> None
 def test_another_process_goes_on_from_what_a_folder_holds(tmp_path: Path) -> None:
     states = versions(8)
     for step, state in enumerate(states):
-        casckpt.open(small_folder(tmp_path / "s").url).save(state, step=step, compress="auto")
+        with another_process():
+            casckpt.open(small_folder(tmp_path / "s").url).save(state, step=step, compress="auto")
     store = casckpt.open(tmp_path / "s")
     assert [max(links(store, f"default@{step}")) for step in range(5)] == [0, 1, 2, 3, 4]
     check(store, states)
@@ -121,8 +143,9 @@ def test_over_a_network_only_what_is_held_is_a_base() -> None:
     storage, states = far(), versions(4)
     store = small(storage)
     for step, state in enumerate(states):
-        if step == 2:
+        if step == 2:  # a process that was started anew
             store = Store(Repository(storage))
+            give_up(store.repository, "default")
         before = storage.reads_of_blobs()
         store.save(state, step=step, compress="auto")
         assert storage.reads_of_blobs() == before, "nothing is read over the network in order to save"
@@ -140,7 +163,8 @@ def test_what_is_held_counts_only_where_it_is_what_the_parent_has(store: Store) 
     with pytest.raises(InvalidInput), patch.object(coding, "encode_delta", side_effect=InvalidInput("a fault")):
         store.save(states[4], step=4, compress="auto")
     store.save(states[4], step=4, compress="auto")
-    reopened(store).save(states[5], step=5, compress="auto")
+    with another_process():
+        store.save(states[5], step=5, compress="auto")
     store.save(states[0], run="other", step=0, compress="auto")
     for step in (6, 7):
         store.save(states[step], step=step, compress="auto")
@@ -185,8 +209,8 @@ def test_a_base_that_is_gone_is_no_base(store: Store, lost: int) -> None:
     cells = [cell for cell in manifest.extents(entry).stored_cells() if cell.base is not None]
     ref = manifest.blob(list(cells[0].chain)[lost].blob)
     store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
-    again = reopened(store)
-    again.save(states[3], step=3, compress="auto")
+    with another_process():
+        reopened(store).save(states[3], step=3, compress="auto")
     assert same_state(reopened(store).read("default@3"), states[3])
     assert 0 in links(store, "default@3")
 
@@ -228,8 +252,27 @@ def test_noise_is_stored_as_it_is(store: Store) -> None:
     with patch.object(coding, "encode_planes", return_value=None) as tried:
         store.save({"w": noise[0]}, step=3, run="other", dedup="run", compress="always")
         assert tried.call_count == 8, "and then it was left"
-        store.save({"w": noise[1]}, step=4, run="other", dedup="run", compress="always")
-        assert tried.call_count == 9, "and the next save tries one"
+        for step in range(4, 11):
+            store.save({"w": noise[step % 3]}, step=step, run="other", dedup="run", compress="always")
+        assert tried.call_count == 8, "and for some saves, too"
+        store.save({"w": noise[2]}, step=11, run="other", dedup="run", compress="always")
+        assert tried.call_count == 9, "which tries one"
+
+
+def test_noise_of_few_cells_is_left_too_and_takes_no_memory(store: Store) -> None:
+    draw = torch.Generator().manual_seed(0)
+    with another_process(), patch.object(coding, "encode_delta", side_effect=encode_delta) as tried:
+        for step in range(9):
+            noise = torch.randint(0, 1 << 16, (2 * CELL,), generator=draw, dtype=torch.int32).to(torch.int16)
+            store.save({"w": noise.view(torch.bfloat16)}, step=step, compress="auto")
+            assert tried.call_count <= 4
+        assert tried.call_count
+        assert held_bytes() == 0
+        base = noise
+        for step in range(9, 13):
+            store.save({"w": (base := stepped(base, step)).view(torch.bfloat16)}, step=step, compress="auto")
+        assert max(links(store, "default@12")) > 0, "it is tried again"
+        assert torch.equal(reopened(store).read("default@12")["w"].view(torch.int16), base)
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
@@ -237,7 +280,8 @@ def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
     states = versions(3)
     store.save(states[0], step=0, compress="auto")
     store.save(states[1], step=1, compress="auto", frozen=["w"])
-    reopened(store).save(states[2], step=2, compress="auto")
+    with another_process():
+        store.save(states[2], step=2, compress="auto")
     assert same_state(reopened(store).read("default@2"), states[2])
 
 
@@ -261,9 +305,13 @@ def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))
     assert frame is not None
-    held = HeldCell(cell_digest(second), second, (frame,))
-    assert bytes(coding._older(held, 1, cell_digest(first)) or b"") == first
-    assert coding._older(held, 1, cell_digest(second)) is None
+    was, now = (
+        StoredCell(0, 0, CELL, full_box((CELL // 2,)), 0, CELL // 2, cell_digest(one)) for one in (first, second)
+    )
+    held = HeldCell(now.digest, second, (HeldFrame(frame, was.digest),))
+    assert bytes(coding._older(held, [was]) or b"") == first
+    assert coding._older(held, [now]) is None
+    assert coding._older(held, [was, was]) is None
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:

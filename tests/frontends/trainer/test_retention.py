@@ -389,6 +389,15 @@ def test_the_last_healthy_one_is_there_to_resume_from() -> None:
     assert Checkpointer(store, run="new").resume(model, optimizer, healthy=True) is None
 
 
+def test_what_a_save_finds_sick_drives_no_healthy_one_out() -> None:
+    store, checkpointer, model, optimizer = trained(max_checkpoints=1, health=True)
+    for step, value in enumerate([0.0, 1.0, float("nan"), float("nan")]):
+        model.weight.data[0, 0] = value
+        checkpointer.save(step, model, optimizer)
+    assert steps(store) == [("sft", 1), ("sft", 3)]
+    assert checkpointer.resume(model, optimizer, healthy=True) == store.get("sft@1")
+
+
 def test_a_thinned_checkpoint_is_exported(tmp_path: Path) -> None:
     store, checkpointer, model, optimizer = trained(thin={"drop": ["optim.*"], "keep_last": 1})
     models = train(checkpointer, model, optimizer, 1.0, 2.0)

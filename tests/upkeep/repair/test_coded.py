@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from casckpt.errors import Damaged, InvalidInput
+from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import encode
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import manifests
+from casckpt.repository import blobs, manifests
 from casckpt.store.opening import open as opened
 from casckpt.store.store import Store
 from casckpt.upkeep.repair import frames
 from casckpt.upkeep.repair.salvage import locate
-from tests.support.coded import Encode, chain, code
+from tests.support.coded import Encode, Stored, chain, code
 from tests.support.saves import BLOB, CELL, cells, flip, reopened, small
 
 STEPS = (1, 2, 3)
@@ -135,23 +137,84 @@ def test_a_flipped_byte_in_a_row_is_damage_of_the_manifest(link: int) -> None:
         plain(store, 3)
 
 
-def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone() -> None:
-    store, wrong = small(), content(3)["hit"][CELL : 2 * CELL]
+def misframed(at: int = 3) -> Store:
+    """A store whose frame of the second cell of a step is right by its leaf, and makes another cell."""
+    store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
         return encode(memoryview(data[2:].tobytes() + b"zz") if data == wrong else data, width, base)
 
     for step in STEPS:
         store.save(state(step), run="r", step=step)
-    chain(store, ["r@1", "r@2", "r@3"], encode=lying)
-    store.save(state(3), run="r", step=4)
+    every = (data for step in STEPS for data in content(step).values())
+    parts = (data[start : start + CELL] for data in every for start in range(0, len(data), CELL))
+    true = {cell_digest(data): memoryview(data) for data in parts}
+    with patch.object(Stored, "plain", lambda _, cell: true[cell.digest]):  # or a lie would be told from the other
+        chain(store, ["r@1", "r@2", "r@3"], encode=lying)
     store.gc(min_age=0)
+    return reopened(store)
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_frame_that_makes_another_cell_is_found_by_decoding_alone(at: int) -> None:
+    store = misframed(at)
+    store.save(state(3), run="r", step=4)
+    hit = [step for step in (*STEPS, 4) if step >= at]
     assert not store.verify().is_damaged
-    found = reopened(store).verify(decode=True)
-    assert not found.damaged, "all bytes are those that were written"
-    assert {one.id for one in found.manifests} == {*ids(store, 3, 4)}
-    assert len(found.manifests) == 2
-    assert all("'hit'" in one.why and "another cell" in one.why for one in found.manifests)
+    (found,) = reopened(store).verify(decode=True).damaged
+    assert found.blob in object_of(store, at, cells_of(store, at)[1])
+    assert (found.keys, found.checkpoints) == (("hit",), ids(store, *hit))
+    assert f"bytes {cells_of(store, at)[1].offset} to" in found.why
+    assert "are what was written, but no frame of the cell" in found.why
+    assert [plain(store, step) for step in range(1, at)] == [content(step) for step in range(1, at)]
+    with pytest.raises(Damaged, match="decode") as caught:
+        store.read(f"r@{at}")
+    assert (caught.value.key, caught.value.blob) == ("hit", found.blob)
+
+
+def test_a_frame_of_another_cell_is_reused_by_no_save_once_it_was_found() -> None:
+    store = misframed()
+    store.verify(decode=True)
+    for found in (store.verify(), store.verify("r@1", decode=True)):
+        assert found.repaired == (), "its bytes are right, but that proves nothing"
+    store.save(state(3), run="r", step=4)
+    assert plain(reopened(store), 4) == content(3)
+    store.forget("r@3")
+    store.gc(min_age=0)
+    assert not reopened(store).verify(decode=True).is_damaged
+
+
+@pytest.mark.parametrize("has", [(1, 2, 3), (3,), (2,), ()])
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_frame_of_another_cell_is_made_anew_of_a_twin(at: int, has: tuple[int, ...]) -> None:
+    """What is told from it is bare, if it alone is to be had. A copy has the same frame, and does not help."""
+    store, twin, copy = misframed(at), small(), small()
+    store.copy_to(copy)
+    for step in has:
+        twin.save(state(step), run="twin", step=step)
+    before = ids(store, *STEPS)
+    store.verify(decode=True)
+    found = store.repair(copy, twin)
+    right = [step for step in STEPS if step < at or any(at <= one <= step for one in has)]
+    assert sorted(one.step for one in found.rewritten) == [step for step in right if step >= at]
+    assert [one.checkpoints for one in found.lost] == [ids(store, *set(STEPS) - {*right})] * (len(right) < len(STEPS))
+    assert ids(reopened(store), *STEPS) == before
+    assert [plain(reopened(store), step) for step in right] == [content(step) for step in right]
+    assert store.verify(decode=True).is_damaged == (len(right) < len(STEPS))
+
+
+def test_a_mark_on_frames_that_are_right_is_taken_away() -> None:
+    store = misframed()
+    store.verify(decode=True)
+    store.forget("r@3")
+    store.gc(min_age=0)
+    store = saved(small())
+    ref = manifests.get(store.repository, store.get("r@3").commit).blob(cells_of(store, 3)[1].blob)
+    for heal in (store.repair, lambda: store.verify(decode=True)):
+        blobs.mark_damaged(store.repository, ref.uploader, ref.hash, "for a test", by_frames=True)
+        heal()
+        assert not blobs.damaged_marks(store.repository)
+    assert not store.verify(decode=True).is_damaged
 
 
 def with_twin(**twin: Encode) -> tuple[Store, Store]:

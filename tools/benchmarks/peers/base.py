@@ -53,6 +53,11 @@ class Peer:
         return {name: value for name, value in setting.items() if name in cls.matters}
 
     @classmethod
+    def verifies(cls, setting: Setting) -> bool:
+        """Does a load compare what it read with digests?"""
+        return False
+
+    @classmethod
     def absent(cls) -> str | None:
         """Why it cannot be used here; None if it can."""
         return None

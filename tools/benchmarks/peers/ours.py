@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class Casckpt(Peer):
-    """``verify``: compare what is loaded with its digests. ``frozen``: declare all but the adapters as unchanged.
+    """``verify``: compare what is loaded with its digests. ``kept``: load from a store that is open.
 
+    ``frozen``: declare all but the adapters as unchanged. ``cell_bytes``: of a store that is made with such cells.
     ``page_cache``: as of `casckpt.open`. ``through_dcp``: with `torch.distributed.checkpoint`, by our storage writer
     and reader.
     """
@@ -41,7 +42,7 @@ class Casckpt(Peer):
     best: ClassVar[Best] = {
         SAVE: ({},),
         LOAD: ({}, {"verify": False}),
-        PART: ({}, {"verify": False}),
+        PART: ({}, {"kept": True}, {"verify": False}),
         ASYNC: ({},),
         RANKS: ({}, {"verify": False}),
         RESTART: ({}, {"page_cache": True}, {"page_cache": False}),
@@ -55,6 +56,11 @@ class Casckpt(Peer):
         super().__init__(dict(setting), threads)
         self._stores: dict[Path, casckpt.Store] = {}
         self._steps: dict[Path, int] = {}
+
+    @classmethod
+    def verifies(cls, setting: Mapping[str, Any]) -> bool:
+        """See `Peer.verifies`."""
+        return bool(setting.get("verify", True))
 
     @classmethod
     def absent(cls) -> str | None:
@@ -99,8 +105,9 @@ class Casckpt(Peer):
         return self._load({"model": shards}, folder)
 
     def _load(self, state: dict[str, Any], folder: Path) -> Mapping[str, float]:
-        store = self._open(folder)
-        verify = self.setting.get("verify", True)
+        store = self._store(folder) if self.setting.get("kept") else self._open(folder)
+        storage: Any = store.repository.storage  # a folder, which counts
+        before, verify = storage.counts.bytes_read, self.verifies(self.setting)
         if self.setting.get("through_dcp"):
             from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -109,8 +116,7 @@ class Casckpt(Peer):
             load(state, storage_reader=StorageReader(store, "latest", verify=verify))
         else:
             store.load(state, "latest", verify=verify)
-        storage: Any = store.repository.storage  # a folder, which counts
-        return {"bytes_asked": float(storage.counts.bytes_read)}
+        return {"bytes_asked": float(storage.counts.bytes_read - before)}
 
     def _options(self, folder: Path) -> dict[str, Any]:
         step = self._steps[folder] = self._steps.get(folder, -1) + 1
@@ -129,7 +135,10 @@ class Casckpt(Peer):
         import casckpt
 
         chosen = {name: value for name, value in self.setting.items() if name == "page_cache"}
-        return casckpt.open(folder, cache_dir=folder.with_name(folder.name + ".cache"), **chosen)
+        store = casckpt.open(folder, cache_dir=folder.with_name(folder.name + ".cache"), **chosen)
+        if "cell_bytes" in self.setting:
+            store.repository.create(cell_bytes=self.setting["cell_bytes"])
+        return store
 
 
 def is_frozen(key: str) -> bool:

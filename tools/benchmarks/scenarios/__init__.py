@@ -8,6 +8,7 @@ from benchmarks.results import ScenarioResult
 from benchmarks.scenarios.base import Options
 from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
+from benchmarks.scenarios.cells import cells
 from benchmarks.scenarios.dcp import through_dcp
 from benchmarks.scenarios.deltas import coding, deltas, runs
 from benchmarks.scenarios.history import history
@@ -18,7 +19,9 @@ from benchmarks.scenarios.planning import plan
 from benchmarks.scenarios.resharding import reshard
 from benchmarks.scenarios.restart import restart
 from benchmarks.scenarios.saving import frozen, in_background, resave, save
+from benchmarks.scenarios.serving import serve
 from benchmarks.scenarios.small import small
+from benchmarks.scenarios.updates import update
 
 SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "save": save,
@@ -30,6 +33,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "restart": restart,
     "reshard": reshard,
     "small": small,
+    "cells": cells,
     "dcp": through_dcp,
     "plan": plan,
     "manifest": manifest,
@@ -40,4 +44,6 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "deltas": deltas,
     "runs": runs,
     "coding": coding,
+    "update": update,
+    "serve": serve,
 }

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.environments import Absent
 from benchmarks.harness import Case, Tell, run_rounds
 from benchmarks.measure import Measured
-from benchmarks.peers.base import Peer, Setting
+from benchmarks.peers.base import DCP_LOAD, DCP_PART, LOAD, PART, RESTART, Peer, Setting
 from benchmarks.peers.before import Before
 from benchmarks.peers.ours import Casckpt
 from benchmarks.results import OURS, Check, Row, ScenarioResult, ratios
@@ -22,6 +22,7 @@ _NUMBERS = itertools.count()
 BLOB = 32 << 20
 WRITERS = (2, 4)
 READERS = (2, 4)
+_LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
 
 
 @dataclass
@@ -128,7 +129,8 @@ class Bench:
         found = []
         for peer, setting in self.peers(work):
             if only(peer, setting):
-                row = Row(group, peer.name, described(setting), nbytes)
+                verified = peer.verifies(setting) if work in _LOADS else None
+                row = Row(group, peer.name, described(setting), nbytes, verified=verified)
                 found.append(Case(row, self._runner(peer, setting, ranks, run, prepare), ours=peer.name == OURS))
         return found
 

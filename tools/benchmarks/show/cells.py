@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, over
+from benchmarks.results import OURS, Check, Row, ScenarioResult, Spread, best, binding, over
 
 _NOISE = 64 << 10  # bytes: what a process reads and writes anyway
 Column = tuple[str, Callable[[Row], str]]
@@ -27,6 +27,10 @@ def columns(scenario: ScenarioResult) -> list[Column]:
     ]
     if any("share" in row.summary for row in rows):
         found.append(("of plain", lambda row: f"{row.summary['share'].median:.2%}" if "share" in row.summary else ""))
+    if any(row.verified is not None for row in rows):
+        found.insert(0, ("verified", lambda row: {True: "yes", False: "no", None: ""}[row.verified]))
+    if any(row.bounds for row in rows):
+        found.append(("of the limit", lambda row: _of_limit(row, scenario)))
     if any(row.who != OURS for row in rows):
         found.append(("to casckpt", lambda row: _to_ours(row, scenario)))
     return found
@@ -89,6 +93,13 @@ def _speed(row: Row, metric: str) -> str:
 
 def _differ(row: Row) -> bool:
     return any(one.blocked < 0.99 * one.durable for one in row.rounds)
+
+
+def _of_limit(row: Row, scenario: ScenarioResult) -> str:
+    """How much was reached of the limit that binds, and which that is."""
+    limit = binding(scenario.rows, row, scenario.metric)
+    reached = over(limit.median(scenario.metric), row.median(scenario.metric)) if limit else None
+    return f"{reached:.2f} of {limit.who}" if limit and reached is not None else ""
 
 
 def _to_ours(row: Row, scenario: ScenarioResult) -> str:

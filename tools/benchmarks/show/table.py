@@ -11,7 +11,7 @@ from rich.table import Table
 from benchmarks.results import ScenarioResult
 from benchmarks.show import cells
 
-_WIDTH = 160  # where no terminal says how wide it is
+_WIDTH = 200  # where no terminal says how wide it is
 _OUT = Console(width=None if Console().is_terminal else _WIDTH)
 _ERR = Console(stderr=True)
 

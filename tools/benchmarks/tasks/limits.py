@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import blake3
 import numpy as np
 
 from benchmarks import files, values
@@ -65,25 +66,31 @@ def put_state(here: Here, folder: str, state: str) -> None:
         os.fsync(file.fileno())
 
 
-def read(here: Here, *, folder: str, state: str, threads: int, cache: str, eighth: int | None = None) -> Measured:
-    """Plain reads by several threads, straight into touched tensors; of one eighth of every tensor if it is given."""
+def read(
+    here: Here, *, folder: str, state: str, threads: int, cache: str, eighth: int | None = None, hashed: bool = False
+) -> Measured:
+    """Plain reads by several threads, straight into touched tensors; of one eighth of every tensor if it is given.
+
+    ``hashed``: cell by cell, each hashed as soon as it was read.
+    """
     path = Path(folder)
     tensors = here.states[state]
     if "raw" not in here.kept:
         here.kept["raw"] = values.poisoned(tensors)
     _prepare(here, path, cache)
-    todo: list[tuple[memoryview, int]] = list(_ranges(tensors, here.kept["raw"], eighth))
+    todo = list(_ranges(tensors, here.kept["raw"], eighth, _CELL if hashed else _PIECE))
+    act = _fill_and_hash if hashed else _fill
     fd = os.open(path / _RAW, os.O_RDONLY)
     try:
         meter = Meter()
-        _shared(todo, threads, lambda _, one: _fill(fd, *one))
+        _shared(todo, threads, lambda _, one: act(fd, *one))
         return meter.stop()
     finally:
         os.close(fd)
 
 
 def _ranges(
-    tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor], eighth: int | None
+    tensors: dict[str, torch.Tensor], into: dict[str, torch.Tensor], eighth: int | None, piece: int
 ) -> Iterator[tuple[memoryview, int]]:
     """(memory, where its bytes lie in the file) of all that is to be read."""
     offset = 0
@@ -93,7 +100,7 @@ def _ranges(
             rows = tensor.chunk(8)[0].nbytes
             lo, hi = min(eighth * rows, hi), min((eighth + 1) * rows, hi)
         memory = values.as_bytes(into[name]).numpy().data
-        for start, length in files.pieces(hi - lo):
+        for start, length in files.pieces(hi - lo, piece):
             yield memory[lo + start : lo + start + length], offset + lo + start
         offset += tensor.nbytes
 
@@ -102,6 +109,11 @@ def _fill(fd: int, memory: memoryview, offset: int) -> None:
     done = 0
     while done < memory.nbytes:
         done += os.preadv(fd, [memory[done:]], offset + done)
+
+
+def _fill_and_hash(fd: int, memory: memoryview, offset: int) -> None:
+    _fill(fd, memory, offset)
+    blake3.blake3(memory).digest()
 
 
 def read_direct(here: Here, folder: str, threads: int) -> Measured:
@@ -125,20 +137,36 @@ def _read_piece(fd: int, buffer: memoryview, offset: int) -> None:
     os.preadv(fd, [buffer], offset)
 
 
-def blake3(here: Here, state: str, prefix: str = "") -> Measured:
+def hashes(here: Here, state: str) -> Measured:
     """Digests of all cells of 1 MiB of a state, in place, on all cores."""
-    from blake3 import blake3 as digest
+    cells = _cells(here, state)
+    meter = Meter()
+    _shared(cells, here.threads, lambda _, cell: blake3.blake3(cell).digest())
+    return meter.stop()
 
-    cells = [
-        raw[start : start + length]
-        for name, tensor in here.states[state].items()
-        if name.startswith(prefix)
+
+def copy_and_hash(here: Here, state: str) -> Measured:
+    """All cells of 1 MiB of a state, each copied into one buffer of its core and hashed there."""
+    cells = _cells(here, state)
+    buffers = [np.asarray(_aligned(here, number, _CELL)) for number in range(here.threads)]
+
+    def act(core: int, cell: memoryview) -> None:
+        buffer = buffers[core][: cell.nbytes]
+        np.copyto(buffer, np.asarray(cell))
+        blake3.blake3(buffer.data).digest()
+
+    meter = Meter()
+    _shared(cells, here.threads, act)
+    return meter.stop()
+
+
+def _cells(here: Here, state: str) -> list[memoryview]:
+    return [
+        raw[start : start + length].data
+        for tensor in here.states[state].values()
         for raw in [values.as_bytes(tensor).numpy()]
         for start, length in files.pieces(raw.size, _CELL)
     ]
-    meter = Meter()
-    _shared(cells, here.threads, lambda _, cell: digest(cell.data).digest())
-    return meter.stop()
 
 
 def copy(here: Here, state: str, threads: int) -> Measured:

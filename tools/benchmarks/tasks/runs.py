@@ -32,10 +32,14 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class _Paced:
-    """A folder behind a way that all requests share; nothing but blobs and reads of parts is held up."""
+    """A folder behind a way that all requests share; nothing but blobs and reads of parts is held up.
+
+    ``read``: bytes of blobs that were read.
+    """
 
     inner: Any
     rate: float
+    read: int = 0
     _free: float = 0.0
     _lock: Lock = field(default_factory=Lock)
 
@@ -55,7 +59,7 @@ class _Paced:
     def open(self, key: str, *, shared: bool = False) -> Iterator[Reader]:
         """Open for reads that wait for the way."""
         with self.inner.open(key, shared=shared) as reader:
-            yield _PacedReader(self, reader)
+            yield _PacedReader(self, reader, key.endswith(".safetensors"))
 
     def wait(self, nbytes: int) -> None:
         """Wait until so many bytes have gone the way."""
@@ -72,13 +76,18 @@ class _Paced:
 class _PacedReader:
     way: _Paced
     inner: Reader
+    is_blob: bool
 
     @property
     def size(self) -> int:
         return self.inner.size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self.way.wait(sum(map(len, buffers)))
+        nbytes = sum(map(len, buffers))
+        self.way.wait(nbytes)
+        if self.is_blob:
+            with self.way._lock:
+                self.way.read += nbytes
         self.inner.read_into(offset, buffers)
 
 
@@ -89,15 +98,17 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
     copies; "cpu/GiB" of a save; "held": bytes of host memory; "newest cold", "first warm", ...: seconds of a load;
     "kept": copies that are stored after a gc of all but the last 8.
     """
+    from casckpt.checkpoint.saving.kept import held_bytes
+
     path = Path(place)
-    store, saving = _open(path, rate), list[Clock]()
+    store, saving = open_store(path, rate), list[Clock]()
     try:
         for number, state in enumerate(itertools.islice(_states(trace_of(here, folder, name)), saves)):
             saving.append(Clock())
             with saving[-1]:
                 store.save(state, run=_RUN, step=number, compress=compress)  # type: ignore[arg-type]  # a Compress
         copy = values.size_of(state)
-        extra = {"cpu/GiB": median(clock.cpu for clock in saving[1:]) * _GIB / copy, "held": float(_held(store))}
+        extra = {"cpu/GiB": median(clock.cpu for clock in saving[1:]) * _GIB / copy, "held": float(held_bytes())}
         stored = files.stored(path)
         extra |= _loads(path, rate, saves - 1, state)
         store.gc(keep_last=_KEPT, min_age=0, wait=0)
@@ -108,7 +119,8 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
     return Measured(wall, wall, median(clock.cpu for clock in saving[1:]), stored=stored, extra=extra)
 
 
-def _open(path: Path, rate: float) -> Store:
+def open_store(path: Path, rate: float) -> Store:
+    """As a host without a cache does. ``rate``: bytes a second, 0 for a folder."""
     from casckpt.repository.repository import Repository
     from casckpt.storage.local.store import LocalStore
     from casckpt.store.store import Store
@@ -127,16 +139,11 @@ def _states(trace: Trace) -> Iterator[dict[str, torch.Tensor]]:
         yield {one.name: flat[one.start : one.stop] for one in trace.index.tensors if one.matrix}
 
 
-def _held(store: Store) -> int:
-    """Bytes that the store's process keeps for its next save."""
-    return sum(memory.coding.held.nbytes for memory in store._saver.get()._memories.values())
-
-
 def _loads(path: Path, rate: float, newest: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
     """Seconds of loads by a host that has read nothing yet, and once more; the newest version is compared."""
     target, seconds = values.poisoned(state), dict[str, float]()
     for what, step in (("first", 0), ("newest", newest)):
-        store = _open(path, rate)
+        store = open_store(path, rate)
         files.drop_from_cache(path, everything=False)
         for heat in ("cold", "warm"):
             values.poison(target)

@@ -1,0 +1,100 @@
+"""The health of a checkpoint: how many elements of each cell are NaN or infinite, and the largest of the others.
+
+A section of its own, which older readers pass by, and which every copy has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.msgpack import Decoder
+
+from casckpt.errors import Refused
+from casckpt.format.columns import pack, unpack
+from casckpt.format.digest import Buffer
+from casckpt.format.sections.blobs import DECODE_ERRORS
+
+HEALTH = "health"
+"""The name of the section."""
+
+
+class CellHealth(NamedTuple):
+    """Elements that are NaN, and that are infinite; the largest absolute value of the others, 0 if there are none.
+
+    Of complex numbers each part counts as an element.
+    """
+
+    nan: int
+    inf: int
+    largest: float
+
+
+class HealthColumns(msgspec.Struct, frozen=True, kw_only=True):
+    """The section. ``entries``: the numbers of those that were looked at; ``cells``: how many cells each has.
+
+    ``nan``, ``inf``, ``largest`` (8 bytes each, float64): a row for each of these cells.
+    """
+
+    entries: bytes
+    cells: bytes
+    nan: bytes
+    inf: bytes
+    largest: bytes
+
+
+_HEALTH: Decoder[HealthColumns] = Decoder(HealthColumns)
+Rows: TypeAlias = npt.NDArray[np.float64]
+"""The health of an entry's cells: a row of three numbers for each, as `CellHealth` has them."""
+
+
+def rows_of(cells: Sequence[CellHealth]) -> Rows:
+    """Return the rows of an entry's cells."""
+    return np.array(cells, np.float64).reshape(-1, 3)
+
+
+def sum_of(rows: Rows) -> CellHealth:
+    """Return what all elements of these cells have together."""
+    nan, inf = rows[:, :2].sum(axis=0).tolist()
+    return CellHealth(int(nan), int(inf), float(rows[:, 2].max(initial=0)))
+
+
+def joined(found: Iterable[Rows]) -> Rows:
+    """Return the rows of several entries as one."""
+    return np.concatenate([np.empty((0, 3)), *found])
+
+
+def encode_health(found: Mapping[int, Rows]) -> bytes:
+    """Encode the rows of entries, by their numbers."""
+    rows = joined(found.values())
+    columns = HealthColumns(
+        entries=pack(list(found)),
+        cells=pack([len(one) for one in found.values()]),
+        nan=pack(rows[:, 0]),
+        inf=pack(rows[:, 1]),
+        largest=rows[:, 2].astype("<f8").tobytes(),
+    )
+    return msgspec.msgpack.encode(columns)
+
+
+def decode_health(data: Buffer, entries: int) -> dict[int, Rows]:
+    """Decode the section of a manifest with so many entries. Raises Refused for what `encode_health` does not make."""
+    try:
+        columns = _HEALTH.decode(data)
+    except DECODE_ERRORS as error:
+        raise Refused(f"its section of health: {error}") from error
+    numbers, counts = unpack(columns.entries), unpack(columns.cells)
+    nan, inf, total = unpack(columns.nan), unpack(columns.inf), sum(counts)
+    if len(numbers) != len(counts) or {len(nan), len(inf), len(columns.largest) / 8} != {total}:
+        raise Refused("the columns of its section of health differ in length")
+    if any(one >= other for one, other in pairwise([-1, *numbers, entries])):
+        raise Refused("its section of health names entries that are not there, or out of order")
+    rows = np.column_stack([nan, inf, np.frombuffer(columns.largest, "<f8")]).reshape(-1, 3)
+    if not (np.isfinite(rows) & (rows >= 0)).all():
+        raise Refused("its section of health has a largest value that is not finite, or negative")
+    parts = np.split(rows, np.cumsum(counts))
+    return dict(zip(numbers, parts, strict=False))

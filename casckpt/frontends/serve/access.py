@@ -1,0 +1,79 @@
+"""Who may ask: those with the token; on loopback, where none is needed, whoever did not come by way of a web page."""
+
+from __future__ import annotations
+
+import hmac
+from base64 import b64decode
+from binascii import Error
+from collections.abc import Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from casckpt.errors import InvalidInput
+from casckpt.frontends.serve.answers import Refusal
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tokens_in(text: str, where: str) -> frozenset[str]:
+    """The tokens of a file, one a line. Raises InvalidInput where there is none, or one that no header can hold."""
+    found = frozenset(line.strip() for line in text.splitlines() if line.strip())
+    if not found:
+        raise InvalidInput(f"{where} holds no token; write one into it, one a line")
+    if not all(one.isascii() and one.isprintable() and " " not in one for one in found):
+        raise InvalidInput(f"{where} holds a token with a space, or with letters beyond ASCII; write another one")
+    return found
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Lets through what has one of ``tokens``. Without any: what names this machine as the host.
+
+    So a page of some web site, whose name was made to mean this machine, reads nothing.
+    """
+
+    app: ASGIApp
+    tokens: frozenset[str] | None
+    checks_host: bool = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self.app if refusal is None else refusal.response())(scope, receive, send)
+
+    def _refusal(self, headers: Mapping[str, str]) -> Refusal | None:
+        if self.tokens is None:
+            host = headers.get("host", "").lower()
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            is_ours = name in _LOCAL or is_loopback(name)
+            return None if is_ours or not self.checks_host else Refusal(403, "", f"{host!r:.80} is not served here")
+        given = _given(headers.get("authorization", ""))
+        if given is None:
+            return Refusal(401, "", "a token is needed: set HF_TOKEN", WWW_Authenticate='Basic realm="casckpt"')
+        if not any([hmac.compare_digest(given.encode(), one.encode()) for one in self.tokens]):  # noqa: C419 - all
+            return Refusal(401, "", "Invalid credentials in Authorization header", WWW_Authenticate="Bearer")
+        return None
+
+
+def _given(header: str) -> str | None:
+    """The token of a header: as a Bearer, or for the page as the password of a browser."""
+    kind, _, value = header.partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip()
+    if kind.lower() != "basic":
+        return None
+    try:
+        return b64decode(value, validate=True).decode().partition(":")[2]
+    except (Error, UnicodeDecodeError):
+        return ""

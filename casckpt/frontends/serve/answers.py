@@ -1,0 +1,58 @@
+"""What a hub says where it has nothing to give: a status, a word for programs, and a sentence for people."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse, Response
+
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsigned
+
+
+class Refusal(Exception):
+    """An answer that is none of what was asked for. ``code``: as ``huggingface_hub`` knows it, or ""."""
+
+    def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def response(self) -> Response:
+        """It, as a response."""
+        said = {"X-Error-Code": self.code} if self.code else {}
+        headers = {"X-Error-Message": one_line(str(self)), **said, **self.headers}
+        return JSONResponse({"error": str(self)}, self.status, headers=headers)
+
+
+def no_repository(repo: str) -> Refusal:
+    """There is no such run."""
+    return Refusal(404, "RepoNotFound", f"there is no run {repo!r:.200} in this store; / lists them")
+
+
+def no_revision(repo: str, revision: str) -> Refusal:
+    """There is no such checkpoint of the run."""
+    message = f"{repo!r:.200} has no revision {revision!r:.120}; give a step, a tag, latest, main or an id"
+    return Refusal(404, "RevisionNotFound", message)
+
+
+def no_file(path: str, commit: str) -> Refusal:
+    """A checkpoint has no such file. Clients remember that of its ``commit``."""
+    return Refusal(404, "EntryNotFound", f"there is no file {path!r:.200} in this checkpoint", X_Repo_Commit=commit)
+
+
+def refusal_of(error: CasckptError) -> Refusal:
+    """What is said for an error of the store. No 429 and no 503 for what trying again does not mend."""
+    if isinstance(error, Damaged):
+        return Refusal(500, "", str(error))
+    if isinstance(error, Unsigned):
+        return Refusal(403, "", str(error))
+    if isinstance(error, NotFound | Conflict):
+        return Refusal(404, "RevisionNotFound", str(error))
+    if isinstance(error, InvalidInput | MissingKey):
+        return Refusal(422, "", str(error))
+    if isinstance(error, StorageError):
+        return Refusal(503, "", str(error), Retry_After="5")
+    return Refusal(500, "", str(error))
+
+
+def one_line(text: str) -> str:
+    """Text as a header may hold it: one line of ASCII."""
+    return " ".join(text.split()).encode("ascii", "replace").decode()[:1000]

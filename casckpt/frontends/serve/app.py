@@ -1,0 +1,214 @@
+"""The requests that the clients of a hub make, and what answers each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final
+from urllib.parse import parse_qs, unquote_to_bytes
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from casckpt.errors import CasckptError
+from casckpt.frontends.serve.access import Guard
+from casckpt.frontends.serve.answers import Refusal, no_repository, refusal_of
+from casckpt.frontends.serve.folders import File, Folder
+from casckpt.frontends.serve.hub import Hub
+from casckpt.frontends.serve.names import MAIN, commit_of
+from casckpt.frontends.serve.page import page_of
+from casckpt.frontends.serve.ranges import Span, Unsatisfiable, parse_range
+from casckpt.frontends.serve.sending import Desk, RangeResponse
+
+_VERBS = ("revision", "tree", "refs", "commits", "paths-info")
+_RESOLVE = ("resolve", "raw")
+_BODY_BYTES, _BODY_SECONDS = 1 << 20, 20.0
+_SAFE: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
+_PAGE: Final = {**_SAFE, "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_CHARTS: Final = {**_PAGE, "Content-Security-Policy": f"{_PAGE['Content-Security-Policy']}; img-src data:"}
+
+log = logging.getLogger("casckpt.frontends.serve")
+
+
+def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True, slow_seconds: float = 30.0) -> ASGIApp:
+    """The ASGI application for a hub. ``tokens``, ``checks_host``: see `Guard`; ``slow_seconds``: see `Desk`."""
+
+    @asynccontextmanager
+    async def desk(app: Starlette) -> AsyncIterator[None]:
+        app.state.desk = Desk(hub.store, hub.folders, slow_seconds=slow_seconds)
+        try:
+            yield
+        finally:
+            app.state.desk.close()
+
+    routes = [
+        Route("/", partial(_page, hub)),
+        Route("/report", partial(_report, hub)),
+        Route("/{path:path}", partial(_get, hub), methods=["GET"]),
+        Route("/{path:path}", partial(_post, hub), methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {
+        Refusal: _refused, CasckptError: _failed, HTTPException: _not_allowed, ClientDisconnect: _gone,
+    }  # fmt: skip
+    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=desk), tokens, checks_host)
+
+
+async def _page(hub: Hub, request: Request) -> Response:
+    repos = await _ask(request, hub.repos)
+    tags = await _ask(request, hub.store.tags) if repos else {}
+    text = page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags)
+    return HTMLResponse(text, headers=_PAGE)
+
+
+async def _report(hub: Hub, request: Request) -> Response:
+    """Growth, runs and layers, as `casckpt report -o` draws them."""
+    from casckpt.frontends.report import page  # needs matplotlib, which is no part of this extra
+
+    return HTMLResponse(await _ask(request, partial(page, hub.store)), headers=_CHARTS)
+
+
+async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
+    parts = _parts(request)
+    if parts[:2] == ["api", "models"]:
+        return JSONResponse(await _ask(request, _api_call(hub, request, parts[2:])), headers=_SAFE)
+    repo, verb, rest = _cut(parts, _RESOLVE)
+    if not verb or len(rest) < 2:
+        raise no_repository("/".join(parts))
+    folder, file = await _ask(request, partial(hub.file, repo, rest[0], "/".join(rest[1:])))
+    return _file(request, folder, file)
+
+
+def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], Any]:
+    """What answers a question about models."""
+    if not any(parts):
+        return partial(hub.models, request.query_params.get("search", ""))
+    repo, verb, rest = _cut(parts, _VERBS)
+    revision = rest[0] if rest else MAIN
+    calls: dict[str, Callable[[], Any]] = {
+        "": partial(hub.info, repo, revision, blobs=_is_set(request, "blobs")),
+        "refs": partial(hub.refs, repo),
+        "commits": partial(hub.commits, repo, revision),
+        "tree": partial(
+            hub.tree, repo, revision, "/".join(rest[1:]),
+            recursive=_is_set(request, "recursive"), expand=_is_set(request, "expand"),
+        ),
+    }  # fmt: skip
+    calls["revision"] = calls[""]
+    if verb not in calls:
+        raise Refusal(405, "", "paths-info is asked by POST", Allow="POST")
+    return calls[verb]
+
+
+async def _post(hub: Hub, request: Request) -> Response:
+    """Which of some paths there are: the one question whose arguments are in a body."""
+    parts = _parts(request)
+    repo, verb, rest = _cut(parts[2:], _VERBS) if "paths-info" in parts else ("", "", ())
+    if parts[:2] != ["api", "models"] or verb != "paths-info" or len(rest) != 1:
+        raise _read_only()
+    form = parse_qs((await _body(request)).decode("utf-8", "replace"))
+    expand = form.get("expand", [""])[-1].lower() == "true"
+    found = await _ask(request, partial(hub.paths, repo, rest[0], form.get("paths", []), expand=expand))
+    return JSONResponse(found, headers=_SAFE)
+
+
+def _read_only() -> Refusal:
+    return Refusal(405, "", "this hub is read-only: checkpoints are saved with casckpt", Allow="GET, HEAD")
+
+
+async def _body(request: Request) -> bytes:
+    """A small body. Raises Refusal for one that is large, or does not come."""
+    found = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                found += chunk
+                if len(found) > _BODY_BYTES:
+                    raise Refusal(413, "", f"a body of more than {_BODY_BYTES} bytes is not read", Connection="close")
+    except TimeoutError:
+        raise Refusal(408, "", "the body did not come", Connection="close") from None
+    return bytes(found)
+
+
+def _file(request: Request, folder: Folder, file: File) -> Response | RangeResponse:
+    """A file, a range of it, or only what there is to say of it."""
+    size, etag = file.nbytes, f'"{file.etag}"'
+    headers = {
+        **_SAFE, "ETag": etag, "X-Repo-Commit": commit_of(folder.checkpoint.id), "Accept-Ranges": "bytes",
+        "Content-Type": "application/json" if file.name.endswith(".json") else "application/octet-stream",
+    }  # fmt: skip
+    if etag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    headers["Content-Length"] = str(size)
+    if request.method == "HEAD":
+        return Response(headers=headers)
+    is_current = request.headers.get("if-range", etag) == etag
+    try:
+        span = parse_range(request.headers.get("range"), size) if is_current else None
+    except Unsatisfiable as error:
+        raise Refusal(416, "", str(error), Content_Range=f"bytes */{size}") from None
+    desk: Desk = request.app.state.desk
+    if span is None:
+        return RangeResponse(desk, folder, file, Span(0, size), headers)
+    headers |= {
+        "Content-Length": str(span.stop - span.start), "Content-Range": f"bytes {span.start}-{span.stop - 1}/{size}",
+    }  # fmt: skip
+    return RangeResponse(desk, folder, file, span, headers)
+
+
+def _parts(request: Request) -> list[str]:
+    """The parts of the path, each decoded by itself: what is a slash in a part parts nothing. Raises Refusal."""
+    raw: bytes = request.scope["raw_path"]
+    try:
+        parts = [unquote_to_bytes(part).decode() for part in raw.split(b"/")[1:]]
+    except UnicodeDecodeError:
+        raise Refusal(400, "", "the path is no UTF-8") from None
+    if any(ord(letter) < 32 for part in parts for letter in part):
+        raise Refusal(400, "", "the path has control characters")
+    return parts
+
+
+def _cut(parts: Sequence[str], verbs: Sequence[str]) -> tuple[str, str, Sequence[str]]:
+    """The repository that a path begins with, what is asked of it ("" for nothing), and what follows."""
+    for count in (1, 2):
+        if len(parts) > count and parts[count] in verbs:
+            return "/".join(parts[:count]), parts[count], parts[count + 1 :]
+    if len(parts) > 2:
+        raise no_repository("/".join(parts[:2]))
+    return "/".join(parts), "", ()
+
+
+def _is_set(request: Request, name: str) -> bool:
+    return request.query_params.get(name, "").lower() in ("true", "1")
+
+
+async def _ask(request: Request, call: Callable[[], Any]) -> Any:
+    desk: Desk = request.app.state.desk
+    return await desk.ask(call)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return error.response() if isinstance(error, Refusal) else Response(status_code=500)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """What the store raised."""
+    log.warning("%s %s: %s", request.method, request.url.path, error)
+    return (refusal_of(error) if isinstance(error, CasckptError) else Refusal(500, "", "")).response()
+
+
+async def _not_allowed(_: Request, error: Exception) -> Response:
+    """What the framework refuses: another method."""
+    return (
+        _read_only() if getattr(error, "status_code", 0) == 405 else Refusal(404, "", "there is nothing")
+    ).response()
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it

@@ -1,0 +1,139 @@
+"""The files of a checkpoint, as a hub has them: made of the manifest alone, and their ETags of what is in them.
+
+An ETag is a hash of the first bytes of a file and of the digests of the cells that follow. So no data is read for it,
+it does not depend on where anything lies, and a tensor that did not change leaves that of its file as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import InvalidInput, MissingKey
+from casckpt.format.digest import Hasher
+from casckpt.format.manifest import Manifest
+from casckpt.format.sections.index import ATTACHMENT
+from casckpt.frontends.recut import ViewTensor
+from casckpt.frontends.safetensors.layout import INDEX, FileLayout
+from casckpt.frontends.safetensors.planned import FolderPlan
+from casckpt.frontends.serve.ranges import FileMap
+from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
+from casckpt.frontends.view import Rules
+from casckpt.store.store import Store
+
+_KEPT = 8
+_ETAG_BYTES = 20
+_ETAG_OF = b"casckpt serve, ETag 1\n"
+
+log = logging.getLogger("casckpt.frontends.serve")
+
+
+@dataclass(frozen=True)
+class File:
+    """One file. ``etag``: 40 hex digits, the same for the same bytes cut in the same cells."""
+
+    name: str
+    etag: str
+    map: FileMap
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.map.nbytes
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What is served of one checkpoint. ``files``: by name, sorted. ``tensors``: what is in those with weights."""
+
+    checkpoint: Checkpoint
+    manifest: Manifest
+    files: Mapping[str, File]
+    tensors: tuple[ViewTensor, ...]
+
+
+@dataclass
+class Folders:
+    """The folders that were asked for last. ``rules``: those of the user for all; None: what each checkpoint says."""
+
+    store: Store
+    rules: Rules | None
+    max_shard_size: int
+    _held: OrderedDict[str, Folder] = field(default_factory=OrderedDict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+
+    def held(self, commit: str) -> Folder | None:
+        """The folder whose checkpoint has an id that begins so, if it is at hand."""
+        return next((one for id, one in list(self._held.items()) if id.startswith(commit)), None)
+
+    def of(self, checkpoint: Checkpoint) -> Folder:
+        """The folder of a checkpoint. Raises InvalidInput for what no such files can hold, and as a load."""
+        with self._locks.setdefault(checkpoint.id, threading.Lock()):
+            found = self._held.get(checkpoint.id) or self._made(checkpoint)
+            self._held[checkpoint.id] = found
+            self._held.move_to_end(checkpoint.id)
+        while len(self._held) > _KEPT:
+            id, _ = self._held.popitem(last=False)
+            self._locks.pop(id, None)
+        return found
+
+    def drop(self, folder: Folder) -> None:
+        """Look a checkpoint up again when it is asked for: its bytes were not where they were said to be."""
+        self._held.pop(folder.checkpoint.id, None)
+
+    def _made(self, checkpoint: Checkpoint) -> Folder:
+        plan = self._plan(checkpoint)
+        layout = plan.lay_out(self.max_shard_size)
+        files = {one.name: one for one in layout.files}
+        if layout.index is not None:
+            files[INDEX] = FileLayout(INDEX, layout.index, ())
+        names, _ = plan.attachments()
+        files |= {one.name: one for one in _attached(plan, names) if one.name not in files and one.name != VIEW_FILE}
+        made = {name: File(name, etag_of(plan.manifest, file), FileMap(file)) for name, file in sorted(files.items())}
+        return Folder(checkpoint, plan.manifest, made, plan.view.tensors)
+
+    def _plan(self, checkpoint: Checkpoint) -> FolderPlan:
+        rules = self.rules or self._own_rules(checkpoint)
+        if rules is not None:
+            return FolderPlan(self.store, checkpoint, rules)
+        try:
+            return FolderPlan(self.store, checkpoint, Rules(model=True))
+        except (InvalidInput, MissingKey) as error:
+            log.info("%s is served with all tensors under their keys: %s", checkpoint, error)
+            return FolderPlan(self.store, checkpoint, Rules())
+
+    def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:
+        if VIEW_FILE not in self.store.attachments(checkpoint):
+            return None
+        return read_rules(self.store.read_attachment(checkpoint, VIEW_FILE), f"{VIEW_FILE} of {checkpoint}")
+
+
+def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:
+    """What was saved along: short files as they are, of long ones where their bytes lie."""
+    wanted, manifest = frozenset(names), plan.manifest
+    for short in manifest.body.attachments:
+        if short.key in wanted:
+            yield FileLayout(short.key, manifest.data(short), ())
+    for entry in manifest.held:
+        if entry.kind == ATTACHMENT and entry.key in wanted:
+            yield FileLayout(entry.key, b"", (ViewTensor(entry.key, entry.number, entry),))
+
+
+def etag_of(manifest: Manifest, file: FileLayout) -> str:
+    """A hash of what is in a file, of the digests that the manifest has. Raises what reading a manifest does."""
+    hasher = Hasher()
+    _add(hasher, _ETAG_OF, file.head)
+    for one in file.tensors:
+        for source in one.sources:
+            _add(hasher, f"{source.lo} {source.hi} {source.entry.numel}".encode(), manifest.raw_cells(source.entry))
+    return hasher.digest()[:_ETAG_BYTES].hex()
+
+
+def _add(hasher: Hasher, *parts: bytes | memoryview) -> None:
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)

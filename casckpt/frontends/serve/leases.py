@@ -1,0 +1,98 @@
+"""Leases on what is being sent: one for a checkpoint, whoever asks for its files, and some time beyond the last."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from casckpt.checkpoint.handle import Checkpoint
+from casckpt.errors import CasckptError, NotFound
+from casckpt.store.store import Store
+
+_EXPIRES = "10m"
+LINGER_SECONDS = 30.0
+"""So long a lease outlives the last file: the client asks for the next one."""
+
+log = logging.getLogger("casckpt.frontends.serve")
+
+
+@dataclass
+class _Held:
+    """``lease``: what ends it; None while it is being taken."""
+
+    users: int = 0
+    lease: ExitStack | None = None
+    timer: threading.Timer | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Leases:
+    """The leases of a server. Where none can be had, as with keys that only read, it serves without, and says so."""
+
+    def __init__(self, store: Store, linger: float = LINGER_SECONDS) -> None:
+        self._store, self._linger = store, linger
+        self._held: dict[str, _Held] = {}
+        self._lock = threading.Lock()
+        self._told = False
+
+    @contextmanager
+    def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Hold a checkpoint for a block, and a while longer. Never raises: what was purged shows in the read."""
+        held = self._enter(checkpoint.id)
+        try:
+            with held.lock:
+                if held.lease is None:
+                    held.lease = self._taken(checkpoint)
+            yield
+        finally:
+            self._leave(checkpoint.id, held)
+
+    def _enter(self, id: str) -> _Held:
+        with self._lock:
+            held = self._held.setdefault(id, _Held())
+            held.users += 1
+            if held.timer is not None:
+                held.timer.cancel()
+                held.timer = None
+            return held
+
+    def _taken(self, checkpoint: Checkpoint) -> ExitStack:
+        with ExitStack() as taken:
+            try:
+                taken.enter_context(self._store.lease(checkpoint, expires=_EXPIRES))
+            except NotFound as error:
+                log.info("%s is sent without a lease: %s", checkpoint, error)
+            except CasckptError as error:
+                level = logging.DEBUG if self._told else logging.WARNING
+                log.log(level, "no lease can be taken, so a gc may delete what is being sent: %s", error)
+                self._told = True
+            return taken.pop_all()
+
+    def _leave(self, id: str, held: _Held) -> None:
+        with self._lock:
+            held.users -= 1
+            if not held.users:
+                held.timer = threading.Timer(self._linger, self._end, (id, held))
+                held.timer.daemon = True
+                held.timer.start()
+
+    def _end(self, id: str, held: _Held) -> None:
+        with self._lock:
+            if held.users or self._held.get(id) is not held:
+                return
+            del self._held[id]
+        if held.lease is not None:
+            held.lease.close()
+
+    def close(self) -> None:
+        """End all of them."""
+        with self._lock:
+            every, self._held = self._held, {}
+        for held in every.values():
+            if held.timer is not None:
+                held.timer.cancel()
+            if held.lease is not None:
+                held.lease.close()

@@ -1,0 +1,112 @@
+"""Reads of files that are made while they are sent: window by window, each cell verified before any of it is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+from casckpt.checkpoint.loading.download import Download
+from casckpt.format.extents import ExtentTable
+from casckpt.frontends.recut import Source
+from casckpt.frontends.serve.folders import File, Folder
+from casckpt.frontends.serve.ranges import Span, Wanted
+from casckpt.frontends.windows import fill, plan_windows
+from casckpt.repository.repository import Repository
+
+WINDOW_BYTES: Final = 4 << 20
+FIRST_BYTES: Final = 1 << 20
+"""Of the first window of a range: its bytes are on their way sooner."""
+
+
+class Buffer:
+    """Memory for one window, used again and again."""
+
+    def __init__(self) -> None:
+        self.data = torch.empty(WINDOW_BYTES, dtype=torch.uint8, device="cpu")
+        self.view = memoryview(self.data.numpy().data)
+
+
+class Buffers:
+    """Buffers that nobody uses; the one that came back last goes first, and is warm. Whoever takes one counts them."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> Buffer:
+        """Take one, a new one if there is none."""
+        with self._lock:
+            return self._free.pop() if self._free else Buffer()
+
+    def give(self, buffer: Buffer) -> None:
+        """Give it back."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+class Window(NamedTuple):
+    """Bytes [start, stop) of a file: those of ``sources`` but for the first ``skip``."""
+
+    start: int
+    stop: int
+    sources: list[Source]
+    skip: int
+
+
+class RangeReader:
+    """Reads one range of a file, from front to back. ``head``: what needs no read. For one thread at a time."""
+
+    def __init__(self, repo: Repository, folder: Folder, file: File, span: Span) -> None:
+        wanted = file.map.wanted(span)
+        self.head = wanted.head
+        self._folder = folder
+        self._tables: dict[int, ExtentTable] = {}
+        # one thread: others read for other clients, and over a network a window is one or two requests
+        self._download = Download(repo, folder.manifest, verify=True, threads=1, shared=True)
+        self._windows = self._plan(span, wanted)
+
+    def next(self) -> Window | None:
+        """The next window, in order; None at the end."""
+        return next(self._windows, None)
+
+    def _plan(self, span: Span, wanted: Wanted) -> Iterator[Window]:
+        start, skip = span.start + len(wanted.head), wanted.skip
+        for sources in self._cut(wanted.sources):
+            stop = min(start + sum(one.nbytes for one in sources) - skip, span.stop)
+            yield Window(start, stop, sources, skip)
+            start, skip = stop, 0
+
+    def _cut(self, sources: list[Source]) -> Iterator[list[Source]]:
+        cell_bytes = self._folder.manifest.body.cell_bytes
+        first = next(plan_windows(sources, FIRST_BYTES, cell_bytes), [])
+        if first:
+            yield first
+            yield from plan_windows(_behind(sources, len(first), first[-1].hi), WINDOW_BYTES, cell_bytes)
+
+    def read(self, window: Window, buffer: Buffer) -> memoryview:
+        """The bytes of a window, in ``buffer`` until that is used again.
+
+        Raises Damaged, Conflict, StorageError; then nothing of the window is given.
+        """
+        self._learn(window.sources)
+        fill(self._download, window.sources, buffer.data, self._tables)
+        return buffer.view[window.skip : window.skip + window.stop - window.start]
+
+    def _learn(self, sources: list[Source]) -> None:
+        """Have the extents of what is read at hand, which a large tensor is asked for again and again."""
+        manifest = self._folder.manifest
+        wanted = {one.number for one in sources}
+        held = self._tables
+        manifest.ready(wanted - held.keys(), ())
+        self._tables = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
+
+
+def _behind(sources: list[Source], count: int, end: int) -> Iterator[Source]:
+    """What follows the first ``count`` of ``sources``, the last of which was taken up to element ``end``."""
+    last = sources[count - 1]
+    if end < last.hi:
+        yield last._replace(lo=end)
+    yield from sources[count:]

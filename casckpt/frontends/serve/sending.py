@@ -1,0 +1,260 @@
+"""A range of a file on its way: read ahead by one window, in bounded memory, and ended for clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from time import monotonic
+from typing import Final, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from casckpt.errors import CasckptError, Conflict, Damaged
+from casckpt.frontends.serve.answers import refusal_of
+from casckpt.frontends.serve.folders import File, Folder, Folders
+from casckpt.frontends.serve.leases import Leases
+from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader, Window
+from casckpt.parallel import usable_threads
+from casckpt.plan.sizes import format_size
+from casckpt.store.store import Store
+
+WINDOWS: Final = 8
+"""In memory at once, for all clients together."""
+_SLOW_WINDOWS = 3
+_CHUNK_BYTES = 256 << 10
+REMEMBERED_SECONDS: Final = 5.0
+"""So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
+_ASIDE = 4  # threads for what is quick
+
+log = logging.getLogger("casckpt.frontends.serve")
+T = TypeVar("T")
+
+
+class Desk:
+    """What all responses share: threads, memory, leases. ``slow_seconds``: a window must be taken in so long."""
+
+    def __init__(self, store: Store, folders: Folders, *, slow_seconds: float = 30.0) -> None:
+        self.store, self.folders, self.slow_seconds = store, folders, slow_seconds
+        self.leases = Leases(store)
+        self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
+        self.buffers = Buffers()
+        self.windows: dict[object, _Held] = {}
+        self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
+        remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
+        self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
+
+    async def ask(self, call: Callable[[], T]) -> T:
+        """Call what may wait for a storage."""
+        return await asyncio.get_running_loop().run_in_executor(self._others, call)
+
+    async def read(self, call: Callable[[], T]) -> T:
+        """Call what reads much."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    def note_wrong(self, folder: Folder, file: File, at: int, error: CasckptError) -> None:
+        """Remember that the bytes of a file from ``at`` on could not be read."""
+        self.folders.drop(folder)
+        self._wrong = {key: one for key, one in self._wrong.items() if one[0] > monotonic()}
+        self._wrong[folder.checkpoint.id, file.name] = monotonic() + REMEMBERED_SECONDS, at, error
+
+    def check(self, folder: Folder, file: File, span: Span) -> None:
+        """Raise what was raised a moment ago for bytes of this range."""
+        until, at, error = self._wrong.get((folder.checkpoint.id, file.name), (0.0, 0, None))
+        if error is not None and until > monotonic() and span.start <= at < span.stop:
+            raise error
+
+    def close(self) -> None:
+        """End leases and threads."""
+        self.leases.close()
+        for pool in (self._readers, self._others):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Held:
+    """A window in memory, or on its way there, for all who are to send it. The last gives back what it takes."""
+
+    def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
+        self.data = memoryview(b"")
+        self._desk, self._key, self._users = desk, key, 0
+        self._taken = ExitStack()
+        self._reading = asyncio.ensure_future(self._read(reader, window, slow=slow))
+
+    async def _read(self, reader: RangeReader, window: Window, *, slow: bool) -> None:
+        desk = self._desk
+        with ExitStack() as taken:
+            for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
+                await slots.acquire()
+                taken.callback(slots.release)
+            buffer = taken.enter_context(_lent(desk.buffers))
+            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer)))
+            try:
+                self.data = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await asyncio.wait([reading])  # its thread writes to the buffer until then
+                raise
+            self._taken = taken.pop_all()
+
+    async def join(self) -> _Held:
+        """Wait until it is there; `leave` it then. Raises what the read did."""
+        self._users += 1
+        try:
+            await asyncio.shield(self._reading)
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def leave(self) -> None:
+        """It was sent, or nobody is there to send it to."""
+        self._users -= 1
+        if not self._users:
+            if self._desk.windows.get(self._key) is self:
+                del self._desk.windows[self._key]
+            self._reading.cancel()  # of what is done nothing comes
+            self._taken.close()
+
+
+class _Slow(Exception):
+    """A client does not read."""
+
+
+class RangeResponse:
+    """Sends bytes ``span`` of a file. What is wrong with the first of them is said by the status."""
+
+    def __init__(self, desk: Desk, folder: Folder, file: File, span: Span, headers: Mapping[str, str]) -> None:
+        self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
+        self._begun = False
+        self._is_slow = False
+        self._sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        began, desk, held = monotonic(), self._desk, ExitStack()
+        gone = asyncio.ensure_future(_gone(receive))
+        lease = asyncio.ensure_future(desk.ask(lambda: held.enter_context(desk.leases.hold(self._folder.checkpoint))))
+        try:
+            await self._send_all(send, gone, lease)
+            how = "sent" if self._sent == self._span.stop - self._span.start else "the client left after"
+            log.info("%s: %s %s in %.2f s", self._what(scope), how, format_size(self._sent), monotonic() - began)
+        except _Slow:
+            log.warning("%s: ended after %d bytes: the client does not read", self._what(scope), self._sent)
+            _abort(scope)
+        except CasckptError as error:
+            if isinstance(error, Damaged | Conflict):
+                desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
+            if self._begun:
+                log.error("%s: ended short after %d bytes: %s", self._what(scope), self._sent, error)
+                return
+            log.error("%s: %s", self._what(scope), error)
+            await refusal_of(error).response()(scope, receive, send)
+        finally:
+            gone.cancel()
+            await asyncio.wait([lease])
+            await desk.ask(held.close)
+
+    async def _send_all(self, send: Send, gone: asyncio.Future[None], lease: asyncio.Future[None]) -> None:
+        """The lease is taken while the first bytes are read and sent: what was purged before it shows in a read."""
+        self._desk.check(self._folder, self._file, self._span)
+        reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
+        held = await self._join(reader, reader.next())
+        try:
+            self._begun, status = True, 206 if "Content-Range" in self._headers else 200
+            headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await self._send(send, gone, reader.head)
+            await asyncio.shield(lease)
+        except BaseException:
+            _leave(held)
+            raise
+        while held is not None and not gone.done():
+            held = await self._send_window(send, gone, reader, held)
+        _leave(held)
+        if not gone.done():
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_window(
+        self, send: Send, gone: asyncio.Future[None], reader: RangeReader, held: _Held
+    ) -> _Held | None:
+        """Send one window while the next is read, if there is memory for it; the next one."""
+        window = reader.next()
+        ahead = asyncio.ensure_future(self._join(reader, window)) if self._has_room(window) else None
+        try:
+            await self._send(send, gone, held.data)
+        except BaseException:
+            if ahead is not None:
+                _leave(*await asyncio.gather(ahead, return_exceptions=True))
+            raise
+        finally:
+            held.leave()
+        return await (self._join(reader, window) if ahead is None else ahead)
+
+    def _key(self, window: Window) -> object:
+        """By what others who send the same at this moment find it. A slow one would hold what is theirs."""
+        return object() if self._is_slow else (self._folder.checkpoint.id, self._file.name, window.start, window.stop)
+
+    def _has_room(self, window: Window | None) -> bool:
+        shared = window is not None and self._key(window) in self._desk.windows
+        return shared or not (self._is_slow or self._desk.slots.locked())
+
+    async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
+        """A window in memory: one that somebody else sends, too, or one that is read now; None at the end."""
+        if window is None:
+            return None
+        windows, key = self._desk.windows, self._key(window)
+        if key not in windows:
+            windows[key] = _Held(self._desk, key, reader, window, slow=self._is_slow)
+        return await windows[key].join()
+
+    async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
+        """Raises _Slow."""
+        began = monotonic()
+        try:
+            async with asyncio.timeout(self._desk.slow_seconds):
+                for start in range(0, len(data), _CHUNK_BYTES):
+                    if gone.done():
+                        return
+                    chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._sent += len(chunk)
+        except TimeoutError:
+            raise _Slow from None
+        self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
+
+    def _what(self, scope: Scope) -> str:
+        host, _ = scope.get("client") or ("?", 0)
+        one = self._folder.checkpoint
+        return f"{one.run}@{one.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
+
+
+def _leave(*found: object) -> None:
+    for one in found:
+        if isinstance(one, _Held):
+            one.leave()
+
+
+@contextmanager
+def _lent(buffers: Buffers) -> Iterator[Buffer]:
+    buffer = buffers.take()
+    try:
+        yield buffer
+    finally:
+        buffers.give(buffer)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return once the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _abort(scope: Scope) -> None:
+    """Close the connection at once, and not when all is sent that the client does not take."""
+    connection = scope.get("state", {}).get("connection")
+    if connection is not None:
+        connection.abort()

@@ -1,0 +1,116 @@
+"""The server: which connections it keeps, how long it waits for a request, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp
+from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_CONNECTIONS: Final = 512
+REQUEST_SECONDS: Final = 10.0
+"""A request must have come whole so long after the first byte, or the connection, was there."""
+_BACKLOG = 512  # so many are taken at once, too
+_KEEP_ALIVE_SECONDS = 30
+_LAST_SECONDS = 3
+
+log = logging.getLogger("casckpt.frontends.serve")
+
+
+class Connection(H11Protocol):
+    """A connection. Of more than there may be, the one that has waited longest for a request of its client ends."""
+
+    waiting: dict[Connection, None]
+    most: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # uvicorn's
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "connection": self}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.most:
+            next(iter(self.waiting), self).abort()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_waiting:
+            self._wait_no_longer()
+        elif self._timer is None:
+            self._wait()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_longer()
+        super().connection_lost(exc)
+
+    @override
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_waiting and not self.transport.is_closing():
+            self.waiting[self] = None
+
+    @property
+    def _is_waiting(self) -> bool:
+        return bool(getattr(self.cycle, "response_complete", True))  # None before the first request
+
+    def _wait(self) -> None:
+        self.waiting[self] = None
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self.abort)
+
+    def _wait_no_longer(self) -> None:
+        self.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def abort(self) -> None:
+        """Close it now, whatever is not sent."""
+        self._wait_no_longer()
+        self.transport.abort()
+
+
+def _connections() -> type[Connection]:
+    """The class of the connections of one server."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(MAX_CONNECTIONS, max(files // 4, 16))
+
+    class OfServer(Connection):
+        waiting: dict[Connection, None] = {}  # noqa: RUF012 - of the server
+        most = 0
+
+    OfServer.most = most
+    return OfServer
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the server. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+
+
+def endpoint_of(host: str, listening: socket.socket) -> str:
+    """What clients call the server."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}"
+
+
+def server_of(app: ASGIApp) -> uvicorn.Server:
+    """The server for an application; ``run(sockets=[...])`` answers until the process is asked to end."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what goes wrong is told by us, in our words
+    config = uvicorn.Config(
+        app, http=_connections(), ws="none", loop="asyncio", log_config=None, access_log=False, server_header=False,
+        backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_LAST_SECONDS,
+        proxy_headers=False, lifespan="on",
+    )  # fmt: skip
+    return uvicorn.Server(config)

@@ -1,0 +1,223 @@
+"""The files of a checkpoint, and their ETags: what is in them counts, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+
+import casckpt
+from casckpt.errors import InvalidInput
+from casckpt.frontends.serve.folders import Folder, Folders
+from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.reading import Buffer, RangeReader
+from casckpt.frontends.serve.view_file import VIEW_FILE, read_rules
+from casckpt.frontends.view import Rules
+from casckpt.store.store import Store
+from tests.support.coded import code
+from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained
+from tests.test_docs import DOCS
+
+SHARD = 12 * CELL
+
+
+def folder(store: Store, ref: str = "latest", rules: Rules | None = None) -> Folder:
+    return Folders(store, rules, SHARD).of(store.get(ref))
+
+
+def etags(store: Store, ref: str = "latest", rules: Rules | None = None) -> dict[str, str]:
+    return {name: file.etag for name, file in folder(store, ref, rules).files.items()}
+
+
+def content(store: Store, of: Folder, name: str, start: int = 0, stop: int | None = None) -> bytes:
+    file, buffer = of.files[name], Buffer()
+    reader = RangeReader(store.repository, of, file, Span(start, file.nbytes if stop is None else stop))
+    found = bytes(reader.head)
+    while window := reader.next():
+        assert window.start == start + len(found)
+        found += reader.read(window, buffer)
+    return found
+
+
+def state(step: int) -> dict[str, Any]:
+    layers = {f"h.{n}.weight": trained(5, 1 if n < 3 else step, seed=n) for n in range(4)}
+    return {"model": layers | {"bias": torch.arange(7), "none": torch.zeros(0, 3)}, "optim": {"x": cells(4, seed=1)}}
+
+
+def test_the_bytes_are_those_of_an_export(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save(state(1), step=1, attachments={"config.json": b"{}", "sub/long.bin": bytes(range(256)) * 1000})
+    store.export("latest", tmp_path / "out", max_shard_size=SHARD)
+    of = folder(store)
+    written = {path.relative_to(tmp_path / "out").as_posix(): path for path in (tmp_path / "out").rglob("*.*")}
+    assert {name for name, path in written.items() if path.is_file()} == set(of.files)
+    for name in of.files:
+        assert content(store, of, name) == written[name].read_bytes(), name
+
+
+@given(data=st.data())
+def test_any_range(data: st.DataObject) -> None:
+    store = small()
+    store.save(state(1), step=1)
+    whole = Folders(store, Rules(model=True), 1 << 30).of(store.get("latest"))
+    (name,) = whole.files
+    every = content(store, whole, name)
+    assert load(every).keys() == state(1)["model"].keys()
+    start = data.draw(st.integers(0, len(every)))
+    stop = data.draw(st.integers(start, len(every)))
+    assert content(store, whole, name, start, stop) == every[start:stop]
+
+
+def test_only_files_whose_tensors_changed_have_another_etag() -> None:
+    store = small()
+    for step in (1, 2):
+        store.save(state(step), step=step)
+    one, other = etags(store, "default@1"), etags(store, "default@2")
+    changed = {name for name in one if one[name] != other[name]}
+    weights = folder(store, "default@1")
+    heads = {name: bytes(file.map.wanted(Span(0, file.nbytes)).head) for name, file in weights.files.items()}
+    holding = {name for name, head in heads.items() if b"h.3.weight" in head}
+    assert changed == {name for name in holding if name.endswith(".safetensors")}
+    assert 1 == len(changed) < len(one) - 1
+
+
+@pytest.mark.parametrize("how", ["again", "another run", "repaired", "coded", "copied", "packed", "thinned"])
+def test_an_etag_does_not_depend_on_places_or_ids(tmp_path: Path, how: str) -> None:
+    store = small()
+    store.save(state(1), step=1)
+    store.save(state(2), step=2)
+    before, other = etags(store, "default@2"), store
+    contents = [content(store, folder(store, "default@2"), name) for name in before]
+    ref = "default@2"
+    if how == "again":
+        store.save(state(2), step=3)
+        ref = "default@3"
+    elif how == "another run":
+        other = small(blob_bytes=128 << 10)
+        other.save(state(2), run="other", step=9)
+        ref = "other@9"
+    elif how == "repaired":
+        twin = small()
+        store.copy_to(twin)
+        for key in blob_keys(store):
+            flip(store, key, 5000)
+        assert store.verify().is_damaged
+        store.repair(twin)
+    elif how == "coded":
+        code(store, "default@2", "default@1")
+    elif how in ("copied", "packed"):
+        other = small()
+        store.copy_to(other, blob_bytes=1 << 20 if how == "packed" else None)
+    else:
+        store.thin("default@1", drop="optim.*")
+        store.thin("default@2", drop="optim.*")
+        store.gc(min_age=0)
+    assert etags(other, ref) == before
+    assert [content(other, folder(other, ref), name) for name in before] == contents
+
+
+def test_an_etag_tells_names_dtypes_and_shapes_apart() -> None:
+    store, seen = small(), set[str]()
+    zeros = torch.zeros(8)
+    values = ("a", zeros), ("b", zeros), ("a", zeros.view(2, 4)), ("a", zeros.int()), ("a", zeros + 1)
+    for step, (name, value) in enumerate(values):
+        store.save({"model": {name: value}}, step=step)
+        seen.add(etags(store)["model.safetensors"])
+    assert len(seen) == 5
+
+
+def test_what_has_no_model_is_served_with_all_tensors_and_no_config() -> None:
+    store = small()
+    store.save({"one": {"w": cells(1)}, "other": {"w": cells(1)}}, step=1, attachments={"config.json": b"{}", "a": b""})
+    of = folder(store)
+    assert set(of.files) == {"model.safetensors", "a"}
+    assert set(load(content(store, of, "model.safetensors"))) == {"one.w", "other.w"}
+    assert content(store, of, "a") == b""
+
+
+def test_an_attachment_of_the_name_of_a_file_with_weights_is_not_served() -> None:
+    store = small()
+    store.save(state(1), step=1, attachments={"model.safetensors": b"old", "model.safetensors.index.json": b"old"})
+    of = Folders(store, None, 1 << 30).of(store.get("latest"))
+    assert set(of.files) == {"model.safetensors"}
+    assert set(load(content(store, of, "model.safetensors"))) == set(state(1)["model"])
+
+
+@pytest.mark.parametrize("travels", [True, False])
+def test_a_view_that_splits_and_puts_together(travels: bool) -> None:
+    qkv, gate, up = (torch.randn(rows, 700) for rows in (8, 3, 5))
+    view = b'{"strip_prefix": "net", "rename": {"old(.*)": "new\\\\1"}, ' + VIEW[1:]
+    store = small()
+    saved = {"net": {"a.qkv": qkv, "a.gate": gate, "a.up": up, "old": cells(1)}, "rest": {"x": cells(1)}}
+    store.save(saved, step=1, attachments={VIEW_FILE: view} if travels else {})
+    of = Folders(store, None if travels else read_rules(view, "view"), 1 << 30).of(store.get("latest"))
+    assert set(of.files) == {"model.safetensors"}
+    every = content(store, of, "model.safetensors")
+    found = load(every)
+    wanted = {"a.q": qkv[:4], "a.k": qkv[4:6], "a.v": qkv[6:], "a.up_gate": torch.cat([gate, up]),
+              "new": saved["net"]["old"]}  # fmt: skip
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert every == save({name: value.contiguous() for name, value in wanted.items()}, {"format": "pt"})
+
+
+VIEW = (
+    b'{"split": {"(.*)\\\\.qkv": {"\\\\1.q": 2, "\\\\1.k": 1, "\\\\1.v": 1}}, '
+    b'"concat": {"(.*)\\\\.gate": ["\\\\1.up_gate", "\\\\1.up"]}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "no view"),
+        (b'{"foo": 1}', "no view knows"),
+        (b'{"keys": "a"}', "keys is"),
+        (b'{"keys": [1]}', "keys is"),
+        (b'{"model": 1}', "model is"),
+        (b'{"rename": {"a": 1}}', "both text"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"split": {"a": 1}}', "split"),
+        (b'{"split": {"a": {"b": "c"}}}', "split"),
+        (b'{"concat": {"a": ["b", 1]}}', "concat"),
+        (b'{"concat": {"a": []}}', "concat"),
+    ],
+)
+def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        read_rules(text, "the file")
+
+
+def test_the_view_of_the_documentation() -> None:
+    (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    rules = read_rules(found.encode(), "the page")
+    assert set(json.loads(found)) == {one.name for one in fields(Rules)}
+    (shares,) = rules.split.values()
+    assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+
+
+def test_folders_are_kept_and_dropped() -> None:
+    store = small()
+    for step in range(12):
+        store.save({"model": {"x": cells(1)}}, step=step)
+    folders = Folders(store, None, 1 << 30)
+    made = [folders.of(one) for one in store.checkpoints()]
+    assert folders.held(made[-1].checkpoint.id[:40]) is made[-1]
+    assert folders.held(made[0].checkpoint.id[:40]) is None
+    assert folders.of(made[-1].checkpoint) is made[-1]
+    folders.drop(made[-1])
+    assert folders.held(made[-1].checkpoint.id) is None
+
+
+def test_a_store_that_was_opened_by_path(store: casckpt.Store) -> None:
+    store.save({"model": {"x": torch.ones(3)}}, step=1)
+    assert torch.equal(load(content(store, folder(store), "model.safetensors"))["x"], torch.ones(3))

@@ -1,0 +1,103 @@
+"""A store that answers as a hub: in a thread of this process, or as the command in one of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from threading import Thread
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from casckpt.frontends.serve.app import app_of
+from casckpt.frontends.serve.hub import Hub
+from casckpt.frontends.serve.server import endpoint_of, listen, server_of
+from casckpt.store.store import Store
+
+
+@dataclass
+class Served:
+    """``sent``: the bytes of files that were sent, by method, path and status, in order."""
+
+    endpoint: str
+    sent: list[tuple[str, str, int, int]] = field(default_factory=list)
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
+        """One request, as it is, by a connection of its own; the body is read."""
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, named)
+        answer = connection.getresponse()
+        answer.body = answer.read()  # type: ignore[attr-defined]
+        connection.close()
+        return answer
+
+    def body(self, path: str, **headers: str) -> bytes:
+        answer = self.get(path, "GET", None, **headers)
+        assert answer.status in (200, 206), answer.status
+        found: bytes = answer.body  # type: ignore[attr-defined]
+        return found
+
+    def json(self, path: str) -> Any:
+        return json.loads(self.body(path))
+
+    def weights_sent(self) -> list[str]:
+        """The paths of files with weights of which bytes were sent."""
+        return [
+            path
+            for method, path, _, nbytes in self.sent
+            if method == "GET" and nbytes and path.endswith(".safetensors")
+        ]
+
+
+@contextmanager
+def serving(store: Store, *, guard: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Served]:
+    """Serve it while the block runs. ``guard``: options of `app_of`; ``options``: of `Hub`."""
+    listening = listen("127.0.0.1", 0)
+    served = Served(endpoint_of("127.0.0.1", listening))
+    app = app_of(Hub(store, **options), **{"tokens": None, **(guard or {})})
+    server = server_of(_counted(app, served))
+    thread = Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _counted(app: ASGIApp, served: Served) -> ASGIApp:
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        seen = [0, 0]
+
+        async def sending(message: Message) -> None:
+            seen[0] = message.get("status", seen[0])
+            seen[1] += len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sending)
+        if scope["type"] == "http":
+            served.sent.append((scope["method"], scope["path"], seen[0], seen[1]))
+
+    return counted
+
+
+@contextmanager
+def serving_process(store: str, *options: str) -> Iterator[tuple[Served, subprocess.Popen[str]]]:
+    """The command itself."""
+    command = [sys.executable, "-m", "casckpt", "serve", store, "--port", "0", "--json", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout
+            yield Served(json.loads(process.stdout.readline())["endpoint"]), process
+        finally:
+            process.kill()

@@ -1,0 +1,31 @@
+"""The programs of docs/examples run, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "docs" / "examples"
+_ACTOR = re.compile(
+    r"actor: step (\d+): updated by ([\d.]+) MB in [\d.]+ s; a load takes ([\d.]+) MB in [\d.]+ s; says .+"
+)
+_TRAINER = re.compile(r"trainer: step (\d+): ([\d.]+) MB written in [\d.]+ s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the example counts bytes as Linux does")
+def test_an_actor_reads_what_its_trainer_publishes() -> None:
+    command = [sys.executable, str(EXAMPLES / "rl_publish_follow.py"), "--steps", "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [match.groups() for line in done.stdout.splitlines() if (match := _ACTOR.fullmatch(line))]
+    steps = [int(step) for step, _, _ in found]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 6
+    assert all(float(update) < float(load) / 8 for _, update, load in found[1:])
+    written = [float(match[2]) for line in done.stdout.splitlines() if (match := _TRAINER.fullmatch(line))]
+    assert len(written) == 7
+    assert max(written[1:]) < written[0] / 8

@@ -1,0 +1,58 @@
+"""What it costs to go from one version of RL to another in memory, beside loads of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from benchmarks.harness import Case, Enough
+from benchmarks.measure import Measured
+from benchmarks.results import OURS, Check, Row, ScenarioResult, over
+from benchmarks.scenarios.base import Bench, Options
+
+_PLACES = {"a folder": 0.0, "a bucket, 300 MB/s": 300e6}
+_STEPS, _FEW, _GIB = 24, 6, 1 << 30
+_ONE, _ALL, _LEAST = "by one step", "a load of all", "hash and decode"
+_MOVES = (_ONE, _ALL, _LEAST, "5 forward", "10 back")
+
+
+def update(options: Options) -> ScenarioResult:
+    """Each version is saved with ``compress="auto"``, read by one step, and loaded; all is compared."""
+    with Bench(options) as bench:
+        name = "quick" if options.quick else "rl"
+        bench.team().call("deltas:make", folder=str(options.traces), name=name)
+        steps, nbytes = _FEW if options.quick else _STEPS, options.size_or(_GIB)
+        rows = bench.run(
+            [case for where, rate in _PLACES.items()
+             for case in _cases(bench, where, name=name, nbytes=nbytes, steps=steps, rate=rate)],
+            warm_up=0,
+        )  # fmt: skip
+        return bench.result("update", "From one version of RL to the next", list(_checks(rows)), "durable", steps=steps)
+
+
+def _cases(bench: Bench, where: str, *, nbytes: int, **arguments: Any) -> Iterator[Case]:
+    """The first one does all the work, and the others tell of it."""
+
+    def run(what: str, number: int) -> Measured:
+        if number:
+            raise Enough
+        if what != _ONE:
+            return bench.team().measure("updates:found", what=what)
+        traces = str(bench.options.traces)
+        return bench.team().measure("updates:follow", folder=traces, place=bench.place(), nbytes=nbytes, **arguments)
+
+    for what in _MOVES:
+        yield Case(Row(where, OURS, what, nbytes), partial(run, what), ours=True)
+
+
+def _checks(rows: list[Row]) -> Iterator[Check]:
+    found = {(row.group, row.what): row for row in rows}
+    for where, rate in _PLACES.items():
+        one, whole, least = (found[where, what] for what in (_ONE, _ALL, _LEAST))
+        if rate:  # of a folder blobs are not told apart
+            yield Check(f"{where}: read / written by the save, worst", 1.1, False, one.median("worst/delta"))
+        yield Check(
+            f"{where}: time / that of a load", 0.05, False, over(one.median("durable"), whole.median("durable"))
+        )
+        yield Check(f"{where}: CPU / hash and decode", 1.0, False, over(one.median("cpu"), least.median("cpu")))

@@ -1,0 +1,193 @@
+"""A reader that follows a run of RL, step by step and in jumps, beside loads of all of it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import files, values
+from benchmarks.measure import Clock, Measured
+from benchmarks.tasks.deltas import trace_of
+from benchmarks.tasks.runs import open_store
+from benchmarks.tasks.storing import Skipped
+from benchmarks.traces import CELL
+from benchmarks.worker import WrongBytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.traces import Trace
+    from benchmarks.worker import Here
+    from casckpt.checkpoint.handle import Checkpoint
+    from casckpt.store.store import Store
+
+_RUN, _SHIFT = "run", 12_347  # elements: no cell of one copy of the matrices is a cell of another
+_JUMPS = {"5 forward": (4, 9), "10 back": (12, 2)}
+
+
+@dataclass
+class _Moves:
+    """What was measured of one kind of move. ``read``: bytes of blobs; ``wrote``: of the save that led there."""
+
+    clocks: list[Clock] = field(default_factory=list)
+    read: list[int] = field(default_factory=list)
+    wrote: list[int] = field(default_factory=list)
+    around: list[int] = field(default_factory=list)  # of manifests and records
+    kept: list[float] = field(default_factory=list)  # share of the state, in frames
+
+    def measured(self) -> Measured:
+        """Medians. Extra: the worst, and the sum, of what was read over what was written."""
+        time, cpu = (median(getattr(clock, name) for clock in self.clocks) for name in ("time", "cpu"))
+        extra = {"blobs": float(median(self.read)), "around": float(median(self.around))}
+        if self.wrote:
+            shares = [read / wrote for read, wrote in zip(self.read, self.wrote, strict=True)]
+            extra |= {
+                "worst/delta": max(shares),
+                "all/deltas": sum(self.read) / sum(self.wrote),
+                "kept": max(self.kept),
+            }
+        return Measured(time, time, cpu, extra=extra)
+
+
+def follow(here: Here, *, folder: str, name: str, place: str, nbytes: int, steps: int, rate: float) -> Measured:
+    """Save each version; then a reader updates by one step, and loads all. The updates; `found` has the rest.
+
+    ``rate``: bytes a second, 0 for a folder, of whose reads only the bytes of all together are known.
+    """
+    path = Path(place)
+    try:
+        moves = _Follower(path, rate).follow(trace_of(here, folder, name), nbytes, steps)
+        here.kept["updates"] = {what: one.measured() for what, one in moves.items()}
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    return found(here, what="by one step")
+
+
+def found(here: Here, *, what: str) -> Measured:
+    """What the last `follow` measured of something else."""
+    if what not in here.kept["updates"]:
+        raise Skipped("there are too few versions")
+    measured: Measured = here.kept["updates"][what]
+    return measured
+
+
+class _Follower:
+    def __init__(self, path: Path, rate: float) -> None:
+        self._writer, self._path = open_store(path, rate), path
+        self._reader = open_store(path, rate)
+        self._moves: dict[str, _Moves] = {}
+
+    def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
+        """All moves, by name; each ends with the right bytes."""
+        versions = itertools.islice(_states(trace, nbytes), steps)
+        state = next(versions)
+        mine, other = values.poisoned(state), values.poisoned(state)
+        self._writer.save(state, run=_RUN, step=0, compress="auto")
+        held = self._reader.load(mine, f"{_RUN}@0")
+        before = _first(state)
+        for step, state in enumerate(versions, start=1):
+            saved = self._writer.save(state, run=_RUN, step=step, compress="auto")
+            held = self._move("by one step", mine, step, held, saved.stats.bytes_written)
+            self._load(other, step)
+            _check(state, mine, other)
+            if step == steps - 1:
+                self._moves["hash and decode"] = _least(before, _first(state), len(state))
+            before = _first(state)
+        for what, (start, end) in _JUMPS.items():
+            if max(start, end) < steps:
+                self._jump(what, mine, start, end)
+        return self._moves
+
+    def _move(
+        self, what: str, mine: dict[str, torch.Tensor], step: int, held: Checkpoint, wrote: int | None = None
+    ) -> Checkpoint:
+        with self._noted(what) as moves:
+            held = self._reader.update(mine, f"{_RUN}@{step}", held=held)
+        if wrote is not None:
+            moves.wrote.append(wrote)
+        kept = sum(len(data) for frames in held.frames.values() for data in frames.values())
+        moves.kept.append(kept / values.size_of(mine))
+        return held
+
+    def _load(self, into: dict[str, torch.Tensor], step: int) -> None:
+        files.drop_from_cache(self._path, everything=False)
+        with self._noted("a load of all"):
+            self._reader.load(into, f"{_RUN}@{step}")
+
+    def _jump(self, what: str, mine: dict[str, torch.Tensor], start: int, end: int) -> None:
+        held = self._reader.load(mine, f"{_RUN}@{start}")
+        self._move(what, mine, end, held)
+        other = values.poisoned(mine)
+        self._reader.load(other, f"{_RUN}@{end}")
+        _check(other, mine)
+
+    @contextmanager
+    def _noted(self, what: str) -> Iterator[_Moves]:
+        moves, clock = self._moves.setdefault(what, _Moves()), Clock()
+        before = _counts(self._reader)
+        with clock:
+            yield moves
+        read, around = (now - then for now, then in zip(_counts(self._reader), before, strict=True))
+        moves.clocks.append(clock)
+        moves.read.append(read)
+        moves.around.append(around)
+
+
+def _counts(store: Store) -> tuple[int, int]:
+    """Bytes that were read of blobs, and of all else; of a folder they are not told apart."""
+    storage: Any = store.repository.storage
+    counts = storage.inner.counts if hasattr(storage, "read") else storage.counts
+    blobs = getattr(storage, "read", counts.bytes_read)
+    return blobs, counts.bytes_read - blobs
+
+
+def _states(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies of the matrices, each shifted, as many as ``nbytes`` hold; memory that changes from each to the next."""
+    import torch
+
+    matrices = [one for one in trace.index.tensors if one.matrix]
+    state: torch.Tensor | None = None
+    for _, weights in trace.versions():
+        flat = np.concatenate([weights[one.start : one.stop] for one in matrices])
+        copies = max(1, nbytes // flat.nbytes)
+        if state is None:
+            state = torch.empty((copies, flat.size), dtype=torch.bfloat16)
+        for number in range(copies):
+            state[number] = torch.from_numpy(np.roll(flat, number * _SHIFT)).view(torch.bfloat16)
+        yield {f"matrices.{number}": state[number] for number in range(copies)}
+
+
+def _first(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A copy of the first tensor."""
+    return next(iter(state.values())).clone()
+
+
+def _check(wanted: dict[str, torch.Tensor], *found: dict[str, torch.Tensor]) -> None:
+    for one in found:
+        if values.differing(wanted, one):
+            raise WrongBytes("casckpt: an update does not end with what a load gives")
+
+
+def _least(before: torch.Tensor, after: torch.Tensor, copies: int) -> _Moves:
+    """The cost of hashing and decoding alone, measured on one of the copies, for all of them."""
+    from casckpt.format.digest import cell_digest
+    from casckpt.format.encodings import decode, encode
+
+    old, new = (values.as_bytes(one).numpy() for one in (before, after))
+    places = [slice(start, start + CELL) for start in range(0, len(new), CELL)]
+    coded = [(encode(new[at].data, 2, old[at].data), old[at].copy().data) for at in places]
+    with (clock := Clock()):
+        for frame, base in coded:
+            if frame is not None:
+                decode(memoryview(frame), base, base)
+            cell_digest(base)
+    clock.time, clock.cpu = clock.time * copies, clock.cpu * copies
+    return _Moves([clock], [0], [], [0])
