@@ -144,6 +144,16 @@ def test_a_command_that_fails_keeps_what_was_before(store: Store, tmp_path: Path
     assert subprocess.check_output(["cat", tmp_path / "told"], text=True).split() == ids
 
 
+@pytest.mark.process
+def test_the_command_is_given_a_path_that_holds_everywhere(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is told of it runs in another folder."""
+    monkeypatch.chdir(tmp_path)
+    once(store, Path("to"), command="echo $CASCKPT_FOLDER > told")
+    assert (tmp_path / "told").read_text().strip() == f"{tmp_path}/to/{os.readlink('to/current')}"
+
+
 def test_a_folder_of_somebody_else_is_refused(store: Store, tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "mine").touch()
