@@ -35,9 +35,9 @@ class Served:
     def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
         """One request by a connection of its own, and where that leads; the body is read."""
         answer = self.ask(path, method, body, **headers)
-        return (
-            self.get(urljoin(path, answer.headers["Location"]), method, **headers) if answer.status == 307 else answer
-        )
+        if answer.status == 307:
+            return self.get(urljoin(path, answer.headers["Location"]), method, None, **headers)
+        return answer
 
     def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
         """One request, as it is."""
