@@ -208,6 +208,14 @@ def test_a_page_that_a_browser_can_trust(served: Served) -> None:
     assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
 
 
+def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
+    pytest.importorskip("matplotlib", reason="needs casckpt[report]")
+    assert b"href=report" in served.body("/")
+    page = served.get("/report")
+    assert page.headers["Content-Security-Policy"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
+
+
 def test_a_page_of_nothing() -> None:
     from casckpt.repository.repository import Repository
     from tests.support.repositories import memory
