@@ -24,7 +24,7 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
         chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
         check_used(manifest, patterns or (), list(manifest.tensors))
         found = tensor_digests(repo, manifest, list(chosen.values()), progress)
-        return {key: found[entry.number] for key, entry in chosen.items()}
+        return {key: found[entry.number] for key, entry in chosen.items() if entry.number in found}
 
     return manifests.use(repo, commit, compute)
 
@@ -35,16 +35,16 @@ def tensor_digests(
     """Return the digests of entries, 64 hex digits each, by number of the entry.
 
     What was computed before is known to the catalogue, also of other checkpoints with the same cells; the others are
-    read, and verified. Raises Damaged, MissingKey for what was thinned away, StorageError.
+    read, and verified. What was thinned away, and is not known, is left out. Raises Damaged, StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}
-    unknown = [entry for entry in entries if known[entry.number] is None]
+    unknown = [entry for entry in entries if known[entry.number] is None and not manifest.lacks(entry)]
     found = {number: digest for number, digest in known.items() if digest is not None}
     for entry, digest in _computed(repo, manifest, unknown, progress):
         repo.catalogue.set_note(_name(manifest, entry), digest.encode())
         found[entry.number] = digest
-    return {entry.number: found[entry.number] for entry in entries}
+    return found
 
 
 def _known(repo: Repository, manifest: Manifest, entry: StreamEntry) -> str | None:
