@@ -19,6 +19,7 @@ from casckpt.format.columns import Ints
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.notes import BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.records import time_of
+from casckpt.parallel import in_parallel
 from casckpt.plan.packing import branch_of
 from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
@@ -119,7 +120,7 @@ class _Named:
     def alone(self, some: Iterable[TxId]) -> int:
         """Sum up the blobs that nobody but these names."""
         counts = self._counts(some)
-        return int(self.sizes[(counts > 0) & (counts == self._users)].sum())
+        return int(self.sizes[counts == self._users].sum())
 
     def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
         """Give of each of these the blobs that none before it names."""
@@ -216,10 +217,10 @@ def _rule_usage(
 def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list[BranchUsage]:
     """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
     totals = defaultdict[str, float](float)
-    for commit, new in named.new(wanted):
-        names = [named.names[number] for number in new]
-        shares = _shares_of(repo, commit, names) if names else {}
-        for name, size in zip(names, named.sizes[new].tolist(), strict=True):
+    work = [(commit, [named.names[number] for number in new], named.sizes[new]) for commit, new in named.new(wanted)]
+    read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[1]), work)
+    for (_, names, sizes), shares in zip(work, read, strict=True):
+        for name, size in zip(names, sizes.tolist(), strict=True):
             held = shares.get(name, {"": 1})
             for branch, nbytes in held.items():
                 totals[branch] += size * nbytes / sum(held.values())
@@ -230,7 +231,7 @@ def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list
 def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
     """Return the bytes of each branch in some blobs; what was found out before is in the catalogue."""
     note = f"branches/{commit.txid}/{commit.committed.head}"
-    known = decode(repo.catalogue.note(note), BLOB_SHARES)
+    known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
     if known is not None and known.keys() >= {*names}:
         return known
     try:

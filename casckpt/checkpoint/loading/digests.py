@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.loading.load import check_used
 from casckpt.checkpoint.loading.regions import RegionReader, parts_in_order
-from casckpt.format.digest import Hasher, cell_digest, hex_digest
+from casckpt.format.digest import Hasher, hex_digest
+from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StreamEntry
 from casckpt.plan.progress import Progress
@@ -50,10 +51,8 @@ def tensor_digests(
 def _known(repo: Repository, manifest: Manifest, entry: StreamEntry) -> str | None:
     """Return the digest of an entry, if it has one cell or none, or the catalogue has it."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
-    if not digests:
-        return hex_digest(b"")
-    if manifest.cells(entry).is_whole and len(digests) == len(cell_digest(b"")):
-        return digests.hex()
+    if len(digests) <= DIGEST_BYTES:
+        return digests.hex() or hex_digest(b"")
     note = repo.catalogue.note(_name(manifest, entry))
     return None if note is None else note.decode()
 
