@@ -30,6 +30,7 @@ from casckpt.store.store import Store
 from tests.support.crash import CALLS
 from tests.support.faulty import FaultyStore, Kind
 from tests.support.saves import CELL, cells, same_state, trained
+from tests.support.tally import tally
 
 WAYS = ("calls", "syscalls", "timed")
 
@@ -67,6 +68,7 @@ class KillingStore(FaultyStore):
     def _die(self) -> None:
         self.count_ += 1
         if self.count_ == self.step:
+            tally("SIGKILL at a call of the storage")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -88,6 +90,7 @@ def wrap_system_calls(step: int) -> Callable[[], int]:
 
     def die() -> None:
         if next(steps) == step:
+            tally("SIGKILL at a system call")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
