@@ -12,6 +12,7 @@
     |-- InvalidInput   ValueError         invalid-input   1   an argument or a state that cannot be used
     |   |-- Unsupported                   unsupported     1   this store or storage needs what is not here
     |   `-- Refused                       refused         1   stored data that is hostile, or of the future
+    |       `-- Unsigned                  unsigned        1   no signature of a key that is trusted
     |-- StorageError   OSError            storage         1   the storage failed; trying again may help
     `-- RankFailed     RuntimeError       rank-failed     1   another rank of the process group failed or died
 
@@ -103,6 +104,12 @@ class Refused(InvalidInput):
     """Stored data that breaks the rules of the format: of a later version, or hostile."""
 
     kind = "refused"
+
+
+class Unsigned(Refused):
+    """A checkpoint that none of the keys has signed whose signature was demanded. ``checkpoints`` has its id."""
+
+    kind = "unsigned"
 
 
 class StorageError(CasckptError, OSError):

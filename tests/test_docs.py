@@ -44,11 +44,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "casckpt"
 FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
-PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "megatron.md", DOCS / "training.md",
-         DOCS / "dcp.md"]  # fmt: skip
+PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "integrity.md", DOCS / "megatron.md",
+         DOCS / "training.md", DOCS / "dcp.md", DOCS / "tutorial.md", DOCS / "index.md",
+         DOCS / "coming_from.md", DOCS / "howto.md",
+         *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
-EVERY_PAGE = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+EVERY_PAGE = [*(page for page in sorted(DOCS.rglob("*.md")) if "_api" not in page.parts), *sorted(ROOT.glob("*.md"))]
 LAYERS = (
     "", "cli", "frontends", "store", "upkeep", "checkpoint", "tensors", "repository", "plan", "format", "storage",
 )  # fmt: skip
@@ -154,12 +156,13 @@ def test_a_page_with_examples_is_run(page: Path) -> None:
 # the pages with examples
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves with DCP, and means it
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.stem))
 def test_every_example_does_what_the_page_says(page: Path, tmp_path: Path, ranks: Pool) -> None:
     folder = tmp_path / "page"
     folder.mkdir()
     reader = Reader(folder, ROOT, model_and_optimizer(), lambda size, block: ranks.run(size, on_rank, block, folder))
-    assert reader.follow(page) >= 3
+    assert reader.follow(page) >= 2
 
 
 def test_every_example_on_buckets_does_what_the_page_says(

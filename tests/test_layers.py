@@ -76,8 +76,15 @@ FENCES = (
     Fence(("blake3",), ("format/",), "the format has one hash"),
     Fence(("msgspec",), ("format/",), "bytes of the wire are made and read in one place"),
     Fence(("backports", "compression"), ("format/encodings/zstd.py",), "the format has one coder"),
+    Fence(
+        ("cryptography",),
+        ("repository/signatures/", "store/store.py"),
+        "keys are read, and signatures checked, in one place; others name the type of a key",
+    ),
     Fence(("functools.cached_property",), ("lazy.py",), "a forked child could wait for its lock for ever"),
     Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
+    Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
+    Fence(("matplotlib",), ("frontends/report/",), "it is needed for charts only, and takes a while to import"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),
 )
@@ -276,6 +283,7 @@ def test_no_folder_has_more_modules_than_are_seen_at_a_glance() -> None:
         ("upkeep/gc/gc.py", "import sqlite3"),
         ("checkpoint/saving/save.py", "from blake3 import blake3"),
         ("repository/commits.py", "import msgspec"),
+        ("upkeep/copies/signatures.py", "from cryptography.exceptions import InvalidSignature"),
         ("format/encodings/parts.py", "from backports import zstd"),
         ("storage/local/store.py", "import os\nos.environ['X']"),
         ("storage/local/store.py", "from os import getenv"),

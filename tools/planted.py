@@ -294,9 +294,9 @@ PLANTED = (
     Planted(
         "a load lets go of what it holds before it reads",
         "casckpt/store/store.py",
-        "            return held.enter_context(self.lease(ref)).commit\n",
+        "            commit = held.enter_context(self.lease(ref)).commit\n",
         """            with self.lease(ref) as let_go:
-                return let_go.commit
+                commit = let_go.commit
 """,
         "tests/store/test_leases.py",
     ),
@@ -450,6 +450,45 @@ PLANTED = (
     return Transaction(repo, began, seconds=seconds, seen=seen)
 """,
         "tests/repository/test_requirements.py",
+    ),
+    Planted(
+        "a signature of another checkpoint counts",
+        "casckpt/repository/signatures/signed.py",
+        '    return DOMAIN + id.encode() + b"\\n"',
+        "    return DOMAIN",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "verify=False may be said where signatures are required",
+        "casckpt/repository/signatures/signed.py",
+        "    if repo.trusted is not None and not verify:",
+        "    if False:",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "metadata is the record's where only what is signed counts",
+        "casckpt/checkpoint/handle.py",
+        "self._record.metadata if self.repo.trusted is None else None",
+        "self._record.metadata",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "a save is signed after its commit",
+        "casckpt/checkpoint/saving/leader.py",
+        """        sign_save(self.repo, record.manifest)
+        self._transaction.commit(record)
+""",
+        """        self._transaction.commit(record)
+        sign_save(self.repo, record.manifest)
+""",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "a gc deletes signatures of what lives",
+        "casckpt/repository/signatures/signed.py",
+        "    gone = purged - {one.id for one in commits.live()} - copied",
+        "    gone = purged",
+        "tests/store/test_signatures.py",
     ),
     Planted(
         "a copy leaves signatures behind",

@@ -157,7 +157,7 @@ class Checkpoint:
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """The user's metadata."""
-        found = self._record.metadata
+        found = self._record.metadata if self.repo.trusted is None else None  # a signature does not cover the record
         return deepcopy(found) if found is not None else self._manifest.metadata
 
     @property

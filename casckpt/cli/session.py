@@ -51,6 +51,7 @@ class Session(Output):
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # secrets
     cache_dir: Path | None = None
     single_writer: bool = False
+    require_signature: tuple[str, ...] = ()
 
     @cached_property
     def repository(self) -> Repository:
@@ -58,8 +59,9 @@ class Session(Output):
         from casckpt.repository.opening import open_repository
 
         return open_repository(
-            self.url, storage_options=self.storage_options, cache_dir=self.cache_dir, single_writer=self.single_writer
-        )
+            self.url, storage_options=self.storage_options, cache_dir=self.cache_dir, single_writer=self.single_writer,
+            require_signature=self.require_signature or None,
+        )  # fmt: skip
 
     @cached_property
     def store(self) -> Store:
@@ -81,7 +83,7 @@ def finite(value: Any) -> Any:
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
     click.Option(["--json", "as_json"], is_flag=True, help="Give the result as JSON."),
-    click.Option(["-v", "--verbose"], count=True, help="Say more of what is done, twice: all of it."),
+    click.Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything."),
     click.Option(["--debug"], is_flag=True, help="Show where in the code an error comes from."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (
@@ -111,6 +113,14 @@ ON_STORES: tuple[click.Parameter, ...] = (
         is_flag=True,
         help="Nobody else writes at the same time: use a storage that cannot refuse a second create.",
     ),
+)
+
+
+REQUIRE_SIGNATURE = click.Option(
+    ["--require-signature"],
+    metavar="KEY",
+    multiple=True,
+    help="Only what this public key has signed: its file, or 64 hex digits. With several keys, any of them.",
 )
 
 
@@ -144,8 +154,11 @@ def _about_store(error: click.UsageError) -> str:
     return f"a folder or a URL; -s or {ENV_STORE} may name it, too" if is_missing else ""
 
 
-def store_command(name: str) -> Callable[[Function], click.Command]:
-    """A command of a store: STORE first. The function gets a `Session` and its own options."""
+def store_command(name: str, *, loads: bool = False) -> Callable[[Function], click.Command]:
+    """A command of a store: STORE first. The function gets a `Session` and its own options.
+
+    ``loads``: it hands checkpoints out, and can be told whose signature they need.
+    """
 
     def decorate(function: Function) -> click.Command:
         @wraps(function)
@@ -156,13 +169,17 @@ def store_command(name: str) -> Callable[[Function], click.Command]:
             single_writer: bool,
             named_store: str | None,
             store: str = "",
+            require_signature: tuple[str, ...] = (),
             **options: Any,  # of the one command, by the names that click gives them
         ) -> int | None:
             as_json, url = _take_common(options), named_store or store
-            return function(Session(as_json, url, dict(storage_options), cache_dir, single_writer), **options)
+            return function(
+                Session(as_json, url, dict(storage_options), cache_dir, single_writer, require_signature), **options
+            )
 
         made = click.command(name, cls=StoreCommand)(call)
-        made.params = [STORE_ARGUMENT, *made.params, *ON_STORES, *COMMON]
+        trust = [REQUIRE_SIGNATURE] if loads else []
+        made.params = [STORE_ARGUMENT, *made.params, *trust, *ON_STORES, *COMMON]
         return made
 
     return decorate

@@ -256,6 +256,11 @@ def parse_mirrored(key: str) -> tuple[TxId, int] | None:
     return (TxId(found[1]), int(found[2] or 0)) if found else None
 
 
+def signature_key(id: ManifestId, key: str) -> str:
+    """Return the key of the signature of a checkpoint; ``key``: the hash of the signer's public key."""
+    return f"signatures/{id}/{key}"
+
+
 def parse_signature(key: str) -> ManifestId | None:
     """Parse the id of a key under signatures/, signatures/<id>/<key id>. Returns None for any other key."""
     found = _SIGNATURE_RE.fullmatch(key)

@@ -29,9 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Unsigned
 from casckpt.frontends.new_files import sync_folder
-from casckpt.frontends.safetensors.exporting import CONFIG, Base, export_safetensors
+from casckpt.frontends.safetensors.exporting import Base, export_safetensors
+from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.plan.durations import Duration
 from casckpt.repository.runs.watching import LONGEST_PAUSE
 from casckpt.store.store import Store
@@ -76,8 +77,9 @@ class Follower:
         """Iterate over the switches as they are made, for ever; ``once``: until the newest that is there is current.
 
         A storage or a disk that fails is told in the log, and tried again, less and less often; with ``once`` it is
-        raised. A checkpoint that is damaged is left out. Raises Conflict where another process follows with this
-        folder, InvalidInput where something else is in it; else what a watch and an export raise.
+        raised. A checkpoint that is damaged, or not signed as it must be, is left out. Raises Conflict where another
+        process follows with this folder, InvalidInput where something else is in it; else what a watch and an export
+        raise.
         """
         with _alone(self.folder):
             pause = _PAUSE
@@ -124,7 +126,7 @@ class Follower:
         except (NotFound, Conflict) as error:
             log.info("%s is left out: %s", checkpoint, error)
             return None
-        except Damaged as error:
+        except (Damaged, Unsigned) as error:
             log.error("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)

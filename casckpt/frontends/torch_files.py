@@ -42,7 +42,7 @@ from casckpt.frontends.torch_layout import TorchState, laid_out
 from casckpt.frontends.view import Rules, View, check_whole, view_of
 from casckpt.frontends.windows import WindowReader
 from casckpt.plan.progress import Shown
-from casckpt.repository import manifests
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.storage.paths import is_url, local_path
 from casckpt.store.exports import Exported, FileOptions
 from casckpt.store.store import Store
@@ -194,7 +194,7 @@ class _Export:
     """One file: torch writes it with holes for the data of tensors, which are filled afterwards."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, allow_pickle: bool) -> None:
-        self.manifest = manifests.get(store.repository, checkpoint.commit)
+        self.manifest = get_trusted(store.repository, checkpoint.commit)
         self._contents = Contents(self.manifest, 0)
         self._options = LoadOptions(allow_pickle=allow_pickle)
         self._repo = store.repository

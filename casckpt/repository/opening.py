@@ -9,6 +9,7 @@ from typing import Any
 
 from casckpt.plan.sizes import parse_size
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.keys import KeyFile, KeyFiles, private_key, public_keys
 from casckpt.storage import open_storage
 
 CACHE_VARIABLE = "CASCKPT_CACHE_DIR"
@@ -22,13 +23,15 @@ def open_repository(
     cache_bytes: int | str | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
+    sign_with: KeyFile | None = None,
+    require_signature: KeyFiles | None = None,
 ) -> Repository:
     """Open what `casckpt.open` does, with the same arguments. Makes and reads nothing.
 
     Without a ``cache_dir`` that of the environment counts (`CACHE_VARIABLE`): whoever sets up a host or a job says
     where its caches lie, for programs as for the command line.
 
-    Raises `InvalidInput` or `Unsupported` for a URL that cannot be used.
+    Raises `InvalidInput` or `Unsupported` for a URL that cannot be used; for keys that cannot be, `NotFound`, too.
     """
     storage = open_storage(url, storage_options, single_writer=single_writer, page_cache=page_cache)
     folder = cache_dir if cache_dir is not None else os.environ.get(CACHE_VARIABLE) or None
@@ -37,4 +40,6 @@ def open_repository(
         None if folder is None else Path(folder).expanduser().absolute(),
         single_writer=single_writer,
         cache_bytes=parse_size(cache_bytes) if isinstance(cache_bytes, str) else cache_bytes,
+        signer=None if sign_with is None else private_key(sign_with).private_bytes_raw(),
+        trusted=None if require_signature is None else public_keys(require_signature),
     )

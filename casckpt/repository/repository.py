@@ -16,12 +16,13 @@ import platformdirs
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format import keys, records
 from casckpt.format.digest import hex_digest
-from casckpt.format.names import BlobHash, TxId
+from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Marker, Record, Settings
 from casckpt.repository.blob_cache import BlobCache
 from casckpt.repository.caches import ManifestCache, RecordCache, RunCaches
 from casckpt.repository.catalogue import Catalogue
 from casckpt.repository.exclusive import require_exclusive
+from casckpt.repository.signatures.keys import PublicKey
 from casckpt.storage.base import AlreadyExists, ObjectStore
 
 Clock: TypeAlias = Callable[[], int]
@@ -44,6 +45,8 @@ class Repository:
     ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
     ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
     ``mirror``: URL of the store that this one is copied to, which its settings say before anything is saved.
+    ``trusted``: public keys; only what one of them has signed is loaded (None: all); ``found_signed``
+    is known to be. ``signer``: the private key that each save is signed with.
     ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
     ``last_commit``: key of the last record of its own. ``runs``: what was announced, by the hash of the run.
     Thread-safe, usable in forked children; pickles.
@@ -56,6 +59,9 @@ class Repository:
     single_writer: bool = False
     mirror: str | None = None
     cache_bytes: int | None = None
+    trusted: frozenset[PublicKey] | None = None
+    signer: bytes | None = field(default=None, repr=False)
+    found_signed: set[ManifestId] = field(default_factory=set, init=False, repr=False, compare=False)
     listeners: list[Callable[[], None]] = field(default_factory=list, init=False, repr=False, compare=False)
     manifests: ManifestCache = field(default_factory=ManifestCache, init=False, repr=False, compare=False)
     records: RecordCache = field(default_factory=RecordCache, init=False, repr=False, compare=False)
@@ -69,7 +75,7 @@ class Repository:
     _catalogue: Catalogue | None = field(default=None, init=False, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine: dict[str, Any] = {"seen_blobs": set(), "listeners": []}
+        mine: dict[str, Any] = {"seen_blobs": set(), "found_signed": set(), "listeners": []}
         caches = ("manifests", "records", "runs", "_catalogue", "_blob_cache")
         return self.__dict__ | mine | dict.fromkeys(caches)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from casckpt.errors import InvalidInput
 from casckpt.repository.opening import open_repository
+from casckpt.repository.signatures.keys import KeyFile, KeyFiles
 from casckpt.store.store import Store, repository_of
 
 
@@ -21,6 +22,8 @@ def open(
     mirror: Store | str | os.PathLike[str] | None = None,
     single_writer: bool = False,
     page_cache: bool | None = None,
+    sign_with: KeyFile | None = None,
+    require_signature: KeyFiles | None = None,
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
 
@@ -34,11 +37,17 @@ def open(
     else writes to the store at the same time, which makes storages usable that cannot create exclusively.
     ``page_cache``, of a store in a folder: True leaves what is saved and loaded in the host's memory for whoever loads
     it next, False leaves nothing there; by default a load does where that costs nothing: memory is plenty, and the
-    file system fills its cache in large pieces. Raises InvalidInput or Unsupported for a URL that cannot be used.
+    file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password),
+    with which each save is signed before its commit, as `Store.sign` does it later. ``require_signature``: a public
+    key, or several; of checkpoints that none of them has signed nothing is loaded, exported or served: that raises
+    Unsigned.
+
+    Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a key that is not there.
     """
     here = open_repository(
         url, storage_options=storage_options, cache_dir=cache_dir, cache_bytes=cache_bytes,
-        single_writer=single_writer, page_cache=page_cache,
+        single_writer=single_writer, page_cache=page_cache, sign_with=sign_with,
+        require_signature=require_signature,
     )  # fmt: skip
     if mirror is None:
         return Store(here)

@@ -34,6 +34,8 @@ from casckpt.repository.opening import open_repository
 from casckpt.repository.prefetching import pre_download
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs import watching
+from casckpt.repository.signatures.keys import KeyFile, private_key
+from casckpt.repository.signatures.signed import check_trusted, get_trusted, sign
 from casckpt.storage.base import Finding
 from casckpt.storage.forking import PerProcess
 from casckpt.store import exports
@@ -44,6 +46,7 @@ from casckpt.upkeep.copies.copying import CopyResult
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import MirrorLag
 from casckpt.upkeep.doctor import examine
+from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.upkeep.repair.repair import RepairResult, repair
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from torch.distributed import ProcessGroup
 
     from casckpt.checkpoint.arguments import Rename
@@ -209,7 +213,7 @@ class Store:
         check_keywords("Store.update", options, UpdateArguments)
         if held is not None and not isinstance(held, Checkpoint):
             raise InvalidInput(f"held={held!r:.80} is not usable; give what load or update returned, or None")
-        return self._load(state, ref, LoadOptions(held=held, **options))
+        return self._load(state, ref, LoadOptions(updates=True, held=held, **options))
 
     def _load(self, state: Any, ref: str | Checkpoint, given: LoadOptions) -> Checkpoint:
         from casckpt.checkpoint.loading.load import load_together
@@ -267,7 +271,7 @@ class Store:
         `open`), StorageError.
         """
         commit = self._resolve_to_load(ref)
-        manifest = manifests.get(self.repository, commit)
+        manifest = get_trusted(self.repository, commit)
         refs = list(manifest.blobs)
         if state is not None:
             from casckpt.checkpoint.loading.load import wanted_blobs
@@ -398,6 +402,16 @@ class Store:
         """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
         return usage(self.repository)
 
+    def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
+        """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
+
+        ``run``: of this one alone. ``branches``: also what has one first element in its keys, for which manifests are
+        read that this host has not looked at yet. ``keep_last=2`` and the other rules of `gc`: what each of them would
+        free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        """
+        check_keywords("Store.footprint", keep, KeepRules)
+        return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
+
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
         manifest = manifests.get(self.repository, self._resolve(ref))
@@ -409,7 +423,7 @@ class Store:
         from casckpt.checkpoint.loading.load import read_attachment
         from casckpt.checkpoint.loading.load_plan import LoadOptions
 
-        manifest = manifests.get(self.repository, self._resolve(ref))
+        manifest = manifests.get(self.repository, self._resolve_to_load(ref))
         return read_attachment(self.repository, manifest, name, LoadOptions())
 
     # keeping and removing
@@ -456,6 +470,23 @@ class Store:
     def untag(self, name: str) -> None:
         """Remove a tag. Raises NotFound."""
         tags.delete_tag(self.repository, name)
+
+    def sign(
+        self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
+    ) -> list[Checkpoint]:
+        """Vouch for checkpoints, ranges of steps too: put a signature of each one's id beside it, which travels along.
+
+        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or one of the package cryptography;
+        ``password``: of the file. Sign what a save of this process has returned: its id was made of your memory. Of
+        another one `verify` says whether the store has what its id says, and nothing whose it is.
+
+        Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
+        """
+        signer = private_key(key, password) if isinstance(key, str | os.PathLike) else key
+        chosen = refs.resolve_many(self.repository, map(_plain, named))
+        for commit in chosen:
+            sign(self.repository, commit, signer)
+        return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
         """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
@@ -703,14 +734,19 @@ class Store:
     def _resolve_to_load(self, ref: str | Checkpoint) -> Commit:
         commit = self._resolve(ref)
         warn_if_forgotten(commit)
+        return self._trusted(commit)
+
+    def _trusted(self, commit: Commit) -> Commit:
+        check_trusted(self.repository, commit.id, str(commit))
         return commit
 
     def _resolve_held(self, ref: str | Checkpoint, held: ExitStack) -> Commit:
         try:
-            return held.enter_context(self.lease(ref)).commit
+            commit = held.enter_context(self.lease(ref)).commit
         except (StorageError, Unsupported) as error:
             more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
+        return self._trusted(commit)
 
 
 def _new_saver(repository: Repository) -> Saver:

@@ -101,7 +101,7 @@ def _unpickle(key: str, data: Any, allow_pickle: bool) -> Any:
         if is_archive(data) and not allow_pickle:
             return read_archive(data)
         if allow_pickle:
-            return _trusted(data)
+            return _run_pickle(data)
     except MISREAD as error:
         if allow_pickle or not isinstance(error, pickle.UnpicklingError):
             raise Refused(f"key {key!r}: its pickle cannot be loaded here: {error!r}", key=key) from error
@@ -123,7 +123,7 @@ def _needs_leave(key: str) -> InvalidInput:
     )
 
 
-def _trusted(data: bytes) -> Any:
+def _run_pickle(data: bytes) -> Any:
     if is_archive(data):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     return pickle.loads(data)  # noqa: S301 - the caller said that the store is trusted

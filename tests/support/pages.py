@@ -91,7 +91,7 @@ class Reader:
             status, printed = self._run(command)
             where = f"{block.page}:{line}: {command}"
             assert status == 0, f"{where}\nleft with {status}:\n{printed}"
-            fits = re.fullmatch(_pattern(expected), printed.strip())
+            fits = re.fullmatch(pattern(expected), printed.strip())
             assert not expected or fits, f"{where}\nprinted\n{printed}\nbut the page says\n" + "\n".join(expected)
 
     def _crontab(self, block: Block) -> None:
@@ -140,6 +140,12 @@ def _commands(block: Block) -> Iterator[tuple[int, str, list[str]]]:
     yield from found
 
 
-def _pattern(expected: list[str]) -> str:
+def commands_in(text: str) -> list[tuple[str, list[str]]]:
+    """(command, lines that it prints) of what stands in a console block."""
+    return [(command, expected) for _, command, expected in _commands(Block("", 1, "console", text, 0))]
+
+
+def pattern(expected: list[str]) -> str:
+    """Give what fits to lines with ``...`` in them."""
     lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]
     return "(?s:" + r"[ ]*\n".join(lines).strip() + ")"

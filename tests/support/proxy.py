@@ -29,6 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+from tests.support.tally import tally
+
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
 _REFUSED = "<?xml version='1.0'?><Error><Code>{}</Code><Message>No.</Message></Error>"
@@ -49,7 +51,10 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Seen:
-    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent."""
+    """A request. ``path``: as the client means it, without the query; ``size``: of its body, as it was sent.
+
+    ``condition``: its If-None-Match.
+    """
 
     method: str
     path: str
@@ -57,6 +62,7 @@ class Seen:
     range: str | None
     size: int
     payload: str | None
+    condition: str | None = None
 
 
 @dataclass
@@ -77,6 +83,7 @@ class Proxy:
         self._random: random.Random | None = None
         self._share = 0.0
         self._refused: tuple[str, frozenset[str], int] | None = None
+        self._allowed: Callable[[Seen], bool] = lambda _: True
         self._actions: dict[int, Callable[[], None]] = {}
         self._muted: tuple[str, int] | None = None
         self._heard = threading.Event()
@@ -115,6 +122,10 @@ class Proxy:
         with self._lock:
             self._refused = (code, frozenset(methods), len(self.seen) + after)
 
+    def allow(self, allowed: Callable[[Seen], bool]) -> None:
+        """From now on, also when it is calm, what is not ``allowed`` is answered 403: AccessDenied."""
+        self._allowed = allowed
+
     def at(self, number: int, action: Callable[[], None]) -> None:
         """Do something when the request of this number comes (0: the first from now on), before it is passed on."""
         with self._lock:
@@ -142,6 +153,8 @@ class Proxy:
 
     def refusal_of(self, request: Seen) -> str | None:
         """The code with which a request that was noted last is refused."""
+        if not self._allowed(request):
+            return "AccessDenied"
         with self._lock:
             if self._refused is None:
                 return None
@@ -207,8 +220,11 @@ class _Handler(BaseHTTPRequestHandler):
         split = urlsplit(self.path)
         size = int(self.headers.get("Content-Length") or self.headers.get("X-Amz-Decoded-Content-Length") or 0)
         payload = self.headers.get("X-Amz-Content-SHA256")
-        request = Seen(self.command, unquote(split.path), split.query, self.headers.get("Range"), size, payload)
+        path, only_if = unquote(split.path), self.headers.get("If-None-Match")
+        request = Seen(self.command, path, split.query, self.headers.get("Range"), size, payload, only_if)
         trouble = self.server.proxy.trouble_of(request)
+        if trouble is not None:
+            tally(f"network: {trouble.value}")
         if trouble is Trouble.HALF:
             self.rfile.read(size // 2)
             self._reset()
@@ -219,6 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         code = self.server.proxy.refusal_of(request)
         if code is not None:
+            tally("network: refused, 403")
             self._answer(403, "Forbidden", [("Content-Type", "application/xml")], _REFUSED.format(code).encode())
             return
         if trouble is Trouble.LATE:

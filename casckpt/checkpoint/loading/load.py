@@ -33,6 +33,7 @@ from casckpt.format.tree import Node, Path, children, join, leaves
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.signed import check_verified
 from casckpt.tensors.state import LeafValue, inflate
 
 _QUICK_BYTES = 256 << 20  # of a checkpoint: it is loaded in well under a second
@@ -135,6 +136,7 @@ def _find(
 
     def hello() -> _Hello:
         settings.append(options.checked())
+        check_verified(repo, verify=options.verify)
         return _Hello(named(ref), gethostname(), repo.manifests.names())
 
     def find(told: Sequence[_Hello]) -> list[_Found]:

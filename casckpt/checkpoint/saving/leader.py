@@ -41,6 +41,7 @@ from casckpt.repository.runs.following import (
     look_at_all,
     newest_reusable,
 )
+from casckpt.repository.signatures.signed import sign_save
 from casckpt.repository.transactions import Transaction, begin
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,7 @@ class Leader:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
         described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
         record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
+        sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
         self._forget_replaced()
         say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))

@@ -140,10 +140,9 @@ class _Attempt:
         threads, progress = self.options.threads, self.progress
         looker = None if knowledge.unlooked is None else Looker(knowledge.unlooked)
         with coding(self.repo, known, self.options, told=knowledge.compress) as coder:
-            share = store_share(
+            self._share = store_share(
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
             )
-        self._share = share
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
         tree, health = prepared.tree if alone else None, {} if looker is None else looker.found
         return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
-@click.option("--blob-size", type=SIZE, help="Pack it anew, into files of about so much; DST may be STORE.")
+@click.option("--blob-size", type=SIZE, help="Repack it into files of about so much; DST may be STORE.")
 @click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")

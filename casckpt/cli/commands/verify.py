@@ -1,4 +1,4 @@
-"""``casckpt verify``."""
+"""``casckpt verify``, and ``casckpt sign``, which says whose it is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, count, printable, say, shortened, size
+from casckpt.cli.text import SHORT_ID, count, name, printable, say, shortened, size
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
     from casckpt.upkeep.repair.verify import Mode
 
 
-@store_command("verify")
+@store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
 @click.option("--quick", is_flag=True, help="Look only whether blobs are there, with the right size.")
 @click.option(
@@ -30,7 +30,8 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
     """Read it all, and compare with the hashes.
 
     All that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. Damaged blobs are
-    marked, so that no save reuses them; `casckpt repair` puts them right where it can.
+    marked, so that no save reuses them; `casckpt repair` puts them right where it can. With --require-signature exit
+    status 1 if one has no signature of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -38,7 +39,27 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
     session.give(plain(result), text)
     if result.is_damaged:
         return Damaged.exit_status
-    return FAILED if result.failed else 0
+    return FAILED if result.failed or result.unsigned else 0
+
+
+@store_command("sign")
+@click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
+@click.option("--key", required=True, metavar="FILE", help="The private key: Ed25519, of OpenSSL or ssh-keygen.")
+@click.option("--password", is_flag=True, help="Ask for the password of the key.")
+def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> None:
+    """Vouch for checkpoints.
+
+    Puts a signature of each one's id into the store; it stays through repair, copies and thin, and goes with the
+    checkpoint. REF may be a range of steps. Whoever loads can demand it: casckpt.open(..., require_signature=KEY).
+    """
+    word = click.prompt("password", hide_input=True, err=True).encode() if password else None
+    signed = session.store.sign(*refs, key=key, password=word)
+    session.give(plain(signed), _signed)
+
+
+def _signed(result: list[dict[str, Any]]) -> None:
+    for one in result:
+        say(f"signed {name(one)}")
 
 
 def text(result: dict[str, Any]) -> None:
@@ -52,6 +73,8 @@ def text(result: dict[str, Any]) -> None:
         say(f"damaged record {printable(one['key'])}: {printable(one['why'])}")
     for one in result["failed"]:
         say(f"could not read blob {one['blob']}: {printable(one['why'])}")
+    for one in result["unsigned"]:
+        say(f"not signed: {name(one)}")
     for blob in result["repaired"]:
         say(f"right again: blob {blob}")
     checked = f"{count(result['checked_blobs'], 'blob')}, {size(result['checked_bytes'])}"
@@ -80,4 +103,6 @@ def _to_do(result: dict[str, Any]) -> list[str]:
         lines.append("and give up the saves with `casckpt transactions STORE --give-up`")
     if damaged := len(result["damaged"]) + len(result["manifests"]):
         lines.append(f"{damaged} damaged: run `casckpt repair`")
+    if unsigned := len(result["unsigned"]):
+        lines.append(f"{count(unsigned, 'checkpoint')} not signed: who knows them to be right runs `casckpt sign`")
     return lines

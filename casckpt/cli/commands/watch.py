@@ -40,7 +40,7 @@ def _line(row: dict[str, Any]) -> str:
     return f"{moment(row['created_at'])}  {name(row)}{'  late' if row['late'] else ''}"
 
 
-@store_command("follow")
+@store_command("follow", loads=True)
 @click.argument("run", type=RUN)
 @click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")

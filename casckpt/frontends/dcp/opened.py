@@ -24,7 +24,7 @@ from casckpt.frontends.dcp.ids import stamp
 from casckpt.frontends.dcp.note import Note, read_note
 from casckpt.frontends.dcp.schema import Opaque, Schema, Value, schema_of
 from casckpt.lazy import cached_property
-from casckpt.repository import manifests
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.objects import is_archive, read_archive, write_archive
@@ -37,7 +37,7 @@ class Opened:
     def __init__(self, store: Store, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self.checkpoint, self._options = checkpoint, options
         self._repo = store.repository
-        self.manifest = manifests.get(self._repo, checkpoint.commit)
+        self.manifest = get_trusted(self._repo, checkpoint.commit)
         self._contents = Contents(self.manifest, options.rank)
 
     @cached_property

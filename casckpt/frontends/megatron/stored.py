@@ -26,6 +26,7 @@ from casckpt.frontends.megatron.place import StoreRef
 from casckpt.lazy import cached_property
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 from casckpt.tensors.values import Shard
@@ -54,7 +55,7 @@ class MegatronCheckpoint:
         names = place.store.attachments(checkpoint)
         data = place.store.read_attachment(checkpoint, NOTES_NAME) if NOTES_NAME in names else None
         notes = Notes() if data is None else Notes.decoded(data)
-        manifest = manifests.get(place.store.repository, checkpoint.commit)
+        manifest = get_trusted(place.store.repository, checkpoint.commit)
         wanted = common and COMMON_NAME in names
         file = place.store.read_attachment(checkpoint, COMMON_NAME) if wanted else None
         return cls(place.store, checkpoint.commit, manifest, notes, file)

@@ -16,7 +16,7 @@ from casckpt.frontends.safetensors.importing import METADATA_KEY
 from casckpt.frontends.safetensors.layout import INDEX, Layout, lay_out
 from casckpt.frontends.view import Rules, view_of
 from casckpt.lazy import cached_property
-from casckpt.repository import manifests
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 
 CONFIG: Final = "config.json"
@@ -25,11 +25,11 @@ _OF_TRAINING = re.compile(r"optimizer\.(pt|bin)|scheduler\.pt|scaler\.pt|trainin
 
 
 class FolderPlan:
-    """One checkpoint seen by some rules. Raises what `view_of` and `manifests.get` do."""
+    """One checkpoint seen by some rules. Raises what `view_of` and `get_trusted` do."""
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rules: Rules) -> None:
         self.store, self.checkpoint, self.rules = store, checkpoint, rules
-        self.manifest: Manifest = manifests.get(store.repository, checkpoint.commit)
+        self.manifest: Manifest = get_trusted(store.repository, checkpoint.commit)
         self.view = view_of(self.manifest, rules)
 
     def lay_out(self, most: int | None) -> Layout:

@@ -14,8 +14,8 @@ from casckpt.format.regions import whole
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
 from casckpt.plan.reads import covers
-from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
+from casckpt.repository.signatures.signed import get_trusted
 from casckpt.store.store import Store
 from casckpt.tensors.state import decode_tree, inflate
 
@@ -45,7 +45,7 @@ class StoredTraining:
     def read(cls, store: Store, ref: str | Checkpoint) -> StoredTraining:
         """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
-        return cls(store, commit, manifests.get(store.repository, commit))
+        return cls(store, commit, get_trusted(store.repository, commit))
 
     def keys_below(self, prefix: str) -> list[str]:
         """The flat keys below ``prefix``, without it."""

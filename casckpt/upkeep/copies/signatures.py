@@ -1,7 +1,4 @@
-"""Signatures of checkpoints: small objects beside them, by the id of the checkpoint and that of the key.
-
-A copy takes them along, before its commit. Nothing here makes or checks one, and no gc deletes one.
-"""
+"""Signatures of checkpoints in copies: all are taken along, before the commit, be they right or not."""
 
 from __future__ import annotations
 
@@ -10,13 +7,11 @@ from collections.abc import Container
 from contextlib import suppress
 
 from casckpt.errors import Damaged, NotFound, Refused
-from casckpt.format.keys import parse_signature
 from casckpt.format.names import ManifestId
 from casckpt.format.records import MAX_RECORD_BYTES
 from casckpt.repository.repository import Repository
+from casckpt.repository.signatures.signed import list_signatures
 from casckpt.storage.base import AlreadyExists
-
-PREFIX = "signatures/"
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +21,8 @@ def copy_signatures(source: Repository, target: Repository, ids: Container[Manif
 
     One that cannot be read keeps nothing else from being copied. Raises `StorageError`.
     """
-    here = [key for key, id in _listed(source).items() if id in ids]
-    there = _listed(target) if here else {}
+    here = [key for key, id in list_signatures(source).items() if id in ids]
+    there = list_signatures(target) if here else {}
     for key in here:
         if key in there:
             continue
@@ -38,8 +33,3 @@ def copy_signatures(source: Repository, target: Repository, ids: Container[Manif
             continue
         with suppress(AlreadyExists):
             target.storage.put(key, data)
-
-
-def _listed(repo: Repository) -> dict[str, ManifestId]:
-    listed = repo.storage.list(PREFIX, known=parse_signature)
-    return {entry.key: id for entry in listed if (id := parse_signature(entry.key)) is not None}

@@ -34,6 +34,7 @@ from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
+from casckpt.repository.signatures.signed import remove_signatures
 from casckpt.repository.tags import remove_old_generations
 from casckpt.repository.transactions import PREFIX as TRANSACTIONS
 from casckpt.repository.transactions import OpenTransaction, open_transactions, remove_closed
@@ -316,6 +317,7 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
         repo.storage.sweep(uploader_folder(uploader))
     remove_closed(repo, closed)
     remove_old_generations(repo)
+    remove_signatures(repo)
     blobs.remove_marks(repo, tally.deleted)
     for folder in _RECORDS:
         repo.storage.sweep(folder, below=bool(folder))

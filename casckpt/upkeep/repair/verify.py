@@ -20,6 +20,7 @@ from casckpt.repository.fetching import compare_size
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
+from casckpt.repository.signatures.signed import is_trusted
 from casckpt.repository.tags import list_tags
 from casckpt.upkeep.gc.settling import faults
 from casckpt.upkeep.lost import ADVICE, lost_records
@@ -65,7 +66,8 @@ class VerifyResult:
 
     ``damaged``: also, if cells were decoded, blobs that are what was written but hold a frame of another cell.
     ``decoded_bytes``: of coded cells and their bases, decoded and compared, if that was asked for. ``repaired``: blobs
-    that had been marked and are right.
+    that had been marked and are right. ``unsigned``: what nobody has signed whose signature the store was opened to
+    require.
     """
 
     checked_blobs: int = 0
@@ -77,6 +79,7 @@ class VerifyResult:
     records: tuple[DamagedRecord, ...] = ()
     failed: tuple[UnreadBlob, ...] = ()
     repaired: tuple[str, ...] = ()
+    unsigned: tuple[Commit, ...] = ()
 
     @property
     def is_damaged(self) -> bool:
@@ -155,6 +158,7 @@ def verify(
         records=tuple(DamagedRecord(*record) for record in records),
         failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
         repaired=_mark(repo, healing) if mark else (),
+        unsigned=tuple(one for one in chosen if not is_trusted(repo, one.id)),
     )
 
 

@@ -1,0 +1,150 @@
+"""The charts of a report: SVG by matplotlib, in the colours of the page around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Final
+
+from casckpt.errors import Unsupported
+from casckpt.plan.sizes import format_size
+from casckpt.upkeep.history import Heat
+from casckpt.upkeep.usage import RunUsage
+
+try:
+    import matplotlib as mpl
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+except ImportError as error:
+    raise Unsupported("a report needs matplotlib, which draws its charts: pip install 'casckpt[report]'") from error
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH: Final = 4.0  # inches: 384 pixels, so that text has its own size on a telephone
+POINTS: Final = 200  # of a line: more are not seen
+BLUE, GREEN, GREY = "#3b82f6", "#16a34a", "#8b949e"
+_INK = "#010203"  # becomes the colour of the text around
+_SETTINGS: Any = {  # its type is a list of all names that matplotlib knows
+    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9, "text.parse_math": False,
+    "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK, "xtick.color": _INK, "ytick.color": _INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "figure.facecolor": "none",
+    "axes.facecolor": "none", "savefig.facecolor": "none", "legend.frameon": False,
+}  # fmt: skip
+_HEAT = LinearSegmentedColormap.from_list("heat", [(0.23, 0.51, 0.96, 0.07), (0.23, 0.51, 0.96, 1.0)])
+
+
+@contextmanager
+def _figure(height: float, salt: str) -> Iterator[tuple[Figure, Axes, list[str]]]:
+    """Give a figure, and a list for what is drawn of it. ``salt``: tells the ids of one chart from those of another."""
+    drawn: list[str] = []
+    with mpl.rc_context(_SETTINGS | {"svg.hashsalt": salt}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, figure.add_subplot(), drawn
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+        drawn.append(_bare(text.getvalue()))
+
+
+def _bare(svg: str) -> str:
+    """Leave out what stands for a file of its own, and take the colour of the text around."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?)width="[\d.]+pt" height="[\d.]+pt"', r"\1", svg)
+    svg = re.sub(r"(\d\.\d{2})\d+", r"\1", svg)
+    return re.sub(r"\s*\n\s*", "\n", svg.replace(_INK, "currentColor")).strip()
+
+
+def _bytes(axis: Any, most: int, marks: int = 5) -> None:
+    """Mark an axis from 0 on at round numbers of a unit of bytes."""
+    unit = 1024 ** ((max(most, 1).bit_length() - 1) // 10)
+    axis.set_ticks([value * unit for value in MaxNLocator(nbins=marks).tick_values(0, max(most, 1) / unit)][:-1])
+    axis.set_major_formatter(_AS_SIZE)
+
+
+_AS_SIZE = FuncFormatter(lambda value, _: format_size(int(value)).replace(".0 ", " "))
+
+
+def thinned(count: int, most: int = POINTS) -> list[int]:
+    """Give the indices to draw, evenly chosen, with the first and the last."""
+    if count <= most:
+        return list(range(count))
+    return [round(place * (count - 1) / (most - 1)) for place in range(most)]
+
+
+def growth(logical: Sequence[int], stored: Sequence[int]) -> str:
+    """Draw what all checkpoints so far would take one by one, and what they take, checkpoint by checkpoint."""
+    chosen = thinned(len(logical))
+    with _figure(2.6, "growth") as (_, axes, drawn):
+        numbers = [place + 1 for place in chosen]
+        mark = "o" if len(chosen) == 1 else ""
+        for values, colour, name in ((logical, GREY, "one by one"), (stored, GREEN, "stored")):
+            shown = [values[place] for place in chosen]
+            axes.plot(numbers, shown, color=colour, linewidth=1.8, label=name, marker=mark)
+            axes.fill_between(numbers, shown, color=colour, alpha=0.12, linewidth=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("checkpoints, the oldest first")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        _bytes(axes.yaxis, max(logical))
+        axes.legend(loc="upper left")
+    return drawn[0]
+
+
+def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequence[int]) -> str:
+    """Draw the size of each checkpoint of a run and what it added, on a scale of powers."""
+    chosen = thinned(len(steps))
+    with _figure(2.4, f"run {run}") as (_, axes, drawn):
+        axes.plot(
+            [steps[n] for n in chosen], [max(sizes[n], 1) for n in chosen], ".", color=GREY, label="size of state"
+        )
+        axes.plot([steps[n] for n in chosen], [max(added[n], 1) for n in chosen], ".", color=GREEN, label="added")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_locator(mpl.ticker.LogLocator(base=2, numticks=6))
+        axes.minorticks_off()
+        axes.margins(y=0.2)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axes.yaxis.set_major_formatter(_AS_SIZE)
+        axes.legend(loc="best")
+    return drawn[0]
+
+
+def side_by_side(runs: Sequence[RunUsage]) -> str:
+    """Draw what the checkpoints of each run take, and what of that no other run uses."""
+    with _figure(0.7 + 0.36 * len(runs), "runs") as (_, axes, drawn):
+        places = list(range(len(runs)))
+        axes.barh(places, [run.bytes_used for run in runs], color=GREEN, alpha=0.35, label="stored")
+        axes.barh(places, [run.bytes_alone for run in runs], color=GREEN, height=0.4, label="of it, no other run uses")
+        axes.set_yticks(places, [_short(run.run) for run in runs])
+        axes.invert_yaxis()
+        _bytes(axes.xaxis, max(run.bytes_used for run in runs), marks=4)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.3 if len(runs) < 3 else -0.15), ncols=2)
+    return drawn[0]
+
+
+def heat_map(run: str, heat: Heat) -> str:
+    """Draw layers by steps: how much of each changed."""
+    with _figure(min(0.9 + 0.16 * len(heat.layers), 7.5), f"heat {run}") as (figure, axes, drawn):
+        filled = [[float("nan") if share is None else share for share in row] for row in heat.shares]
+        image = axes.imshow(filled, cmap=_HEAT, vmin=0, vmax=1, aspect="auto", interpolation="none")
+        axes.set_yticks(range(len(heat.layers)), [_short(name) for name in heat.layers], fontsize=7)
+        shown = thinned(len(heat.steps), 6)
+        axes.set_xticks(shown, [str(heat.steps[place]) for place in shown])
+        axes.set_xlabel("step")
+        bar = figure.colorbar(image, ax=axes, location="top", shrink=0.6, aspect=30)
+        bar.set_ticks([0, 0.5, 1], labels=["0 %", "50 %", "100 % changed"])
+        bar.outline.set_visible(False)
+    return drawn[0]
+
+
+def _short(name: str, most: int = 24) -> str:
+    name = printable(name)
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}...{name[2 - most // 2 :]}"
+
+
+def printable(text: str) -> str:
+    """Give text without what would not be seen, or would break a page."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)

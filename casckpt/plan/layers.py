@@ -1,0 +1,54 @@
+"""Tensors grouped by layer, so that a model with thousands of them can be looked at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+MOST: Final = 40
+"""Groups that are told apart at a glance."""
+
+
+def layer_of(key: str, width: int = 1) -> str:
+    """Give the group of a key: up to its first number, as "model.layers.3", else without its last element.
+
+    ``width``: so many numbers make one group, "model.layers.0-3".
+    """
+    elements = key.split(".")
+    for place, element in enumerate(elements):
+        if element.isdecimal() and place:
+            return ".".join((*elements[:place], _span(int(element), width)))
+    return ".".join(elements[:-1] or elements)
+
+
+def _span(number: int, width: int) -> str:
+    first = number - number % width
+    return f"{first}-{first + width - 1}" if width > 1 else str(number)
+
+
+def group(keys: Iterable[str], most: int = MOST) -> dict[str, str]:
+    """Give the group of each key, at most ``most`` groups in all, in the order of the keys.
+
+    Where there are more layers, neighbours share a group; where that does not help, keys with the same first two
+    elements do, then those with the same first one, and the last groups become "...".
+    """
+    keys, found = list(keys), dict[str, str]()
+    for width in (1, 2, 4, 8, 16, 32, 64):
+        found = {key: layer_of(key, width) for key in keys}
+        if len(set(found.values())) <= most:
+            return found
+    for elements in (2, 1):
+        found = {key: ".".join(key.split(".")[:elements]) for key in keys}
+        if len(set(found.values())) <= most:
+            return found
+    kept = list(dict.fromkeys(found.values()))[: most - 1]
+    return {key: name if name in kept else "..." for key, name in found.items()}
+
+
+def summed(nbytes: Mapping[str, int], groups: Mapping[str, str]) -> dict[str, int]:
+    """Add up bytes of keys by group. Keys without one are left out."""
+    total: dict[str, int] = {}
+    for key, size in nbytes.items():
+        if key in groups:
+            total[groups[key]] = total.get(groups[key], 0) + size
+    return total

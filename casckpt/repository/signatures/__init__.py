@@ -1,0 +1,1 @@
+"""Signatures: who vouches for a checkpoint, and whose word a load wants."""

@@ -1,0 +1,118 @@
+"""Keys of who signs: Ed25519 (RFC 8032), in files as OpenSSL and ssh-keygen write them, and what is signed by them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NewType, TypeAlias
+
+from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.format.digest import hex_digest
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+PublicKey = NewType("PublicKey", bytes)
+"""Its 32 bytes."""
+KeyFile: TypeAlias = str | os.PathLike[str]
+"""A file; of a public key also its 64 hex digits."""
+KeyFiles: TypeAlias = KeyFile | Sequence[KeyFile]
+
+_HEX = re.compile("[0-9a-f]{64}")
+_MOST_BYTES = 65536
+_MAKE = "`openssl genpkey -algorithm ed25519` and `ssh-keygen -t ed25519` make one"
+
+
+def public_keys(given: KeyFiles) -> frozenset[PublicKey]:
+    """Read the public keys that ``given`` names, at least one. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    named = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    if not named:
+        raise InvalidInput("no key is given whose signature is wanted; give the file of a public key")
+    return frozenset(map(_public_key, named))
+
+
+def key_name(key: PublicKey) -> str:
+    """Return the 64 hex digits by which the store knows a key."""
+    return hex_digest(key)
+
+
+def private_key(file: KeyFile, password: bytes | None = None) -> Ed25519PrivateKey:
+    """Read the key of who signs. Raises `NotFound`, `InvalidInput`, `Unsupported`."""
+    data = _read(file)
+    with _telling(f"{os.fspath(file)} is no usable private key"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_ssh_private_key
+
+        load = load_ssh_private_key if b"OPENSSH" in data[:64] else load_pem_private_key
+        key = load(data, password)
+        if isinstance(key, Ed25519PrivateKey):
+            return key
+    raise InvalidInput(f"{os.fspath(file)} is a key of another kind than Ed25519; {_MAKE}")
+
+
+def private_key_of(raw: bytes) -> Ed25519PrivateKey:
+    """Return the key of these 32 bytes."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    return Ed25519PrivateKey.from_private_bytes(raw)
+
+
+def public_key_of(key: Ed25519PrivateKey) -> PublicKey:
+    """Return the public half of a key."""
+    return PublicKey(key.public_key().public_bytes_raw())
+
+
+def is_right(key: PublicKey, signature: bytes, message: bytes) -> bool:
+    """Tell whether ``key`` has signed ``message`` so. Raises `Unsupported`."""
+    with _telling("this key cannot be used"):
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        try:
+            Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+        except InvalidSignature:
+            return False
+    return True
+
+
+def _public_key(given: KeyFile) -> PublicKey:
+    if isinstance(given, str) and _HEX.fullmatch(given):
+        return PublicKey(bytes.fromhex(given))
+    data = _read(given)
+    if b"PRIVATE KEY" in data:
+        raise InvalidInput(f"{os.fspath(given)} is a private key, which only who signs has; give the public one")
+    with _telling(f"{os.fspath(given)} is no usable public key"):
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key, load_ssh_public_key
+
+        load = load_ssh_public_key if data.startswith(b"ssh-") else load_pem_public_key
+        key = load(data)
+        if isinstance(key, Ed25519PublicKey):
+            return PublicKey(key.public_bytes_raw())
+    raise InvalidInput(f"{os.fspath(given)} is a key of another kind than Ed25519; {_MAKE}")
+
+
+def _read(file: KeyFile) -> bytes:
+    try:
+        with Path(file).expanduser().open("rb") as opened:
+            return opened.read(_MOST_BYTES)
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no key {os.fspath(file)!r}; give its file") from error
+    except (OSError, TypeError) as error:
+        raise InvalidInput(f"the key {file!r:.200} cannot be read ({error}); give the file of a key") from error
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say what is wrong, in our errors. Raises `InvalidInput`, `Unsupported`."""
+    try:
+        from cryptography.exceptions import UnsupportedAlgorithm
+    except ImportError as error:
+        raise Unsupported("signatures need the package cryptography: pip install 'casckpt[sign]'") from error
+    try:
+        yield
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: about a password
+        raise InvalidInput(f"{what}: {error}") from error

@@ -1,0 +1,53 @@
+"""Keys are grouped by layer, never into more groups than are told apart, and none is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.plan.layers import group, layer_of, summed
+
+KEYS = st.lists(
+    st.lists(st.sampled_from(["model", "layers", "3", "17", "weight", "", "x"]), min_size=1, max_size=6).map(".".join),
+    unique=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "width", "expected"),
+    [
+        ("model.layers.3.attn.weight", 1, "model.layers.3"),
+        ("model.layers.7.attn.weight", 4, "model.layers.4-7"),
+        ("model.embed.weight", 1, "model.embed"),
+        ("step", 1, "step"),
+        ("0.weight", 1, "0"),
+        ("train.0.rng", 1, "train.0"),
+    ],
+)
+def test_a_layer_ends_at_the_first_number(key: str, width: int, expected: str) -> None:
+    assert layer_of(key, width) == expected
+
+
+def test_neighbours_share_a_group_where_there_are_many() -> None:
+    found = group([f"model.layers.{n}.weight" for n in range(100)], most=40)
+    assert found["model.layers.5.weight"] == "model.layers.4-7"
+    assert len(set(found.values())) == 25
+
+
+def test_what_has_no_numbers_is_cut_short() -> None:
+    found = group([f"a.{name}.w.x" for name in "bcdefgh"], most=3)
+    assert set(found.values()) == {"a"}
+    assert set(group([f"{name}.w" for name in "bcdefgh"], most=3).values()) == {"b", "c", "..."}
+
+
+@given(KEYS, st.integers(1, 8))
+def test_each_key_has_a_group_and_groups_are_few(keys: list[str], most: int) -> None:
+    found = group(keys, most)
+    assert list(found) == keys
+    assert len(set(found.values())) <= most
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 2**40)))
+def test_no_byte_is_lost(nbytes: dict[str, int]) -> None:
+    assert sum(summed(nbytes, group(nbytes)).values()) == sum(nbytes.values())

@@ -1,0 +1,150 @@
+"""Who may only add, and who may only read: all of their work goes, and what they must not do fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.errors import StorageError
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.buckets import state
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.policies import policies
+from tests.support.proxy import Proxy
+from tests.support.saves import CELL, same_state, steps
+from tests.support.servers import Server
+from tests.support.signing import pair
+
+FOREVER = 1 << 30
+Role = Callable[[str], Store]
+"""The store, as somebody has it."""
+
+
+def folder(tmp_path: Path) -> Role:
+    """A folder of whose files a writer removes and replaces none, and a reader makes none."""
+
+    def call(role: str) -> Store:
+        refused = {"keeper": (), "writer": ("delete", "replace"), "reader": ("delete", "replace", "put")}[role]
+        error = StorageError("permission denied")
+        faults = [fail_before(method, times=FOREVER, error=error) for method in refused]
+        return Store(Repository(FaultyStore(LocalStore(tmp_path / "store"), faults), tmp_path / f"cache of {role}"))
+
+    return call
+
+
+@pytest.fixture(params=["folder", "moto_server", "seaweed_server"])
+def role(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Role]:
+    if request.param == "folder":
+        yield folder(tmp_path)
+        return
+    server: Server = request.getfixturevalue(request.param)
+    bucket, found = server.new_bucket(), dict[str, Proxy]()
+
+    def call(name: str) -> Store:
+        if name not in found:
+            found[name] = Proxy(server.endpoint)
+            found[name].__enter__()
+            found[name].allow(policies(bucket, "team/ckpts")[name].allows)
+        options = server.options | {"endpoint_url": found[name].endpoint}
+        cache = tmp_path / f"cache of {name}"
+        return casckpt.open(f"s3://{bucket}/team/ckpts", storage_options=options, cache_dir=cache)
+
+    yield call
+    for proxy in found.values():
+        proxy.__exit__(None, None, None)
+
+
+def optimizer(step: int) -> dict[str, Any]:
+    return {"optim": {"m": torch.full((300 * CELL // 4,), float(step))}}
+
+
+def test_writers_that_may_not_delete_do_all_their_work_and_a_keeper_tidies_up(role: Role, tmp_path: Path) -> None:
+    writer, keeper, alice = role("writer"), role("keeper"), pair(tmp_path / "keys")
+    writer.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    for step in range(5):
+        writer.save({**state(step), **optimizer(step)}, run="run", step=step, metrics={"loss": 1.0})
+    writer.save(state(9), run="run", step=4, overwrite=True)
+    writer.save_async(state(5), run="run", step=5).result()
+    writer.tag("best", "run@1")
+    writer.tag("best", "run@2")
+    writer.sign("run@1..2", key=alice.private)
+    (gone,) = writer.forget("run@3")
+    writer.restore(gone)
+    writer.forget("run@0", "run@3")
+    writer.thin("run@1", drop="optim.*")
+    with writer.lease("run@5") as held:
+        writer.update(loaded := state(0), held, held=None)
+        assert same_state(loaded, state(5))
+    writer.untag("best")
+    source = casckpt.open(tmp_path / "elsewhere")
+    source.save(state(7), run="copied", step=7)
+    source.copy_to(writer)
+    writer.save(state(8), run="mirrored", step=8)
+    for refused in (lambda: writer.gc(min_age=0), lambda: writer.repository.storage.delete("casckpt.json")):
+        with pytest.raises(StorageError, match="denied"):
+            refused()
+    assert ("run", 3) not in steps(writer)
+    keeper.gc(min_age=0)
+    assert not writer.verify().is_damaged
+    assert steps(keeper) == [*(("run", step) for step in (1, 2, 4, 5)), ("copied", 7), ("mirrored", 8)]
+    assert same_state(writer.read("run@4"), state(9))
+    assert list(keeper.repository.storage.list("transactions/")) == []
+    writer.save(state(10), run="run", step=10)
+    assert same_state(keeper.read("run@latest"), state(10))
+
+
+def test_a_reader_loads_and_changes_nothing(role: Role, tmp_path: Path) -> None:
+    keeper, reader = role("keeper"), role("reader")
+    keeper.create(cell_bytes=CELL, blob_bytes=64 << 10)
+    keeper.save({"model": state(1)}, run="run", step=1)
+    before = {entry.key: entry.size for entry in keeper.repository.storage.list("")}
+    assert same_state(reader.read("run@latest"), {"model": state(1)})
+    reader.update(loaded := {"model": state(0)}, "run@1", held=None)
+    assert same_state(loaded, {"model": state(1)})
+    reader.export("run@1", tmp_path / "out", format="safetensors")
+    assert next(reader.watch("run", after="start", timeout=0)).checkpoint.step == 1
+    assert not reader.verify().is_damaged
+    for refused in (
+        lambda: reader.save(state(2), run="run", step=2),
+        lambda: reader.tag("mine", "run@1"),
+        lambda: reader.forget("run@1"),
+        lambda: reader.load({"model": state(0)}, "run@1", lease=True),
+    ):
+        with pytest.raises(StorageError, match="denied"):
+            refused()
+    assert {entry.key: entry.size for entry in keeper.repository.storage.list("")} == before
+
+
+def test_what_was_deleted_in_a_bucket_with_versions_and_locks_comes_back(moto_server: Server, tmp_path: Path) -> None:
+    """Somebody with the keeper's rights empties the store; without its markers of deletion it is as it was."""
+    client, bucket = moto_server.client, "locked"
+    client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}
+    client.put_object_lock_configuration(
+        Bucket=bucket, ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+    )
+    store = casckpt.open(f"s3://{bucket}/ckpts", storage_options=moto_server.options, cache_dir=tmp_path / "cache")
+    for step in range(3):
+        store.save(state(step), run="run", step=step)
+    store.forget("run@0")
+    store.gc(min_age=0)
+    assert steps(store) == [("run", 1), ("run", 2)]
+    for entry in list(store.repository.storage.list("")):
+        client.delete_object(Bucket=bucket, Key=f"ckpts/{entry.key}")
+    fresh = casckpt.open(store.url, storage_options=moto_server.options, cache_dir=tmp_path / "fresh")
+    assert not fresh.repository.exists()
+    for marker in client.list_object_versions(Bucket=bucket)["DeleteMarkers"]:
+        client.delete_object(Bucket=bucket, Key=marker["Key"], VersionId=marker["VersionId"])
+    assert steps(fresh) == [("run", 1), ("run", 2)]
+    assert not fresh.verify().is_damaged
+    assert same_state(fresh.read("run@2"), state(2))
+    fresh.gc(min_age=0)
+    fresh.save(state(3), run="run", step=3)
+    assert same_state(fresh.read("run@latest"), state(3))

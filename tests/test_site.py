@@ -1,0 +1,123 @@
+"""The site: each public name has its page, each picture is that of its source, each page is in the table of contents.
+
+The site itself is built by `tools/docs`, with tools of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pictures
+import pytest
+import reference
+
+from casckpt import errors
+from casckpt.cli.completion import ENV_STORE
+from casckpt.repository.opening import CACHE_VARIABLE
+from tests.support.pages import commands_in, pattern
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+FRONTENDS = ("accelerate", "convert", "dcp", "lightning", "megatron", "torchtitan", "trainer", "transformers")
+NEEDS = {"lightning_fit": "lightning", "transformers_trainer": "transformers"}
+
+
+@pytest.mark.process  # front ends import matplotlib, which asks for the fonts of the system
+@pytest.mark.filterwarnings("ignore")  # of what front ends import
+@pytest.mark.parametrize("stem", reference.api_pages())
+def test_each_public_name_has_its_page(stem: str) -> None:
+    page = reference.api_pages()[stem]
+    pytest.importorskip(stem if stem in ("accelerate", "lightning", "torchtitan", "transformers") else "casckpt")
+    assert sorted(page.examples) == reference.public_names(import_module(page.module))
+    assert all("```py" in example or "](" in example for example in page.examples.values())
+
+
+def test_each_front_end_has_its_page() -> None:
+    assert {page.module for page in reference.api_pages().values()} == {
+        "casckpt", "casckpt.errors", *(f"casckpt.frontends.{name}" for name in FRONTENDS)
+    }  # fmt: skip
+
+
+def test_the_pages_are_written(tmp_path: Path) -> None:
+    reference.write(tmp_path / "api", only={"casckpt", "errors"})
+    assert ".. autoclass:: casckpt.Store\n   :members:" in (tmp_path / "api/casckpt/Store.md").read_text()
+    assert ".. autofunction:: casckpt.open" in (tmp_path / "api/casckpt/open.md").read_text()
+    assert ".. autoexception:: casckpt.errors.Damaged" in (tmp_path / "api/errors/Damaged.md").read_text()
+    listed = (tmp_path / "api/casckpt.md").read_text()
+    assert "| [Store](casckpt/Store.md) | Checkpoints of any number of runs" in listed
+
+
+def test_keyword_arguments_are_named() -> None:
+    from casckpt.checkpoint.saving.options import SaveArguments
+    from casckpt.store.store import Store
+
+    found = [*reference.keywords(inspect.signature(Store.save), {"SaveArguments": SaveArguments})]
+    assert [str(one) for one in found[:3]] == ["state: State", "run: str = 'default'", "step: int"]
+    assert {"metadata", "compress", "overwrite"} <= {one.name for one in found}
+
+
+@pytest.mark.parametrize("source", sorted(pictures.PICTURES.glob("*.dot")), ids=lambda path: str(path.stem))
+def test_a_picture_is_that_of_its_source(source: Path) -> None:
+    drawn = source.with_suffix(".svg").read_text()
+    assert pictures.mark(source.read_text()) in drawn, "run: tools/docs --pictures"
+    inside = pictures.inlined(f"![what it shows](pictures/{source.stem}.svg)")
+    assert 'aria-label="what it shows"' in inside
+    assert not re.search(r"<style|https?://(?!www\.w3\.org)|\n\s*\n", inside)
+
+
+def test_each_page_is_in_the_table_of_contents() -> None:
+    entries = set(re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    pages = {path.stem for path in DOCS.glob("*.md")} - {"README", "index"}
+    assert pages | {"examples/README", "decisions/README"} <= entries
+    assert {f"_api/{stem}" for stem in reference.api_pages()} <= entries
+
+
+def test_the_table_of_errors_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `?(\w*)`? ?\| `([\w-]+)` \| (\d) \|", (DOCS / "api/errors.md").read_text(), re.M)
+    known: dict[str, Any] = {
+        name: value
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.CasckptError)
+    }
+    assert {name: (kind, int(status)) for name, _, kind, status in rows} == {
+        name: (value.kind, value.exit_status) for name, value in known.items()
+    }
+    for name, base, _, _ in rows[1:]:
+        assert base in {one.__name__ for one in known[name].__mro__[1:]}
+
+
+def test_each_variable_of_the_environment_is_described() -> None:
+    described = set(re.findall(r"^\| `(CASCKPT_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE))
+    assert described == {ENV_STORE, CACHE_VARIABLE}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.stem))
+def test_an_example_prints_what_it_says(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(path.stem, "casckpt"))
+    docstring = path.read_text().split('"""')[1]
+    said = commands_in(docstring[docstring.index("\n$ ") + 1 :].split("\n\n")[0])
+    for command, expected in said:
+        words = {"python": ["-W", "ignore"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
+        tool, *arguments = command.split()
+        arguments[arguments.index(path.name)] = str(path)
+        done = subprocess.run(
+            [sys.executable, *words[tool], *arguments],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(pattern(expected), done.stdout.strip()), done.stdout
+
+
+def test_every_example_is_listed() -> None:
+    listed = set(re.findall(r"^\| \[(\w+\.py)\]", (DOCS / "examples/README.md").read_text(), re.MULTILINE))
+    assert listed == {path.name for path in EXAMPLES}
