@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pictures
 import pytest
 import reference
 
+import casckpt
 from casckpt import errors
 from casckpt.cli.completion import ENV_STORE
 from casckpt.repository.opening import CACHE_VARIABLE
@@ -38,6 +40,15 @@ def test_each_public_name_has_its_page(stem: str) -> None:
     pytest.importorskip(stem if stem in ("accelerate", "lightning", "torchtitan", "transformers") else "casckpt")
     assert sorted(page.examples) == reference.public_names(import_module(page.module))
     assert all("```py" in example or "](" in example for example in page.examples.values())
+
+
+def test_what_a_store_gives_has_its_place() -> None:
+    known = {*casckpt.__all__, *(name.rpartition(".")[2] for name in reference.VALUES)}
+    for name in reference.VALUES:
+        assert inspect.getdoc(pkgutil.resolve_name(name))
+    for name, method in inspect.getmembers(casckpt.Store, inspect.isfunction):
+        given = set(re.findall(r"\b[A-Z]\w+", str(inspect.signature(method).return_annotation)))
+        assert name.startswith("_") or given - {"Any", "Future", "Iterator", "None", "Self"} <= known, name
 
 
 def test_each_front_end_has_its_page() -> None:
@@ -74,7 +85,7 @@ def test_a_picture_is_that_of_its_source(source: Path) -> None:
 
 
 def test_each_page_is_in_the_table_of_contents() -> None:
-    entries = set(re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    entries = set(re.findall(r"^(?:[\w.]+ <)?([\w/]+)>?$", (DOCS / "index.md").read_text(), re.MULTILINE))
     pages = {path.stem for path in DOCS.glob("*.md")} - {"README", "index"}
     assert pages | {"examples/README", "decisions/README"} <= entries
     assert {f"_api/{stem}" for stem in reference.api_pages()} <= entries

@@ -13,6 +13,28 @@ from types import ModuleType
 from typing import Any
 
 API = Path(__file__).resolve().parent.parent / "api"
+VALUES = (
+    "casckpt.checkpoint.comparing.Comparison",
+    "casckpt.checkpoint.handle.Arrival",
+    "casckpt.checkpoint.handle.SaveStats",
+    "casckpt.checkpoint.handle.TensorInfo",
+    "casckpt.plan.difference.Difference",
+    "casckpt.plan.difference.Change",
+    "casckpt.storage.base.Finding",
+    "casckpt.store.exports.Exported",
+    "casckpt.store.settings.StoreSettings",
+    "casckpt.upkeep.copies.copying.CopyResult",
+    "casckpt.upkeep.copies.mirrored.MirrorLag",
+    "casckpt.upkeep.gc.gc.GcResult",
+    "casckpt.upkeep.repair.repair.RepairResult",
+    "casckpt.upkeep.repair.verify.VerifyResult",
+    "casckpt.upkeep.saves.SaveInProgress",
+    "casckpt.upkeep.thinning.ThinResult",
+    "casckpt.upkeep.usage.StoreStats",
+    "casckpt.upkeep.usage.StoreUsage",
+    "casckpt.upkeep.usage.RunUsage",
+)
+"""What methods give that nobody makes by hand."""
 _SECTION = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -58,6 +80,8 @@ def write(into: Path, only: Collection[str] | None = None) -> None:
     """Write a page for each name, and one for each module that lists them, into a new folder. ``only``: of these."""
     shutil.rmtree(into, ignore_errors=True)
     shown: set[int] = set()
+    into.mkdir(parents=True)
+    (into / "values.md").write_text(_of_values())
     for stem, page in api_pages().items():
         if only is not None and stem not in only:
             continue
@@ -69,6 +93,12 @@ def write(into: Path, only: Collection[str] | None = None) -> None:
             (folder / f"{name}.md").write_text(_of_name(page, name, thing, again=id(thing) in shown))
             shown.add(id(thing))
         (into / f"{stem}.md").write_text(_of_module(stem, page, module))
+
+
+def _of_values() -> str:
+    """Give the page of what methods give."""
+    found = "\n".join(f".. autoclass:: {name}()\n   :members:\n   :no-index-entry:\n" for name in VALUES)
+    return f"# Values\n\nWhat methods give, and nobody makes by hand.\n\n```{{eval-rst}}\n{found}```\n"
 
 
 def _of_name(page: ApiPage, name: str, thing: object, *, again: bool) -> str:
