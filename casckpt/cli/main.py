@@ -22,6 +22,7 @@ _BESIDE: Final = {
     "follow": "watch",
     "init": "settings",
     "restore": "forget",
+    "serve": "export",
     "sign": "verify",
     "stats": "report",
     "tags": "tag",

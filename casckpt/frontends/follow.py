@@ -77,8 +77,9 @@ class Follower:
         """Iterate over the switches as they are made, for ever; ``once``: until the newest that is there is current.
 
         A storage or a disk that fails is told in the log, and tried again, less and less often; with ``once`` it is
-        raised. A checkpoint that is damaged is left out. Raises Conflict where another process follows with this
-        folder, InvalidInput where something else is in it; else what a watch and an export raise.
+        raised. A checkpoint that is damaged, or not signed as it must be, is left out. Raises Conflict where another
+        process follows with this folder, InvalidInput where something else is in it; else what a watch and an export
+        raise.
         """
         with _alone(self.folder):
             pause = _PAUSE
@@ -125,11 +126,8 @@ class Follower:
         except (NotFound, Conflict) as error:
             log.info("%s is left out: %s", checkpoint, error)
             return None
-        except Damaged as error:
+        except (Damaged, Unsigned) as error:
             log.error("%s is left out: %s", checkpoint, error)
-            return None
-        except Unsigned as error:
-            log.warning("%s is left out: %s", checkpoint, error)
             return None
         self._link(CURRENT, folder)
         return Switch(checkpoint, folder, self._tell(folder))

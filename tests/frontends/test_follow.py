@@ -26,12 +26,15 @@ from safetensors.torch import load_file
 import casckpt
 from casckpt.errors import Conflict, InvalidInput, MissingKey, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
+from casckpt.frontends.safetensors.exporting import Base, export_safetensors
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.hub import check_loads, llama
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, blob_keys, cells, files, flip, small_folder, trained
+from tests.support.tensors import raw
+from tests.support.versions import changed
 
 ROOT = Path(__file__).parents[2]
 FOLLOW = """
@@ -181,6 +184,31 @@ def test_of_a_new_generation_what_differs_is_read(tmp_path: Path, way: str, monk
         inodes.append((folder / CURRENT / "model.safetensors").stat().st_ino)
     assert (len(set(inodes)) == 2) == (way == "reused"), "two folders take turns"
     assert way != "reused" or inodes[0] == inodes[2] == inodes[6] != inodes[7]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("window", [3000, 3 * CELL, 64 << 20])
+def test_files_that_are_revised_are_those_that_are_written(
+    tmp_path: Path, is_taken: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several shards and windows, of all that a file can hold, whatever changed."""
+    monkeypatch.setattr("casckpt.frontends.windows.WINDOW_BYTES", window)
+    monkeypatch.setattr("casckpt.frontends.windows._BLOCK", 700)
+    store = small_folder(tmp_path / "store")
+    dtypes = ("float64", "complex64", "float32", "bfloat16", "bool", "float8_e4m3fn", "uint8")
+    found = {f"{name}.{shape}": raw(name, shape) for name in dtypes for shape in ((), (0, 3), (61, 97), (4099,))}
+    for step in range(4):
+        store.save(found, run="run", step=step, compress="always")
+        full, made = tmp_path / f"full{step}", tmp_path / f"made{step}"
+        base = Base(store.get(f"run@{step - 1}"), tmp_path / f"made{step - 1}", is_taken) if step else None
+        export_safetensors(store, f"run@{step}", full, max_shard_size=30_000)
+        export_safetensors(store, f"run@{step}", made, max_shard_size=30_000, base=base)
+        written, revised = ({one.name: one.read_bytes() for one in folder.iterdir()} for folder in (full, made))
+        assert written == revised
+        assert len(written) > 4
+        taken = base is not None and not list(base.folder.glob("*.safetensors"))
+        assert taken == (is_taken and step > 0)
+        found = {key: changed(one, step) if one.numel() and len(key) % 3 else one for key, one in found.items()}
 
 
 def fail(number: int) -> None:

@@ -16,6 +16,7 @@ from casckpt.format.encodings.chains import decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.manifest import Manifest
 from casckpt.plan.reads import Batch
+from casckpt.plan.routes import Link, links
 from casckpt.repository.fetching import explain
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
@@ -26,11 +27,13 @@ class Lot:
     """The frames of cells that are decoded together, from when they are read until the last of these is decoded.
 
     Whoever comes first reads them, so that nobody waits for what nobody has begun. ``frames``: how they are read;
-    ``users``: batches that need them.
+    ``users``: batches that need them; ``decoded``: where those that were used are kept, if they are.
     """
 
-    def __init__(self, frames: Sequence[Batch[Item]] = (), users: int = 0) -> None:
-        self._unread = deque(frames)
+    def __init__(
+        self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
+    ) -> None:
+        self._unread, self._decoded = deque(frames), decoded
         self._reading, self._failed, self._users = 0, False, users
         self._held: dict[tuple[int, int], memoryview] = {}
         self._changed = Condition()
@@ -69,7 +72,10 @@ class Lot:
         elif root is not into:
             copy_bytes(into, root)
         for cell in item.frames:
-            decode(self._held[cell.blob, cell.offset], into, into)
+            frame = self._held[cell.blob, cell.offset]
+            decode(frame, into, into)
+            if self._decoded is not None:
+                self._decoded[next(links(cell))] = bytes(frame)
 
     def done(self) -> None:
         """One batch is done with; the last one gives the memory back."""

@@ -29,6 +29,7 @@ from casckpt.lazy import cached_property
 from casckpt.parallel import run_all, usable_cores, useful_threads
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.reads import Batch, plan_units
+from casckpt.plan.routes import Link
 from casckpt.repository.manifests import get, others
 from casckpt.repository.repository import Repository
 from casckpt.repository.signatures.signed import check_trusted, check_verified
@@ -62,6 +63,7 @@ class Download:
     """All reads of one load by one rank of ``ranks``, of which ``ranks_here`` share this host.
 
     ``shared``: somebody will read the same soon, so it goes through the page cache, whatever that holds.
+    ``decoded``: where frames are kept that were decoded with a base, if they are.
     """
 
     repo: Repository
@@ -72,6 +74,7 @@ class Download:
     ranks: int = 1
     ranks_here: int = 1
     shared: bool = False
+    decoded: dict[Link, bytes] | None = None
 
     def __post_init__(self) -> None:
         body = self.manifest.body
@@ -124,7 +127,7 @@ class Download:
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
         stays, blob_at = self._stays_in_memory(total), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
-        lots = [(Lot(frames, len(batches)), batches) for frames, batches in reads.lots]
+        lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
         transfer = Transfer(

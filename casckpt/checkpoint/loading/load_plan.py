@@ -88,7 +88,8 @@ class UpdateArguments(FillArguments, total=False):
 class LoadOptions:
     """What a load was asked for: `LoadArguments`, `UpdateArguments`, with their defaults. Another name is a TypeError.
 
-    ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by what reads.
+    ``updates``: is it an update? ``rank``: of how many ``ranks`` that load together. ``alive``: called now and then by
+    what reads.
     """
 
     strict: bool = True
@@ -97,6 +98,7 @@ class LoadOptions:
     rename: Rename = None
     cast: bool = False
     lease: bool = False
+    updates: bool = False
     held: Checkpoint | None = None
     check: bool = False
     verify: bool = True
@@ -262,10 +264,10 @@ class LoadPlan:
     def run(self, repo: Repository) -> dict[str, Any]:
         """Read everything; the new leaves by template key."""
         download, options = self.download(repo), self.options
-        if options.held is None:
-            download.run(self.wants())
-        else:
+        if options.updates:
             self.frames = update(download, self.wants(), options.held, options.rank, check=options.check)
+        else:
+            download.run(self.wants())
         return self._built()
 
     def wants(self) -> list[StreamRequest]:

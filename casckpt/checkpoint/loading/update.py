@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -85,7 +85,9 @@ Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
 """Steps, and the reads of their frames."""
 
 
-def update(download: Download, wants: Sequence[StreamRequest], held: Checkpoint, rank: int, *, check: bool) -> Frames:
+def update(
+    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+) -> Frames:
     """Fill sinks of which those that are not new hold ``held``, as it was loaded into them. Raises what a load does.
 
     Returns frames by which what they hold then is told. Those of ``held`` go.
@@ -97,17 +99,19 @@ def update(download: Download, wants: Sequence[StreamRequest], held: Checkpoint,
         raise type(error)(f"{error}. {more}", **error.__dict__) from error
 
 
-def change(download: Download, wants: Sequence[StreamRequest], held: Checkpoint, rank: int, *, check: bool) -> Frames:
+def change(
+    download: Download, wants: Sequence[StreamRequest], held: Checkpoint | None, rank: int, *, check: bool
+) -> Frames:
     """Do what `update` does; what is raised says nothing of the sinks."""
-    contents = _contents(held, rank, {download.manifest.entries[want.entry].key for want in wants if not want.is_new})
-    if contents is None:
-        download.run(wants)
-        return {}
-    work = _Update(download, contents, held.frames, check)
+    keys = {download.manifest.entries[want.entry].key for want in wants if not want.is_new}
+    contents = None if held is None else _contents(held, rank, keys)
+    known = {} if held is None else held.frames
+    decoded = dict[Link, bytes]()
+    work = _Update(replace(download, decoded=decoded), contents, known, check, decoded)
     left = work.run(wants)
-    download.run(left, work.done)
+    work.download.run(left, work.done)
     frames = work.frames()
-    held.frames.clear()
+    known.clear()
     return frames
 
 
@@ -128,16 +132,16 @@ def _contents(held: Checkpoint, rank: int, keys: Iterable[str]) -> Contents | No
 
 @dataclass
 class _Update:
-    """``known``: frames by which what is held is told. ``done``: parts of sinks that are right."""
+    """``known``: frames by which what is held is told; ``decoded``: more of them. ``done``: parts that are right."""
 
     download: Download
-    held: Contents
+    held: Contents | None
     known: Frames
     check: bool
+    decoded: dict[Link, bytes]
     done: set[Part] = field(default_factory=set)
     _links: dict[str, set[Link]] = field(default_factory=dict)  # of what is wanted
     _equal: set[str] = field(default_factory=set)  # keys
-    _read: dict[Link, bytes] = field(default_factory=dict)
 
     def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
         """Do what can be done with what is held; the requests of which something may not be ``done``."""
@@ -151,13 +155,15 @@ class _Update:
                 self._equal.add(entry.key)
                 continue
             left.append(want)
-            if before is not None:
-                self._compare(steps, entry.key, want.sink, before, table)
-        self._take(list(steps.values()))
+            self._compare(steps, entry.key, want.sink, before, table)
+        if steps:
+            self._take(list(steps.values()))
         return left
 
     def _held_table(self, entry: StreamEntry) -> ExtentTable | None:
         """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
+        if self.held is None:
+            return None
         found = self.held.tensor(entry.key)
         if found is None or (found[1].kind, found[1].shape, found[1].dtype) != (entry.kind, entry.shape, entry.dtype):
             return None
@@ -170,22 +176,23 @@ class _Update:
         """All frames at hand by which what is wanted is told, by key."""
         found = {key: self.known.get(key, {}) for key in self._equal}
         for key, wanted in self._links.items():
-            at_hand = self.known.get(key, {}) | self._read
+            at_hand = self.known.get(key, {}) | self.decoded
             found[key] = {link: at_hand[link] for link in wanted if link in at_hand}
         return found
 
     def _compare(
-        self, steps: dict[Hashable, Step], key: str, sink: Destination, before: ExtentTable, table: ExtentTable
+        self, steps: dict[Hashable, Step], key: str, sink: Destination, before: ExtentTable | None, table: ExtentTable
     ) -> None:
         """Plan a step for each cell that differs, or is to be looked at, if there is a way to it."""
         kept, wanted = self.known.get(key, {}), self._links.setdefault(key, set())
         region = normalise(sink.region, table.shape)
-        known = {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
+        known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
         for cell in plan_units(table, region, verify=True):
             old = known.get(cell[3:6])
-            if old is None or not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
+            if isinstance(cell, StoredCell):
+                wanted.update(links(cell))
+            if not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
                 continue
-            wanted.update(links(cell))
             if old.digest == cell.digest and not self.check:
                 self.done.add(part(sink, cell))
                 continue
@@ -207,7 +214,9 @@ class _Update:
 
     def _blob(self, number: int) -> BlobRef:
         behind = len(self.download.manifest.blob_sizes)
-        return self.held.manifest.blob(number - behind) if number >= behind else self.download.manifest.blob(number)
+        if self.held is None or number < behind:
+            return self.download.manifest.blob(number)
+        return self.held.manifest.blob(number - behind)
 
     def _take(self, steps: Sequence[Step]) -> None:
         """Do all steps, in parallel."""
@@ -238,7 +247,7 @@ class _Update:
             for step in steps:
                 if _is_made(step, frames):
                     self.done.update(part(taker.sink, taker.unit) for taker in step.takers)
-                    self._read.update({
+                    self.decoded.update({
                         one.link: bytes(frames[one.where])
                         for one in step.moves if one.kept is None and not one.is_undone
                     })  # fmt: skip

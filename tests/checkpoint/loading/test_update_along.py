@@ -67,6 +67,22 @@ def test_an_update_by_one_step_reads_what_its_save_wrote(tmp_path: Path) -> None
     assert kept(held) <= 0.21 * sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.parametrize("check", [False, True])
+def test_who_begins_with_an_update_has_kept_all(tmp_path: Path, check: bool) -> None:
+    """And where cells are read whole on the way, as those of which nothing is held."""
+    store = run(small_folder(tmp_path))
+    for step, delta in enumerate(deltas(store, STEPS)):
+        found = emptied(state(0))
+        held = store.update(found, ref(step), held=None)
+        if check:
+            found["all"].view(-1)[::512] += 1
+            held = store.update(found, ref(step), held=held, check=True)
+        with blob_bytes(store) as read:
+            store.update(found, ref(step + 1), held=held)
+        assert same_state(found, state(step + 1))
+        assert sum(read) <= 1.1 * delta
+
+
 def test_who_has_kept_nothing_reads_what_is_undone_too(tmp_path: Path) -> None:
     """As after a full load, or in another process; and all is right."""
     store = run(small_folder(tmp_path))
