@@ -5,36 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import casckpt
+
 API = Path(__file__).resolve().parent.parent / "api"
-VALUES = (
-    "casckpt.checkpoint.comparing.Comparison",
-    "casckpt.checkpoint.handle.Arrival",
-    "casckpt.checkpoint.handle.SaveStats",
-    "casckpt.checkpoint.handle.TensorInfo",
-    "casckpt.plan.difference.Difference",
-    "casckpt.plan.difference.Change",
-    "casckpt.storage.base.Finding",
-    "casckpt.store.exports.Exported",
-    "casckpt.store.settings.StoreSettings",
-    "casckpt.upkeep.copies.copying.CopyResult",
-    "casckpt.upkeep.copies.mirrored.MirrorLag",
-    "casckpt.upkeep.gc.gc.GcResult",
-    "casckpt.upkeep.repair.repair.RepairResult",
-    "casckpt.upkeep.repair.verify.VerifyResult",
-    "casckpt.upkeep.saves.SaveInProgress",
-    "casckpt.upkeep.thinning.ThinResult",
-    "casckpt.upkeep.usage.StoreStats",
-    "casckpt.upkeep.usage.StoreUsage",
-    "casckpt.upkeep.usage.RunUsage",
-)
-"""What methods give that nobody makes by hand."""
+_GIVERS = tuple(f"casckpt.{layer}." for layer in ("checkpoint", "plan", "storage", "store", "upkeep"))
 _SECTION = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -95,9 +77,32 @@ def write(into: Path, only: Collection[str] | None = None) -> None:
         (into / f"{stem}.md").write_text(_of_module(stem, page, module))
 
 
+def values() -> list[type]:
+    """Give the classes of what public methods give, and of what stands in their fields, in that order."""
+    public = [getattr(casckpt, name) for name in casckpt.__all__]
+    todo: list[type] = [one for one in public if inspect.isclass(one)]
+    for one in todo:
+        todo += [found for found in dict.fromkeys(_given_by(one)) if found not in todo]
+    return [one for one in todo if one not in public]
+
+
+def _given_by(one: type) -> Iterator[type]:
+    """Give the dataclasses of casckpt that its methods, properties and fields name as what they give."""
+    names = vars(sys.modules[one.__module__])
+    members = [getattr(value, "fget", value) for name, value in vars(one).items() if not name.startswith("_")]
+    said = [str(getattr(member, "__annotations__", {}).get("return", "")) for member in members]
+    if is_dataclass(one):
+        said += [str(field.type) for field in fields(one) if not field.name.startswith("_")]
+    for name in re.findall(r"\b[A-Z]\w+", " ".join(said)):
+        found = names.get(name)
+        if inspect.isclass(found) and is_dataclass(found) and found.__module__.startswith(_GIVERS):
+            yield found
+
+
 def _of_values() -> str:
     """Give the page of what methods give."""
-    found = "\n".join(f".. autoclass:: {name}()\n   :members:\n   :no-index-entry:\n" for name in VALUES)
+    names = [f"{one.__module__}.{one.__qualname__}" for one in values()]
+    found = "\n".join(f".. autoclass:: {name}\n   :members:\n   :no-index-entry:\n" for name in names)
     return f"# Values\n\nWhat methods give, and nobody makes by hand.\n\n```{{eval-rst}}\n{found}```\n"
 
 
