@@ -1,4 +1,4 @@
-"""casckpt keeps the checkpoints of PyTorch trainings in one store, where no byte need be written twice.
+"""casckpt keeps the checkpoints of PyTorch trainings in one store, which stores equal bytes once.
 
 ::
 

@@ -46,6 +46,7 @@ FORMAT = (DOCS / "format.md").read_text()
 DESIGN = DOCS / "design.md"
 PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "integrity.md", DOCS / "megatron.md",
          DOCS / "training.md", DOCS / "dcp.md", DOCS / "tutorial.md", DOCS / "index.md",
+         DOCS / "coming_from.md", DOCS / "howto.md",
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them

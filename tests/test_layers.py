@@ -83,6 +83,7 @@ FENCES = (
     ),
     Fence(("functools.cached_property",), ("lazy.py",), "a forked child could wait for its lock for ever"),
     Fence(("datetime.strptime", "datetime.datetime.strptime"), (), "a forked child could wait for its lock for ever"),
+    Fence(("starlette", "uvicorn"), ("frontends/serve/",), "one front end listens, and is an extra"),
     Fence(("matplotlib",), ("frontends/report/",), "it is needed for charts only, and takes a while to import"),
     Fence(("click", "rich"), ("cli/",), "only the command line talks to a person"),
     Fence(("os.environ", "os.environb", "os.getenv", "os.putenv"), ("cli/",), "no knob is read deep inside"),

@@ -83,6 +83,28 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "casckpt/py.typed").read_bytes() == b""
 
 
+def test_a_wheel_holds_the_package_and_nothing_else() -> None:
+    """Hatchling takes all files of the package, but for what git ignores."""
+    targets = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    assert targets["wheel"] == {"packages": ["casckpt"]}
+    inside = [path for path in (ROOT / "casckpt").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {path.name for path in inside if path.suffix != ".py"} == {"py.typed", "style.css"}
+    assert [path for path in inside if "test" in path.stem.split("_")] == []
+
+
+def test_an_extra_that_is_asked_for_is_one() -> None:
+    known = set(PROJECT["optional-dependencies"])
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "casckpt").rglob("*.py")]
+    asked = {
+        extra
+        for path in pages
+        for found in re.findall(r"(?:casckpt|'\.)\[([a-z0-9,]+)\]", path.read_text())
+        for extra in found.split(",")
+    }
+    assert asked <= known
+    assert {"s3", "report", "transformers"} <= asked
+
+
 def test_what_is_tested_with_lies_in_the_ranges() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
@@ -104,7 +126,9 @@ def test_no_file_knows_the_machine_it_was_written_on() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", ["tools/setup", "tools/check", "tools/test", "tools/demo", "tools/mutants", ".ci/run"])
+@pytest.mark.parametrize(
+    "name", ["tools/setup", "tools/check", "tools/test", "tools/demo", "tools/mutants", "tools/docs", ".ci/run"]
+)
 def test_a_tool_can_be_run(name: str) -> None:
     assert os.access(ROOT / name, os.X_OK)
     assert (ROOT / name).read_text().startswith("#!/usr/bin/env ")

@@ -116,11 +116,11 @@ def _compare(
 
 
 class _Unequal(NamedTuple):
-    """A range of elements that begins and ends with one that differs, ``count`` of them in all."""
+    """A range of elements that begins and ends with one that differs, so many ``elements`` in all."""
 
     source: int
     region: Region
-    count: int
+    elements: int
 
 
 def _entry(contents: Contents, key: str) -> StreamEntry | None:
@@ -184,4 +184,4 @@ def _differs(key: str, rank: int, found: Sequence[_Unequal]) -> Differs:
     inside = np.unravel_index(region.lo, region.box.shape) if region.box.shape else ()
     first = tuple(base + int(at) for base, at in zip(region.box.offset, inside, strict=True))
     where = tuple(str(one.region) for one in found[:_PLACES])
-    return Differs(key, rank, "bytes", sum(one.count for one in found), where, first)
+    return Differs(key, rank, "bytes", sum(one.elements for one in found), where, first)

@@ -22,6 +22,7 @@ _BESIDE: Final = {
     "follow": "watch",
     "init": "settings",
     "restore": "forget",
+    "serve": "export",
     "sign": "verify",
     "stats": "report",
     "tags": "tag",
@@ -87,7 +88,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Keep PyTorch checkpoints in one store, where no byte need be written twice.
+    """Keep PyTorch checkpoints in one store, which stores equal bytes once.
 
     STORE is a folder or a URL; with -s or CASCKPT_STORE it is left out. REF names a checkpoint: an id (or 6 hex digits
     and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME; RUN@501.. and RUN@100..500 name ranges where several are

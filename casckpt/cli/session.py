@@ -83,7 +83,7 @@ def finite(value: Any) -> Any:
 STORE_ARGUMENT = click.Argument(["store"], metavar="STORE", type=STORE)
 COMMON: tuple[click.Parameter, ...] = (
     click.Option(["--json", "as_json"], is_flag=True, help="Give the result as JSON."),
-    click.Option(["-v", "--verbose"], count=True, help="Say more of what is done, twice: all of it."),
+    click.Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything."),
     click.Option(["--debug"], is_flag=True, help="Show where in the code an error comes from."),
 )
 ON_STORES: tuple[click.Parameter, ...] = (

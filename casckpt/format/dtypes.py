@@ -44,6 +44,10 @@ DTYPES: dict[str, tuple[int, str]] = {
 }
 
 
+FLOATS = frozenset({"bfloat16", "float16", "float32", "float64", "complex32", "complex64"})
+"""Those whose bytes, by their places in an element, have distributions of their own."""
+
+
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element. Raises Refused for a dtype that this version does not know."""
     if dtype not in DTYPES:

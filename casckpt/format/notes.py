@@ -14,6 +14,8 @@ T = TypeVar("T")
 
 FolderRow: TypeAlias = tuple[TxId, int, int, int, int]
 """The guard of a folder, and the sums of what it guards."""
+BlobShares: TypeAlias = dict[str, dict[str, int]]
+"""Of blobs, as uploader/hash, the bytes that each branch of the state has in them."""
 SignsRow: TypeAlias = tuple[int, int]
 """Signs of life of a transaction, and when the last new one was seen."""
 
@@ -29,11 +31,12 @@ class PausedGc(msgspec.Struct, frozen=True):
 
 PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)
 FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
+BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
 """Made while this module is imported: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any]) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

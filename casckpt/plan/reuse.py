@@ -75,7 +75,8 @@ class KnownCells:
     """Cells of the parent and of the bases, in blobs that may be reused.
 
     Blobs have one numbering over all sources; the parent's come first and keep their own numbers. ``excluded`` tells
-    which blobs must not be reused: damaged ones, worn ones, those whose bytes turned out to be gone.
+    which blobs must not be reused: damaged ones, worn ones, those whose bytes turned out to be gone. ``newest``: the
+    last save that wrote any blob of the parent.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class KnownCells:
         self._sources = [*([] if parent is None else [parent]), *bases]
         self.blobs: list[BlobRef] = [ref for source in self._sources for ref in source.refs]
         self._usable = np.array([not excluded(ref) for ref in self.blobs], dtype=bool)
+        self.newest: TxId | None = max((ref.uploader for ref in ([] if parent is None else parent.refs)), default=None)
         self._index: _DigestIndex | None = None
         self._lock = Lock()
 

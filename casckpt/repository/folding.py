@@ -85,6 +85,11 @@ class Commit:
         return self.first.dropped if isinstance(self.first, Committed) else None
 
     @property
+    def bytes_held(self) -> int:
+        """Bytes of its tensors, in memory, without what was left out."""
+        return max(0, self.committed.bytes_total - (self.dropped.bytes if self.dropped is not None else 0))
+
+    @property
     def origin(self) -> TxId:
         """The transaction of the first save, which tells which of two checkpoints is newer."""
         return (self.first.origin if isinstance(self.first, Committed) else None) or self.txid

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
@@ -46,6 +46,7 @@ from casckpt.upkeep.copies.copying import CopyResult
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import MirrorLag
 from casckpt.upkeep.doctor import examine
+from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
 from casckpt.upkeep.repair.repair import RepairResult, repair
@@ -401,6 +402,16 @@ class Store:
         """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
         return usage(self.repository)
 
+    def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
+        """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
+
+        ``run``: of this one alone. ``branches``: also what has one first element in its keys, for which manifests are
+        read that this host has not looked at yet. ``keep_last=2`` and the other rules of `gc`: what each of them would
+        free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        """
+        check_keywords("Store.footprint", keep, KeepRules)
+        return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
+
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
         """Names of the files that were saved along, and their sizes in bytes."""
         manifest = manifests.get(self.repository, self._resolve(ref))
@@ -662,6 +673,7 @@ class Store:
         jobs: int | None = None,
         part: tuple[int, int] = (0, 1),
         blob_bytes: int | None = None,
+        compress: Literal["off", "always"] | None = None,
         dry_run: bool = False,
         check: bool = True,
         progress: Shown | None = None,
@@ -674,14 +686,20 @@ class Store:
         it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
         ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
         anew, into files of so many bytes (what is stored as what changed keeps its files); then ``target`` may be this
-        very store, of which small and worn files are packed together. ``check``: raise what went wrong once all others
-        are copied; else it stands in ``failed`` of the result. ``progress`` is called with bytes that are there now.
+        very store, of which small and worn files are packed together. ``compress``: "always" stores floats in fewer
+        bytes (a checkpoint of which some are so stored stays as it is); "off" and None store them as they are here.
+        ``check``: raise what went wrong once all others are copied; else it stands in ``failed`` of the result.
+        ``progress`` is called with bytes that are there now.
 
         Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
         and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
-        plan = copying.plan_copy(self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes)
+        if compress not in {None, "off", "always"}:
+            raise InvalidInput(f"compress={compress!r} is not usable in a copy; give 'always' or 'off'")
+        plan = copying.plan_copy(
+            self.repository, other, map(_plain, refs), run=run, blob_bytes=blob_bytes, compress=compress == "always"
+        )
         if dry_run:
             return copying.preview(self.repository, other, plan)
         shown = Progress(progress)

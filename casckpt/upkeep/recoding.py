@@ -1,16 +1,19 @@
-"""Stored cells once more, in other blobs: read, compared, packed as a save packs them, and put.
+"""Stored cells once more, in other blobs: read, compared, packed as a save packs them, and put; encoded, on request.
 
-What was saved stays as it is, to the byte; only places change. Copies with blobs of another size are made of this, and
-rewrites that pack a checkpoint anew. What is known of a cell beforehand is its digest, so cells that a checkpoint of
-the target has are not even read. Of each cell some hundred bytes are in memory, and besides a few blobs.
+What was saved stays as it is, to the byte; only places change, and how a cell lies there. Copies with blobs of another
+size are made of this, copies that encode, and rewrites that pack a checkpoint anew. What is known of a cell beforehand
+is its digest, so cells that a checkpoint of the target has are not even read. Of each cell some hundred bytes are in
+memory, and besides a few blobs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +23,10 @@ from casckpt.format.blob import DATA_OFFSET, order
 from casckpt.format.blob_writer import LEAF_BYTES, BlobWriter, buffer_bytes, padded, place_behind
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import Encoded, placed
-from casckpt.format.extents import StoredCell, moved
+from casckpt.format.dtypes import FLOATS, coded_width
+from casckpt.format.encodings import decode, encode_planes
+from casckpt.format.encodings.scratch import scratch
+from casckpt.format.extents import ExtentTable, Frame, StoredCell, build, moved
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, CellDigest, TxId
@@ -38,12 +44,19 @@ from casckpt.storage.base import ShortObject
 from casckpt.storage.buffers import BufferPool
 from casckpt.upkeep.repair.salvage import readable
 
+log = logging.getLogger(__name__)
+
 _MEMORY = 1 << 30  # bytes of buffers
 _READ_BYTES = 4 << 20
 _MAX_BASES = 8
 
-Place = tuple[BlobRef, int]
-"""Where a cell lies: in which blob, and from which byte of its file on."""
+
+class Place(NamedTuple):
+    """Where a cell lies: in which blob, from which byte of its file on, and as which frame, if it is coded."""
+
+    ref: BlobRef
+    offset: int
+    frame: Frame | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +82,8 @@ class Recoding:
     ``listed``: what the target has, listed after that transaction began. ``moving``: numbers of the blobs whose cells
     move; all, unless the source is the target. ``blob_bytes``: of data in a new blob; None for what the target has.
     ``jobs``: blobs at once, each with a buffer. ``progress``: gets the bytes of the blobs that move. ``read``: fills
-    buffers with bytes of a blob that follow each other, from an offset on, in place of the source.
+    buffers with bytes of a blob that follow each other, from an offset on, in place of the source. ``compress``: encode
+    floats where that is less.
     """
 
     source: Repository
@@ -82,6 +96,7 @@ class Recoding:
     jobs: int = 4
     progress: Progress = silent
     read: Callable[[BlobRef, int, Sequence[memoryview]], None] | None = None
+    compress: bool = False
 
     def run(self) -> Encoded:
         """Store what is to move, durably, and return the manifest that says where, which is yet to be put.
@@ -92,19 +107,24 @@ class Recoding:
         cells, known, places = cells_of(self.manifest, self.moving), self._known(), dict[CellDigest, Place]()
         while rest := [cell for cell in cells if cell.digest not in places]:
             had = ((cell.digest, known.find(cell.digest)) for cell in rest if known.any)
-            found = {digest: (known.blobs[cell.blob], cell.offset) for digest, cell in had if cell and not cell.frame}
+            usable = ((digest, cell) for digest, cell in had if cell and self._is_usable(cell))
+            found = {digest: Place(known.blobs[cell.blob], cell.offset, cell.frame) for digest, cell in usable}
             places |= found
             self._store([cell for cell in rest if cell.digest not in found], places)
-            reused = (ref for ref, _ in places.values() if ref.uploader != self.uploader)
+            reused = (place.ref for place in places.values() if place.ref.uploader != self.uploader)
             lost = set(blobs.check_reused(self.target, self.uploader, reused))
             for number, ref in enumerate(known.blobs):
                 if ref in lost:
                     known.exclude(number)
-            places = {digest: place for digest, place in places.items() if place[0] not in lost}
+            places = {digest: place for digest, place in places.items() if place.ref not in lost}
         self.target.storage.settle(uploader_folder(self.uploader))
-        stored = sum(cell.nbytes for cell in cells if places[cell.digest][0].uploader == self.uploader)
+        stored = sum(cell.nbytes for cell in cells if places[cell.digest].ref.uploader == self.uploader)
         self.progress(max(0, sum(self.manifest.blob_sizes[number] for number in self.moving) - stored))
         return self._placed(places)
+
+    def _is_usable(self, cell: StoredCell) -> bool:
+        """Is a cell of the target to be taken as it lies there?"""
+        return cell.frame is None or (self.compress and cell.frame.base is None)
 
     # what the target has
 
@@ -133,26 +153,63 @@ class Recoding:
         """Put cells into new blobs, and their places into ``places``."""
         lots = packed(self.manifest, cells, self.blob_bytes or self.target.marker.blob_bytes)
         size = buffer_bytes(max((padded(sum(cell.nbytes for cell in lot)) for lot in lots), default=1))
-        buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // size)), size)
+        each = 2 if self.compress else 1
+        buffers = BufferPool(max(1, min(self.jobs, len(lots), _MEMORY // (each * size))) * each, size)
         try:
-            for ref, offsets in in_parallel(buffers.count, partial(self._make, buffers), lots, name="recode"):
-                places |= {digest: (ref, offset) for digest, offset in offsets.items()}
+            for found in in_parallel(buffers.count // each, partial(self._make, buffers), lots, name="recode"):
+                places |= found
         finally:
             buffers.close()
 
-    def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> tuple[BlobRef, dict[CellDigest, int]]:
-        """Put a blob of ``lot``; return it, and the offset of each cell in it."""
+    def _make(self, buffers: BufferPool, lot: Sequence[_Cell]) -> dict[CellDigest, Place]:
+        """Put a blob of ``lot``, or one of its frames and one of what is not worth one; return where each cell lies."""
         with buffers.borrow() as borrowed:
-            buffer, writer, offsets = borrowed.view, BlobWriter(borrowed.view), {}
-            parts = list(_parts(lot, buffer))
+            parts = list(_parts(lot, borrowed.view))
             runs = _runs(parts, self.source.storage.traits.read_gap)
             deque(in_parallel(max(1, self.jobs // buffers.count), self._read, runs), maxlen=0)
-            for cell, data in parts:
-                offsets[cell.digest] = self._take_up(writer, cell, data)
-                self.progress(cell.nbytes)
-            ref = BlobRef(*writer.finish(), self.uploader)
-            blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
-        return ref, offsets
+            for part in parts:
+                self._check(*part)
+            if not self.compress:
+                return self._put(parts, borrowed.view)
+            with buffers.borrow() as other:
+                return self._put_smaller(parts, other.view)
+
+    def _put(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, Place]:
+        """Put a blob of cells whose bytes lie at their places in ``buffer``."""
+        writer, offsets = BlobWriter(buffer), dict[CellDigest, int]()
+        for cell, _ in parts:
+            offsets[cell.digest] = writer.place(cell.nbytes)
+            writer.add(cell.dtype, cell.nbytes, cell.digest)
+            self.progress(cell.nbytes)
+        ref = self._finish(writer, buffer)
+        return {digest: Place(ref, offset) for digest, offset in offsets.items()}
+
+    def _put_smaller(self, parts: Sequence[_Part], buffer: memoryview) -> dict[CellDigest, Place]:
+        """Put the cells that are worth it as frames, and the others as they are."""
+        tried = [(cell, data, _frame_of(cell, data)) for cell, data in parts]
+        frames = [(cell, frame) for cell, _, frame in tried if frame is not None]
+        rest = [(cell, data) for cell, data, frame in tried if frame is None]
+        moved_to = list(_parts((cell for cell, _ in rest), buffer))
+        for (_, data), (_, into) in zip(rest, moved_to, strict=True):
+            into[:] = data
+        places = self._put(moved_to, buffer) if rest else {}
+        return places | self._put_frames(frames, buffer) if frames else places
+
+    def _put_frames(self, frames: Sequence[tuple[_Cell, bytes]], buffer: memoryview) -> dict[CellDigest, Place]:
+        writer, offsets = BlobWriter(buffer), dict[CellDigest, tuple[int, int]]()
+        for cell, frame in frames:
+            offsets[cell.digest] = writer.end, len(frame)
+            buffer[writer.end : writer.end + len(frame)] = frame
+            writer.add_frame(len(frame))
+            self.progress(cell.nbytes)
+        ref = self._finish(writer, buffer)
+        return {digest: Place(ref, at, Frame(nbytes, None)) for digest, (at, nbytes) in offsets.items()}
+
+    def _finish(self, writer: BlobWriter, buffer: memoryview) -> BlobRef:
+        """Put what was written, and name it."""
+        ref = BlobRef(*writer.finish(), self.uploader)
+        blobs.put(self.target, self.uploader, ref.hash, buffer[: ref.size])
+        return ref
 
     def _read(self, run: Sequence[_Part]) -> None:
         """Read cells that lie one after the other, at once, and what lies between them."""
@@ -170,14 +227,13 @@ class Recoding:
         except (NotFound, Refused, ShortObject) as error:
             raise Spoilt(ref, explain(ref, error)) from error
 
-    def _take_up(self, writer: BlobWriter, cell: _Cell, data: memoryview) -> int:
-        """Take up a cell, read once more where the network has spoilt it, and return where it is."""
+    def _check(self, cell: _Cell, data: memoryview) -> None:
+        """Compare a cell, read once more where the network has spoilt it. Raises `Spoilt`."""
         if cell_digest(data) != cell.digest:
             self._read([(cell, data)])
             if cell_digest(data) != cell.digest:
                 why = f"its bytes {cell.offset} to {cell.offset + cell.nbytes} are not what was written"
                 raise Spoilt(self.manifest.blob(cell.blob), why)
-        return _stored(writer, cell)
 
     # the manifest
 
@@ -186,10 +242,16 @@ class Recoding:
         before, live = list(self.manifest.blobs), {commit.txid for commit in self.listed.live()}
 
         def place(cell: StoredCell) -> tuple[int, int]:
-            ref, offset = places[cell.digest] if cell.blob in self.moving else (before[cell.blob], cell.offset)
+            moving = cell.blob in self.moving
+            ref, offset, _ = places[cell.digest] if moving else Place(before[cell.blob], cell.offset)
             return numbers.setdefault(replace(ref, worn=False) if ref.worn else ref, len(numbers)), offset
 
-        tables = {entry.number: moved(self.manifest.extents(entry), place) for entry in _stored_entries(self.manifest)}
+        def coded(table: ExtentTable) -> ExtentTable:
+            cells = (cell.moved(place)._replace(frame=places[cell.digest].frame) for cell in table.stored_cells())
+            return build(table.shape, table.itemsize, table.cell, list(cells))
+
+        make = coded if self.compress else partial(moved, place=place)
+        tables = {entry.number: make(self.manifest.extents(entry)) for entry in _stored_entries(self.manifest)}
         refs = mark_worn(tables.values(), list(numbers), self.manifest.body.run, live.__contains__)
         made = placed(self.manifest, encode_blobs(refs), tables)
         again = made.manifest()
@@ -257,11 +319,18 @@ def _parts(lot: Iterable[_Cell], buffer: memoryview) -> Iterator[_Part]:
         yield cell, buffer[start:end]
 
 
-def _stored(writer: BlobWriter, cell: _Cell) -> int:
-    """Store a cell whose bytes were compared at its place, as they are, and return where."""
-    at = writer.place(cell.nbytes)
-    writer.add(cell.dtype, cell.nbytes, cell.digest)
-    return at
+def _frame_of(cell: _Cell, plain: memoryview) -> bytes | None:
+    """Return the planes of a cell of floats, decoded and compared; None where they are not worth it."""
+    frame = encode_planes(plain, coded_width(cell.dtype)) if cell.dtype in FLOATS else None
+    if frame is not None:
+        found = scratch("version", cell.nbytes).data
+        decode(memoryview(frame), found, None)
+        if cell_digest(found) != cell.digest:
+            log.error(
+                "a cell that was encoded decodes to something else, and is stored as it is; please report this bug"
+            )
+            return None
+    return frame
 
 
 def _stored_entries(manifest: Manifest) -> list[StreamEntry]:

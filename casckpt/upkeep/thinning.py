@@ -23,6 +23,7 @@ from casckpt.format.records import Committed, Dropped, changed, time_of
 from casckpt.format.sections.index import ATTACHMENT, StreamEntry
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
+from casckpt.plan.reuse import coded_bytes
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.refs import resolve_many
@@ -166,7 +167,7 @@ def _matching(manifest: Manifest, rule: Iterable[str]) -> Iterator[StreamEntry]:
 
 
 def _sizes(manifest: Manifest, entries: Iterable[StreamEntry]) -> _Sizes:
-    used = {extent.blob for entry in entries for extent in manifest.extents(entry).extents}
+    used = {one.blob for entry in entries for extent in manifest.extents(entry).extents for one in extent.chain}
     refs = (manifest.blob(number) for number in used)
     return {(ref.uploader, ref.hash): ref.size for ref in refs}
 
@@ -236,8 +237,10 @@ def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
     commit = one.commit
 
     def save(txid: TxId, _: CommitList) -> Committed:
-        made = record_of(repo, txid, commit, thinned(manifests.get(repo, commit), one.entries))
-        return changed(made, dropped=_dropped(one, drop))
+        manifest = manifests.get(repo, commit)
+        made = record_of(repo, txid, commit, thinned(manifest, one.entries))
+        kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in one.entries)
+        return changed(made, dropped=_dropped(one, drop), **coded_bytes(kept)._asdict())
 
     with suppress(Conflict):
         return rewrite(repo, commit, save)

@@ -22,7 +22,7 @@ _SEVERAL = -1
 
 @dataclass(frozen=True, slots=True)
 class RunUsage:
-    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors, each checkpoint in full.
+    """One run. Bytes are those of blob files, except ``bytes_logical``: of the tensors that each checkpoint holds.
 
     ``bytes_used``: of all blobs that its live checkpoints name; ``bytes_alone``: of those that no other run names: so
     much a gc would free if the run were given up; ``bytes_newest``: of those that its newest checkpoint names.
@@ -68,12 +68,12 @@ class Freed:
 class StoreStats:
     """Counts and bytes of a store.
 
-    ``bytes_stored``: of all its objects. ``bytes_logical``: of the tensors of all visible checkpoints, each counted in
-    full; ``bytes_coded``: of that, what is stored as frames; ``bytes_frames``: what these take; ``bytes_deltas``: of
-    that, what only tells how other cells changed. ``forgotten``: checkpoints that wait to be purged.
-    ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it deletes when all that is
-    forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if it has none;
-    ``unmirrored``: checkpoints, forgotten ones too, that are not safe there yet.
+    ``bytes_stored``: of all its objects. ``bytes_logical``: of the tensors of all visible checkpoints, each counted
+    in full, but for what was thinned away; ``bytes_coded``: of that, what is stored as frames; ``bytes_frames``: what
+    these take; ``bytes_deltas``: of that, what only tells how other cells changed. ``forgotten``: checkpoints that
+    wait to be purged. ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it
+    deletes when all that is forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if
+    it has none; ``unmirrored``: checkpoints, forgotten ones too, that are not safe there yet.
     """
 
     checkpoints: int
@@ -140,7 +140,7 @@ def measure(repo: Repository) -> StoreStats:
         bytes_stored=found.blob_bytes + found.manifest_bytes,
         bytes_blobs=found.blob_bytes,
         bytes_manifests=found.manifest_bytes,
-        bytes_logical=sum(commit.committed.bytes_total for commit in current),
+        bytes_logical=sum(commit.bytes_held for commit in current),
         bytes_coded=sum(commit.committed.bytes_coded for commit in current),
         bytes_frames=sum(commit.committed.bytes_frames for commit in current),
         bytes_deltas=sum(commit.committed.bytes_deltas for commit in current),
@@ -238,7 +238,7 @@ def _usage_of(run: str, tally: _Tally, user: dict[_Blob, int]) -> RunUsage:
         forgotten=sum(commit.is_forgotten for commit in tally.commits),
         newest_step=newest.step,
         newest_at=newest.committed.created_at,
-        bytes_logical=sum(commit.committed.bytes_total for commit in tally.commits if commit.visible),
+        bytes_logical=sum(commit.bytes_held for commit in tally.commits if commit.visible),
         bytes_used=sum(tally.blobs.values()),
         bytes_alone=sum(size for blob, size in tally.blobs.items() if user[blob] == tally.number),
         bytes_newest=tally.newest,

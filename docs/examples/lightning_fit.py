@@ -30,7 +30,7 @@ class Model(LightningModule):
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
         """Give the loss."""
-        loss = self.linear(batch[0]).square().mean()
+        loss: torch.Tensor = self.linear(batch[0]).square().mean()
         self.log("loss", loss)
         return loss
 

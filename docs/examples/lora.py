@@ -25,7 +25,8 @@ class Lora(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply both. ``x``: [..., in_features]."""
-        return self.base(x) + x @ self.down.T @ self.up.T
+        changed: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return changed
 
 
 torch.manual_seed(0)

@@ -1,5 +1,9 @@
 """Two processes of RL: a trainer that publishes each step, and an actor that updates its weights and generates.
 
+$ python rl_publish_follow.py --steps 3
+...
+actor: step 3: updated by ... MB in ... s; a load takes ... MB in ... s; says ...
+
 ``python rl_publish_follow.py`` starts both, on a new store below the folder for temporary files. By hand, on one host
 or on two that see one store: ``python rl_publish_follow.py train STORE`` and ``python rl_publish_follow.py act STORE``.
 

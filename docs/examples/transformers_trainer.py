@@ -9,7 +9,7 @@ from_pretrained loads equal weights
 
 import os
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "TRANSFORMERS_VERBOSITY": "error"}
 
 import shutil
 import warnings
@@ -22,7 +22,6 @@ import casckpt
 from casckpt.frontends.transformers import CasCheckpointCallback, restore_checkpoint
 
 warnings.filterwarnings("ignore")  # theirs, about this small example
-transformers.logging.set_verbosity_error()
 
 store = casckpt.open("checkpoints")
 words = [{"input_ids": torch.arange(n, n + 12), "labels": torch.arange(n, n + 12)} for n in range(16)]
@@ -60,6 +59,7 @@ print(f"resumed from step {begun}, trained to step {second.state.global_step}")
 written = store.export("sft@latest", "exported", format="hf", force=True)
 print(f"exported sft@{written.checkpoint.step}: model.safetensors and config.json")
 loaded = GPT2LMHeadModel.from_pretrained("exported")
+assert second.model is not None
 for one, other in zip(loaded.parameters(), second.model.parameters(), strict=True):
     assert torch.equal(one, other)
 print("from_pretrained loads equal weights")

@@ -213,6 +213,22 @@ def test_diff_gives_keys_and_bytes(saved: Path, as_json: AsJson, run: Run) -> No
     assert "~ own  bytes, 3.9 KiB" in run("diff", saved, "a@1", "a@3").stdout
 
 
+def test_stats_say_what_holds_the_bytes(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "b@1")
+    found = as_json("stats", saved, "--by", "run", "--by", "step", "--by", "key", "--by", "tag", "--keep-last", "1")
+    assert {*as_json("stats", saved)} == {*found} - {
+        "by_run", "by_step", "by_key", "by_tag", "rules", "unreadable",
+    }  # fmt: skip
+    assert [one["run"] for one in found["by_run"]] == [one["run"] for one in as_json("report", saved)["runs"]]
+    assert sum(one["bytes_new"] for one in found["by_step"]) == found["bytes_blobs"]
+    assert sum(one["bytes_blobs"] for one in found["by_key"]) == pytest.approx(found["bytes_blobs"], abs=9)
+    assert [(one["name"], one["run"], one["step"]) for one in found["by_tag"]] == [("best", "b", 1)]
+    assert [one["rule"] for one in found["rules"]] == ["keep-last 1"]
+    text = run("stats", saved, "--by", "step", "--by", "key", "--by", "tag", "--run", "b", "--keep-last", "1").stdout
+    assert all(word in text for word in ("ALONE", "best", "shared.*", "keep-last 1"))
+    assert {one["run"] for one in as_json("stats", saved, "--by", "run", "--run", "b")["by_run"]} == {"b"}
+
+
 def test_stats_count(saved: Path, as_json: AsJson) -> None:
     found = as_json("stats", saved)
     blobs = list(saved.glob("objects/*/*.safetensors"))

@@ -12,7 +12,7 @@ import pytest
 import casckpt
 from casckpt.errors import Conflict, Damaged
 from tests.cli.conftest import AsJson, Run
-from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps
+from tests.support.saves import blob_keys, cells, flip, same_state, small_folder, steps, trained
 
 CASCKPT = (sys.executable, "-m", "casckpt")
 
@@ -47,6 +47,16 @@ def test_into_blobs_of_another_size(as_json: AsJson, run: Run, saved: Path, ther
     assert (len(copied["copied"]), copied["failed"]) == (4, [])
     assert casckpt.open(there).repository.marker.blob_bytes == 4 << 20
     run("verify", there)
+
+
+def test_floats_in_fewer_bytes(as_json: AsJson, run: Run, tmp_path: Path, there: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"w": trained(50, 0)}, step=0)
+    copied = as_json("copy", store.url, there, "--compress", "always")
+    assert copied["bytes_copied"] < 0.9 * store.get("default@0").stats.bytes_written
+    run("verify", there, "--decode")
+    assert same_state(casckpt.open(there).read("default@0"), {"w": trained(50, 0)})
+    assert "in place" in run("copy", there, there, "--compress", "always", status=1).stderr
 
 
 def test_a_store_is_packed_anew_in_place(as_json: AsJson, run: Run, saved: Path) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="needs casckpt[transformers]")
 
 import casckpt
 from casckpt.errors import InvalidInput
-from tests.support.saves import steps
+from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_accelerate_hears
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 class Training:
     """A model with dropout, an optimizer, a scheduler and shuffled data, all prepared."""
 
-    def __init__(self, path: Path, run: str = "sft") -> None:
+    def __init__(self, path: Path, run: str = "sft", width: int = 10) -> None:
         from accelerate import Accelerator
         from accelerate.utils import DataLoaderConfiguration
 
         from casckpt.frontends.accelerate import AcceleratorCheckpointer
 
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 10), nn.Dropout(0.2), nn.Linear(10, 1))
+        model = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.Linear(width, 1))
         optim = torch.optim.AdamW(model.parameters(), lr=0.01)
         inputs = torch.randn(24, 8)
         data = DataLoader(TensorDataset(inputs), batch_size=4, shuffle=True)
@@ -58,7 +58,7 @@ class Training:
 
 def trained(rank: int, size: int, path: Path, epochs: range, run: str) -> list[str]:
     with as_accelerate_hears(rank, size):
-        training = Training(path, run)
+        training = Training(path, run, 2000 if run.startswith("wide") else 10)
         last = training.checkpointer.resume()
         assert (last.step + 1 if last else 0) == epochs.start
         return training.train(epochs)
@@ -74,6 +74,18 @@ def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int)
     assert [step for run, step in steps(store) if run == "parts"] == [2, 3]
     assert not store.diff("whole@3", "parts@3").changed
     assert set(store.read("parts@3")["model"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}  # of the plain model
+
+
+def test_what_is_stored_smaller_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+    whole = ranks.run(2, trained, store_path, range(4), "wide")
+    store = small_folder(store_path.with_name("smaller"))
+    store.change_settings(compress="always")
+    first, second = (
+        ranks.run(2, trained, store_path.with_name("smaller"), epochs, "wide") for epochs in (range(2), range(2, 4))
+    )
+    assert [one + two for one, two in zip(first, second, strict=True)] == whole
+    assert all(0 < one.stats.bytes_frames < one.stats.bytes_coded for one in store.checkpoints())
+    assert not store.verify(decode=True).is_damaged
 
 
 def loaded(rank: int, size: int, path: Path) -> Any:

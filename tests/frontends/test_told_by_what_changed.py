@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -71,7 +72,7 @@ def test_a_rank_of_dcp_that_is_told_nothing_looks_at_the_setting(store: Store) -
     """As with cached plans."""
     store.save(state(0), step=0)
     session = WriterSession(store.repository, SaveOptions(step=1), rank=1, alone=False)
-    assert session._knowledge(SavePlan([]))[2] == "auto"
+    assert session._knowledge(SavePlan([]))[2].compress == "auto"
 
 
 def test_megatron(store: Store) -> None:
@@ -103,6 +104,28 @@ def test_imports_and_exports(tmp_path: Path) -> None:
     assert 0 < committed.bytes_frames < committed.bytes_coded
     casckpt.export(store, "base@0", tmp_path / "again.safetensors")
     assert same_state(dict(sorted(load_file(tmp_path / "again.safetensors").items())), state(0))
+
+
+@pytest.mark.parametrize("path", ["model.pt", "model.safetensors", "folder"])
+def test_exports_of_versions_that_are_told_from_others(store: Store, tmp_path: Path, path: str) -> None:
+    for step in range(STEPS):
+        store.save({"model": state(step)}, step=step)
+    for step in (0, STEPS - 1):
+        to = tmp_path / str(step) / path
+        to.parent.mkdir()
+        casckpt.export(reopened(store), f"default@{step}", to, format="dcp" if path == "folder" else None)
+        assert same_state(_flat(to), {f"model.{key}": value for key, value in state(step).items()})
+
+
+def _flat(path: Path) -> dict[str, Any]:
+    """What an export holds, by whoever reads such files."""
+    if path.suffix == ".safetensors":
+        return dict(sorted(load_file(path).items()))
+    if path.suffix == ".pt":
+        return {f"model.{key}": value for key, value in torch.load(path)["model"].items()}
+    found = {f"model.{key}": torch.zeros_like(value) for key, value in state(0).items()}
+    dcp.load(found, FileSystemReader(path))
+    return found
 
 
 # states

@@ -17,6 +17,7 @@ pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
 from casckpt.errors import InvalidInput, NotFound, Unsupported
+from tests.support.saves import small_folder
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -28,10 +29,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan: about what i
 class Block(nn.Module):
     """A part of a model; its layers have the names that they have in the whole."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(12, 12) for name in names})
-        self.norm = nn.LayerNorm(12) if "1" in names else None
+        self.layers = nn.ModuleDict({name: nn.Linear(width, width) for name in names})
+        self.norm = nn.LayerNorm(width) if "1" in names else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
@@ -48,7 +49,8 @@ class Loop:
         from casckpt.frontends.torchtitan import CasCheckpointManager
 
         torch.manual_seed(0)
-        self.parts = [Block("0", "1"), Block("2")]
+        self.width = settings.pop("width", 12)
+        self.parts = [Block("0", "1", width=self.width), Block("2", width=self.width)]
         mesh = init_device_mesh("cpu", (size,))
         for part in self.parts:
             fully_shard(part, mesh=mesh)
@@ -84,7 +86,7 @@ class Loop:
         while self.step < until:
             self.step += 1
             self.at += 2
-            x = torch.full((3, 12), self.at / 100)
+            x = torch.full((3, self.width), self.at / 100)
             loss = self.parts[1](self.parts[0](x)).square().mean()
             self.optimizers.zero_grad()
             loss.backward()
@@ -106,22 +108,22 @@ class Loop:
         return {name: value.full_tensor() for name, value in found.items()}
 
 
-def whole(rank: int, size: int, path: Path) -> Any:
-    loop = Loop(rank, size, path, run="whole")
+def whole(rank: int, size: int, path: Path, width: int = 12) -> Any:
+    loop = Loop(rank, size, path, run="whole", width=width)
     assert not loop.load()
     return loop.train(8), loop.weights()
 
 
-def broken_off(rank: int, size: int, path: Path) -> Any:
-    loop = Loop(rank, size, path, keep_latest_k=2, enable_first_step_checkpoint=True)
+def broken_off(rank: int, size: int, path: Path, width: int = 12) -> Any:
+    loop = Loop(rank, size, path, keep_latest_k=2, enable_first_step_checkpoint=True, width=width)
     loop.load()
     losses = loop.train(5)
     loop.manager.maybe_wait_for_saving()
     return losses  # and never closed
 
 
-def resumed(rank: int, size: int, path: Path) -> Any:
-    loop = Loop(rank, size, path, keep_latest_k=2)
+def resumed(rank: int, size: int, path: Path, width: int = 12) -> Any:
+    loop = Loop(rank, size, path, keep_latest_k=2, width=width)
     assert loop.load()
     found = loop.step
     losses = loop.train(8, last=8)
@@ -145,6 +147,17 @@ def test_a_training_that_is_broken_off_goes_on_to_the_bit(store_path: Path, rank
     assert set(store.read("titan@8")) == {"model"}  # the last one is of the model alone
     assert identical(dict(store.read("titan@8")["model"]), expected[0][1])
     assert set(store.read("titan@6")) == {"model", "optim", "train"}
+
+
+def test_what_is_stored_smaller_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
+    store = small_folder(store_path)
+    expected = ranks.run(2, whole, store_path.with_name("plain"), 96)
+    store.change_settings(compress="always")
+    ranks.run(2, broken_off, store_path, 96)
+    second = ranks.run(2, resumed, store_path, 96)
+    assert all(identical(second[rank][2], expected[rank][1]) for rank in range(2))
+    assert all(0 < one.stats.bytes_frames < one.stats.bytes_coded for one in store.checkpoints())
+    assert not store.verify(decode=True).is_damaged
 
 
 def loads(rank: int, size: int, path: Path) -> Any:

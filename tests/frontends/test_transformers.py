@@ -144,6 +144,26 @@ def test_ten_checkpoints_of_a_frozen_encoder_take_the_first_and_what_changed(tmp
     assert optimizer.state[fresh.classifier.weight]["step"] == 10
 
 
+def test_what_is_stored_smaller_is_restored_to_the_bit(tmp_path: Path, store: Store) -> None:
+    store.create()
+    store.change_settings(compress="always")
+    plain, found = Losses(), Losses()
+    trainer(tmp_path / "plain", tiny(), CasCheckpointCallback(tmp_path / "other", run="sft"), plain, most=4).train()
+    trainer(tmp_path / "out", tiny(), CasCheckpointCallback(store, run="sft"), found, most=4).train()
+    assert found.found == plain.found
+    for step in (2, 4):
+        one, two = (
+            restore_checkpoint(s, f"sft@{step}", tmp_path / f"{n}-{step}")
+            for n, s in enumerate((store, tmp_path / "other"))
+        )
+        assert identical(load_file(one / "model.safetensors"), load_file(two / "model.safetensors"))
+        moments = (torch.load(folder / "optimizer.pt")["state"] for folder in (one, two))
+        assert identical(*moments)
+    assert all(0 < one.stats.bytes_frames < one.stats.bytes_coded for one in store.checkpoints())
+    assert sum(one.stats.bytes_deltas for one in store.checkpoints()) > 0
+    assert not store.verify(decode=True).is_damaged
+
+
 def test_retention_is_that_of_the_store_and_keeps_the_best(tmp_path: Path, store: Store) -> None:
     callback = CasCheckpointCallback(store, run="sft", max_checkpoints=2, tag_best="best", async_save=True)
     training = trainer(

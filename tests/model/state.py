@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from tests.support.tally import tally
+
 Names = frozenset[str]
 NOTHING: Names = frozenset()
 T = TypeVar("T")
@@ -114,6 +116,10 @@ class Verdict:
     states: int
     deleted: set[str]
     trace: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        tally("states of models", self.states)
+        tally(f"models that are {self.outcome}")
 
 
 def with_item(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import casckpt
 from casckpt.errors import CasckptError
@@ -15,6 +16,7 @@ from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.dying import Dying, Killed
+from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import cells, reopened, same_state, small, small_folder, steps, trained
@@ -98,6 +100,37 @@ def test_a_copy_of_one_that_is_told_from_others_takes_these_along(objects: dict[
         target.gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
         check(target, [STEPS])
     assert at > 4
+
+
+def test_what_is_fetched_before_is_all_that_a_load_needs(objects: dict[str, bytes], tmp_path: Path) -> None:
+    storage = FarStore(again(objects))
+    for template in (None, {"w": torch.zeros_like(state(0)["w"])}):
+        store = Store(Repository(storage, tmp_path / str(template is None), cache_bytes=1 << 30))
+        assert store.pre_download("default@4", template) > 0
+        before, found = storage.reads_of_blobs(), {"w": torch.zeros_like(state(0)["w"])}
+        store.load(found, "default@4", unread="ignore")
+        assert storage.reads_of_blobs() == before
+        assert same_state(found["w"], state(4)["w"])
+
+
+def test_thin_checkpoints_keep_what_their_weights_are_told_from() -> None:
+    """And nothing of what was left out."""
+    store = small(memory())
+    for step in range(STEPS):
+        store.save({"model": state(step), "optim": {"w": trained(30, step, seed=9)}}, step=step, compress="auto")
+    before = [store.stats().bytes_blobs, *(one.id for one in store.checkpoints())]
+    assert len(store.thin(drop=["optim.*"], keep_last=1).thinned) == STEPS - 1
+    store.gc(min_age=0, wait=0)
+    found = reopened(store)
+    assert [one.id for one in found.checkpoints()] == before[1:]
+    for step in range(STEPS):
+        assert same_state(found.read(f"default@{step}", keys=["model.*"])["model"], state(step))
+    assert same_state(found.read("latest")["optim"], {"w": trained(30, STEPS - 1, seed=9)})
+    assert not found.verify(decode=True).is_damaged
+    store.forget(f"default@{STEPS - 1}")
+    store.gc(min_age=0, wait=0)
+    assert store.stats().bytes_blobs < 0.5 * before[0]
+    assert same_state(reopened(store).read("default@3", keys=["model.*"])["model"], state(3))
 
 
 @pytest.mark.parametrize("at", [1, 3, 6, 10])

@@ -12,6 +12,7 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
 from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
+from tests.support import killed_thins
 from tests.support.announced import undecided
 from tests.support.killed_saves import WAYS, check_all, open_folder, state
 from tests.support.saves import same_state, steps
@@ -73,6 +74,40 @@ def _check_clean(store: Store) -> None:
     assert not {key for key in keys if key.startswith("transactions/")}
     folder = Path(store.url)
     assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
+
+
+@pytest.fixture(scope="module")
+def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with a store for each point at which who thinned was killed."""
+    folder, full = tmp_path_factory.mktemp("thinned"), bool(request.config.getoption("--full"))
+    seed = int(request.config.getoption("--hypothesis-seed") or 0)
+    command = [sys.executable, "-m", "tests.support.killed_thins", str(folder), str(100 if full else POINTS), str(seed)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("way", killed_thins.WAYS)
+def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path, way: str) -> None:
+    ids = {one.step: one.id for one in open_folder(thinned / "base").checkpoints()}
+    points, states = sorted(thinned.glob(f"{way}-*")), set[bool]()
+    assert len(points) >= POINTS
+    for point in points:
+        store = open_folder(point)
+        assert {one.step: one.id for one in store.checkpoints()} == ids, point.name
+        assert not store.verify().is_damaged
+        states.add(all(one.dropped for one in store.checkpoints()[:-1]))
+        for one in store.checkpoints():
+            whole = killed_thins.state(one.step)
+            want = {"model": whole["model"]} if one.dropped else whole
+            assert same_state(store.read(one, keys=["model.*"] if one.dropped else None), want), point.name
+        store.thin(drop=killed_thins.DROP, keep_last=1)
+        assert not store.gc(min_age=0, wait=0).waiting
+        _check_clean(store)
+        assert [bool(one.dropped) for one in store.checkpoints()] == [True, True, False]
+        last = killed_thins.state(killed_thins.COUNT - 1)
+        assert same_state(store.read("latest"), last)
+        assert store.save(last, step=9).stats.bytes_written == 0
+    assert states == {False, True}
 
 
 @pytest.mark.parametrize("saves", [12, pytest.param(60, marks=pytest.mark.soak)])

@@ -19,6 +19,7 @@ import numpy as np
 from casckpt.storage.buffers import AlignedBuffer
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
+from tests.support.tally import tally
 
 KEY = "objects/x/a"
 SIZES = (5, (2 << 20) + 17)  # a buffered write, and a direct one with a tail
@@ -43,11 +44,13 @@ def _kill_at(step: int) -> None:
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if next(steps) == step:
+                tally("SIGKILL at a system call")
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 return call(*args, **kwargs)
             finally:
                 if next(steps) == step:
+                    tally("SIGKILL at a system call")
                     os.kill(os.getpid(), signal.SIGKILL)
 
         return wrapped

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from casckpt.errors import StorageError
 from casckpt.storage.base import ObjectStore
 from tests.support.faulty import FaultyStore
+from tests.support.tally import tally
 
 WAYS = ["killed before", "killed after", "no answer before", "no answer after"]
 _CHANGES = {"put", "replace", "delete"}
@@ -30,6 +31,8 @@ class Dying(FaultyStore):
             raise Killed
         self.changes += method in _CHANGES
         is_now = method in _CHANGES and self.changes == self.at
+        if is_now:
+            tally(f"change of a storage: {self.way}")
         if is_now and self.way.endswith("before"):
             raise Killed if self.way.startswith("killed") else StorageError("no answer")
         yield set()

@@ -19,6 +19,7 @@ from typing import Any
 
 from casckpt.errors import StorageError
 from casckpt.storage.base import Known, ListedObject, ObjectStore, Reader, ShortObject, Traits
+from tests.support.tally import tally
 
 METHODS = ("put", "settle", "get", "open", "read_into", "size", "list", "delete", "replace", "sweep")
 
@@ -193,6 +194,7 @@ class FaultyStore:
                 if fault.method == call.method and fnmatchcase(call.key, fault.key):
                     seen[0] += 1
                     if fault.at <= seen[0] < fault.at + fault.times:
+                        tally(f"fault: {fault.kind.value}")
                         hit.append(fault)
             return hit
 

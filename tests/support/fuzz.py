@@ -29,6 +29,7 @@ import casckpt
 from casckpt.errors import CasckptError
 from casckpt.frontends.convert import import_any, look_at
 from tests.support.dcp import save
+from tests.support.tally import tally
 from tests.support.torch_dist_folder import FOLDER as TORCH_DIST
 
 ADDRESS_SPACE: Final = 4 << 30
@@ -168,6 +169,7 @@ class Bender:
     """Bent inputs of one kind, one after the other, in ``folder``; where an import fails otherwise, it stays there."""
 
     def __init__(self, kind: str, folder: Path, seed: int) -> None:
+        self._kind = kind
         self._random = Random(f"{kind} {seed}")
         self._place = folder / "bent"
         self._made = [self._files(KINDS[kind], folder / f"in{i}", rare) for i, rare in enumerate((None, Canary()))]
@@ -194,6 +196,7 @@ class Bender:
             path.write_bytes(bent(data, self._random) if name in chosen else data)
         sung.clear()  # making it may have
         self._step += 1
+        tally(f"bent input: {self._kind}")
         outcome = self._imported(self._place / given)
         if sung:
             raise AssertionError(f"what {self._place} names was called")

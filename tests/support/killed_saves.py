@@ -30,6 +30,7 @@ from casckpt.store.store import Store
 from tests.support.crash import CALLS
 from tests.support.faulty import FaultyStore, Kind
 from tests.support.saves import CELL, cells, same_state, trained
+from tests.support.tally import tally
 
 WAYS = ("calls", "syscalls", "timed")
 
@@ -67,6 +68,7 @@ class KillingStore(FaultyStore):
     def _die(self) -> None:
         self.count_ += 1
         if self.count_ == self.step:
+            tally("SIGKILL at a call of the storage")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -75,19 +77,20 @@ def _save(folder: Path, way: str, at: float) -> int:
     inner = LocalStore(folder / "store")
     killing = KillingStore(inner, int(at) if way == "calls" else 0)
     store = open_folder(folder, killing)
-    counted = _wrap_system_calls(int(at)) if way == "syscalls" else None
+    counted = wrap_system_calls(int(at)) if way == "syscalls" else None
     if way == "timed" and at:
         signal.setitimer(signal.ITIMER_REAL, at)  # whose signal ends the process, since nobody handles it
     store.save(state(2), step=2, threads=2, compress="auto")
     return counted() if counted else killing.count_
 
 
-def _wrap_system_calls(step: int) -> Callable[[], int]:
+def wrap_system_calls(step: int) -> Callable[[], int]:
     """Kill this process right before or right after a system call; gives how many of both there were."""
     steps = itertools.count(1)
 
     def die() -> None:
         if next(steps) == step:
+            tally("SIGKILL at a system call")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +108,7 @@ def _wrap_system_calls(step: int) -> Callable[[], int]:
     return lambda: next(steps) - 1
 
 
-def _forked(call: Callable[[], object]) -> int:
+def forked(call: Callable[[], object]) -> int:
     """Run in a child; its wait status."""
     child = os.fork()
     if not child:
@@ -127,7 +130,7 @@ def _total(folder: Path, way: str) -> int:
     """How many steps the save has; 0 for what is counted in seconds."""
     shutil.copytree(folder / "base", folder / "count", dirs_exist_ok=True)
     found = folder / "steps"
-    status = _forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))
+    status = forked(lambda: found.write_text(str(_save(folder / "count", way, 0))))
     if status:
         raise SystemExit(f"the save that was to be counted failed: {status}")
     shutil.rmtree(folder / "count")
@@ -138,7 +141,7 @@ def sweep(folder: Path, points: int, seed: int) -> None:
     """Kill a save at about ``points`` steps of each way, the last ones among them; 0 for all steps."""
     rng = random.Random(seed)
     base = open_folder(folder / "base")
-    if _forked(lambda: base.save(state(1), step=1)):
+    if forked(lambda: base.save(state(1), step=1)):
         raise SystemExit("the first save failed")
     started = time.monotonic()
     _total(folder, "timed")
@@ -151,7 +154,7 @@ def sweep(folder: Path, points: int, seed: int) -> None:
         for number, at in enumerate(chosen):
             point = folder / f"{way}-{number}-{at:g}"
             shutil.copytree(folder / "base", point)
-            status = _forked(partial(_save, point, way, at))
+            status = forked(partial(_save, point, way, at))
             if os.WIFEXITED(status) and os.WEXITSTATUS(status):
                 raise SystemExit(f"the save at {point.name} failed by itself")
 

@@ -29,6 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+from tests.support.tally import tally
+
 _BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 _BROKEN = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>We are sorry.</Message></Error>"
 _REFUSED = "<?xml version='1.0'?><Error><Code>{}</Code><Message>No.</Message></Error>"
@@ -221,6 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
         path, only_if = unquote(split.path), self.headers.get("If-None-Match")
         request = Seen(self.command, path, split.query, self.headers.get("Range"), size, payload, only_if)
         trouble = self.server.proxy.trouble_of(request)
+        if trouble is not None:
+            tally(f"network: {trouble.value}")
         if trouble is Trouble.HALF:
             self.rfile.read(size // 2)
             self._reset()
@@ -231,6 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         code = self.server.proxy.refusal_of(request)
         if code is not None:
+            tally("network: refused, 403")
             self._answer(403, "Forbidden", [("Content-Type", "application/xml")], _REFUSED.format(code).encode())
             return
         if trouble is Trouble.LATE:

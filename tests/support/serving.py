@@ -42,7 +42,7 @@ class Served:
         return answer
 
     def body(self, path: str, **headers: str) -> bytes:
-        answer = self.get(path, **headers)
+        answer = self.get(path, "GET", None, **headers)
         assert answer.status in (200, 206), answer.status
         found: bytes = answer.body  # type: ignore[attr-defined]
         return found

@@ -14,13 +14,12 @@ from threading import Lock
 
 import numpy as np
 
-from casckpt.checkpoint.saving.held import CellName, HeldCell
+from casckpt.checkpoint.saving.held import CellName, HeldCell, HeldFrame
 from casckpt.checkpoint.saving.kept import Kept, PutRate, give_up, kept_of
 from casckpt.checkpoint.saving.options import Compress, SaveOptions
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.errors import CasckptError, InvalidInput
 from casckpt.format import dtypes
-from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import MIN_CELL, decode, encode_delta, encode_planes, undo
 from casckpt.format.encodings.chains import decode_chain
 from casckpt.format.encodings.scratch import scratch
@@ -38,9 +37,9 @@ from casckpt.tensors.memory import copy_bytes
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
-_FLOATS = _HALVES | {"float32", "float64", "complex32", "complex64"}
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
-_TRIES, _TRIES_AGAIN = 8, 1  # cells of a stream; and where all of them were in vain in the save before
+_TRIES = 8  # cells of a stream, one where all of them were in vain before
+_PAUSE = 8  # saves until a stream is tried again
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
@@ -56,10 +55,11 @@ def coding(repo: Repository, known: KnownCells, options: SaveOptions, *, told: C
         yield None
         return
     kept = kept_of(repo, options.run)
+    kept.saves += 1
     with ExitStack() as opened:
         alone = compress == "always" or _is_slow(repo, kept.rate)
         log.debug("cells without a base are %s", "encoded" if alone else "stored as they are: the storage is fast")
-        coder = Coder(repo, known, kept, _FLOATS if compress == "always" else _HALVES, alone, opened)
+        coder = Coder(repo, known, kept, dtypes.FLOATS if compress == "always" else _HALVES, alone, opened)
         yield coder
     kept.held.only(coder.names)
 
@@ -92,7 +92,8 @@ class Coder:
     alone: bool
     opened: ExitStack
     names: set[CellName] = field(default_factory=set)
-    _in_vain: dict[Name, int] = field(default_factory=dict)  # cells that were tried; -1 once one was worth it
+    _counts: dict[Name, int] = field(default_factory=dict)  # cells of each stream
+    _tries: dict[Name, int] = field(default_factory=dict)  # of them that were in vain; -1 once one was worth it
     _links: dict[tuple[Name, int, int], int | None] = field(default_factory=dict)
     _readers: dict[int, Reader] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -100,14 +101,22 @@ class Coder:
     def expect(self, sources: Sequence[Source], work: Iterable[Iterable[Cell]]) -> None:
         """Take up which cells the save has; those of several calls count together."""
         for cells in work:
-            self.names.update(
-                _name(source, cell) for cell in cells if (source := sources[cell.source]).dtype in self.deltas
-            )
+            for cell in cells:
+                source = sources[cell.source]
+                if self.takes(source, cell):
+                    self._counts[source.name] = self._counts.get(source.name, 0) + 1
+                    if source.dtype in self.deltas:
+                        self.names.add(_name(source, cell))
+
+    def likely_changes(self, cell: Cell) -> bool:
+        """Did a cell change in the save before, and is told by that? Then nobody need look before it is copied."""
+        old = cell.known
+        return old is not None and old.base is not None and self.known.blobs[old.blob].uploader == self.known.newest
 
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
-        asked = source.dtype in self.deltas or (self.alone and source.dtype in _FLOATS)
-        return asked and cell.nbytes >= MIN_CELL and self._tries(source) < _TRIES
+        asked = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
+        return asked and cell.nbytes >= MIN_CELL and self.kept.in_vain.get(source.name, 0) <= self.kept.saves
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
@@ -122,19 +131,14 @@ class Coder:
         return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
 
     def _tried(self, source: Source, frame: bytes | None) -> bytes | None:
-        """Return the same, and note whether it was worth it: where no cell of a stream is, the others are left."""
-        tries = self._tries(source)
-        tries = self._in_vain[source.name] = tries + 1 if frame is None and tries >= 0 else -1
+        """Return the same, and note whether it was worth it: a stream of which no cell is, is left for some saves."""
+        name, tries = source.name, self._tries.get(source.name, 0)
+        self._tries[name] = tries = tries + 1 if frame is None and tries >= 0 else -1
         if tries < 0:
-            self.kept.in_vain.discard(source.name)
-        elif tries >= _TRIES:
-            self.kept.in_vain.add(source.name)
+            self.kept.in_vain.pop(name, None)
+        elif name in self.kept.in_vain or tries >= min(_TRIES, self._counts.get(name, 0)):
+            self.kept.in_vain[name] = self.kept.saves + _PAUSE
         return frame
-
-    def _tries(self, source: Source) -> int:
-        """How many cells of a stream were tried in vain."""
-        before = _TRIES - _TRIES_AGAIN if source.name in self.kept.in_vain else 0
-        return self._in_vain.get(source.name, before)
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
         """Keep the bytes of a cell that is stored already, for the next save."""
@@ -160,18 +164,19 @@ class Coder:
             held = self._read(old)
         if held is None:
             return None
-        base = memoryview(held.plain) if not link else _older(held, link, chain[link].digest)
+        base = memoryview(held.plain) if not link else _older(held, chain[1 : link + 1])
         frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
         if base is None or frame is None:
             self.kept.held.put(name, held)
             return None
         if not _decodes(frame, base, plain):
             return None
+        frames = held.next_frames(frame, link, chain[link].digest)
         if not link:  # what is held has become the new version, in place
-            self.kept.held.put(name, HeldCell(digest, held.plain, (frame, *held.frames)))
+            self.kept.held.put(name, HeldCell(digest, held.plain, frames))
         else:
             self.kept.held.put(name, held)
-            self.kept.held.keep(name, digest, plain, (frame, *held.frames[link:]))
+            self.kept.held.keep(name, digest, plain, frames)
         return Coded(frame, chain[link])
 
     def _link(self, source: Source, cell: Cell) -> int | None:
@@ -203,7 +208,10 @@ class Coder:
         except (CasckptError, ShortObject, _TooFar) as error:
             log.debug("a base is not used: %s", error)
             return None
-        return HeldCell(cell.digest, plain, tuple(map(bytes, reversed(stored[1:]))))
+        *links, _ = cell.chain
+        every = zip(links, reversed(stored), strict=False)
+        frames = tuple(HeldFrame(bytes(data), one.base.digest) for one, data in every if one.base is not None)
+        return HeldCell(cell.digest, plain, frames)
 
     def _bytes_of(self, cell: StoredCell) -> bytearray:
         found = bytearray(cell.stored)
@@ -234,13 +242,16 @@ def _name(source: Source, cell: Cell) -> CellName:
     return source.name, cell.group.box, cell.cut.lo, cell.cut.hi
 
 
-def _older(held: HeldCell, link: int, digest: CellDigest) -> memoryview | None:
-    """Return a copy of the version that stands so many links before the one that is held."""
+def _older(held: HeldCell, bases: Sequence[StoredCell]) -> memoryview | None:
+    """Return a copy of the last of the versions that one goes back through, if what is held came by the same ones."""
+    frames = held.frames[: len(bases)]
+    if [one.base for one in frames] != [one.digest for one in bases]:
+        return None
     base = scratch("version", len(held.plain)).data
     copy_bytes(base, memoryview(held.plain))
-    for frame in held.frames[:link]:
-        undo(memoryview(frame), base)
-    return base if cell_digest(base) == digest else None
+    for frame in frames:
+        undo(memoryview(frame.data), base)
+    return base
 
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:

@@ -9,14 +9,13 @@ from typing import TypeAlias
 
 from casckpt.checkpoint.saving.known import readable
 from casckpt.checkpoint.saving.looking import has_health
-from casckpt.errors import Damaged, Refused
+from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import CellDigest
 from casckpt.format.records import Health
 from casckpt.format.sections.health import CellHealth, Rows, joined, rows_of, sum_of
-from casckpt.format.sections.index import TENSOR, Name
-from casckpt.format.sections.tables import encode_cells
+from casckpt.format.sections.index import TENSOR, Name, StreamEntry
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
 
@@ -48,23 +47,28 @@ class Parent:
 
     def rows(self, name: Name, dtype: str, table: ExtentTable, found: Found) -> Rows | None:
         """Return the rows of a stream that has these cells, of which some were ``found``; None if any is unknown."""
-        entry = self._entries.get(name)
-        if self._manifest is None or entry is None or entry.dtype != dtype or entry.number not in self._told:
-            return _rows(dtype, _digests(table), found, {})
-        if encode_cells(table) == self._manifest.raw_cells(entry):
-            return self._told[entry.number]
-        changed = _rows(dtype, _digests(table), found, {})
-        if changed is not None:
-            return changed
-        before = _digests(self._manifest.cells(entry))
-        told = dict(zip(before, starmap(CellHealth, self._told[entry.number].tolist()), strict=False))
-        return _rows(dtype, _digests(table), found, told)
+        digests, entry = _digests(table), self._entries.get(name)
+        made = _rows(dtype, digests, found, {})
+        if made is not None or entry is None or entry.dtype != dtype or entry.number not in self._told:
+            return made
+        before, told = self._cells(entry), self._told[entry.number]
+        if before == digests and len(told) == len(digests):  # as of most
+            return told
+        known = dict(zip(before, starmap(CellHealth, told.tolist()), strict=False))
+        return _rows(dtype, digests, found, known)
+
+    def _cells(self, entry: StreamEntry) -> list[CellDigest]:
+        """Return the digests of the cells of an entry; none, if these cannot be read."""
+        try:
+            return [] if self._manifest is None else _digests(self._manifest.cells(entry))
+        except (Damaged, Refused):
+            return []
 
 
 def _told(manifest: Manifest) -> Mapping[int, Rows]:
     try:
         return manifest.health or {}
-    except (Damaged, Refused) as error:
+    except CasckptError as error:
         log.debug("the health of the parent cannot be read: %s", error)
         return {}
 
@@ -77,7 +81,7 @@ def health_of_all(
     A stream of which any cell is unknown, as one that was declared frozen, is left out.
     """
     every = {key: one for rank in found for key, one in rank.items()}
-    rows = {}
+    rows: dict[int, Rows] = {}
     for number, (name, (dtype, table)) in enumerate(streams.items()):
         if name[0] == TENSOR and has_health(dtype):
             made = parent.rows(name, dtype, table, every)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from casckpt.format.names import CellDigest
 from casckpt.format.regions import Box
@@ -20,13 +20,24 @@ CellName: TypeAlias = tuple[Name, Box, int, int]
 """Which elements a cell holds: [lo, hi) of a box of a stream."""
 
 
+class HeldFrame(NamedTuple):
+    """A frame that was decoded and compared. ``base``: the digest of what undoing it gives."""
+
+    data: bytes
+    base: CellDigest
+
+
 @dataclass(frozen=True, slots=True)
 class HeldCell:
     """The bytes of one version of a cell. ``frames``: those by which it was saved, its own first, down to its key."""
 
     digest: CellDigest
     plain: bytearray
-    frames: tuple[bytes, ...]
+    frames: tuple[HeldFrame, ...] = ()
+
+    def next_frames(self, data: bytes, link: int, base: CellDigest) -> tuple[HeldFrame, ...]:
+        """Return those of a version that ``data`` tells from what stands so many links before this one."""
+        return (HeldFrame(data, base), *self.frames[link:])
 
 
 @dataclass
@@ -38,7 +49,7 @@ class HeldCells:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that they take."""
-        return sum(len(one.plain) + sum(map(len, one.frames)) for one in list(self._cells.values()))
+        return sum(len(one.plain) + sum(len(frame.data) for frame in one.frames) for one in list(self._cells.values()))
 
     def only(self, names: Container[CellName]) -> None:
         """Give up all but these: the state has others no more, or they are cut in another way."""
@@ -56,7 +67,7 @@ class HeldCells:
         """Keep these bytes themselves."""
         self._cells[name] = cell
 
-    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[bytes, ...] = ()) -> None:
+    def keep(self, name: CellName, digest: CellDigest, plain: memoryview, frames: tuple[HeldFrame, ...] = ()) -> None:
         """Keep a copy of the bytes of a cell, in the memory of what is held of it."""
         held = self.take(name)
         buffer = bytearray(plain.nbytes) if held is None or len(held.plain) != plain.nbytes else held.plain

@@ -37,11 +37,15 @@ class PutRate:
 
 @dataclass
 class Kept:
-    """What is kept of one run. ``in_vain``: streams of which no cell that was tried was worth it."""
+    """What is kept of one run. ``saves``: how many it was kept for.
+
+    ``in_vain``: streams of which no cell that was tried was worth it, and the number of the save that tries them again.
+    """
 
     rate: PutRate
     held: HeldCells = field(default_factory=HeldCells)
-    in_vain: set[Name] = field(default_factory=set)
+    saves: int = 0
+    in_vain: dict[Name, int] = field(default_factory=dict)
 
 
 class _Runs:

@@ -3,8 +3,8 @@
 Two phases, each over all cores:
 
 - **compare**: of every tensor that may be unchanged, one cell is hashed in place; if it is known, the others are too.
-  (Of tensors that the caller declares frozen, a sample is. Small ones are not: they go on as if unknown, and no bytes
-  of them are kept if they turn out to be known.)
+  (Of tensors that the caller declares frozen, a sample is. Small ones are not, nor those that were just told by what
+  changed: they go on as if unknown, and no bytes of them are kept if they turn out to be known.)
 - **pack**: workers take unknown cells from a queue, copy each into an aligned buffer, hash it there (what is stored is
   what was hashed), and put the full buffer as a blob. What is coded gives way to the next cell; frames are gathered,
   and fill blobs of their own. Cells that are moved out of worn blobs have a queue of their own,
@@ -112,14 +112,16 @@ class Upload:
     def _compare(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> list[Cell]:
         self._trust(work, placed)
         work = [cells for cells in work if id(cells[0]) not in placed]
-        probes = [
-            cells[0]
-            for cells in work
-            if (len(cells) > 1 or cells[0].nbytes > _SMALL) and cells[0].memory.view(0, 0) is not None
-        ]
-        self._compare_each(probes, placed)
+        self._compare_each([cells[0] for cells in work if self._is_probed(cells)], placed)
         self._compare_each([cell for cells in work if id(cells[0]) in placed for cell in cells[1:]], placed)
         return [cell for cells in work for cell in cells if id(cell) not in placed]
+
+    def _is_probed(self, cells: Sequence[Cell]) -> bool:
+        """Is the first of these cells to be hashed in place?"""
+        first = cells[0]
+        if (len(cells) == 1 and first.nbytes <= _SMALL) or first.memory.view(0, 0) is None:
+            return False
+        return self.coder is None or not self.coder.likely_changes(first)
 
     def _trust(self, work: Sequence[Sequence[Cell]], placed: dict[int, PlacedCell]) -> None:
         """Take tensors that were declared frozen to be what the parent has, if a random sample of their cells is."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
-@click.option("--blob-size", type=SIZE, help="Pack it anew, into files of about so much; DST may be STORE.")
+@click.option("--blob-size", type=SIZE, help="Repack it into files of about so much; DST may be STORE.")
+@click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")
 def command(
@@ -36,6 +37,7 @@ def command(
     tags: bool,
     jobs: int | None,
     blob_size: int | None,
+    compress: Literal["off", "always"] | None,
     dst_options: Any,
     dry_run: bool,
 ) -> int:
@@ -59,8 +61,8 @@ def command(
         doubt(session.store, run)
     with progress_bar("copying") as done:
         result = session.store.copy_to(
-            target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, dry_run=dry_run,
-            progress=done, check=False,
+            target, *refs, run=run, tags=tags, jobs=jobs, part=part, blob_bytes=blob_size, compress=compress,
+            dry_run=dry_run, progress=done, check=False,
         )  # fmt: skip
     if part[0] == 0:  # of those that torchrun has started, one says it
         session.give(_described(result), text)

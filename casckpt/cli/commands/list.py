@@ -78,7 +78,7 @@ _KEYS = {
     "created": lambda row: row["created_at"],
     "run": lambda row: row["run"],
     "step": lambda row: row["step"],
-    "size": lambda row: row["bytes_total"],
+    "size": lambda row: row["bytes_held"],
     "new": lambda row: row["stats"]["bytes_written"],
 }
 
@@ -126,6 +126,7 @@ def listing(
         if run is None or commit.run == run:
             row = summary(Checkpoint(repo, commit)) | {
                 "bytes_total": commit.committed.bytes_total,
+                "bytes_held": commit.bytes_held,
                 "tensors": commit.committed.tensors,
                 "superseded": commit.txid in superseded,
                 "tags": tags_of(tags.tags, commit.id),
@@ -169,7 +170,7 @@ def _cells(row: dict[str, Any], shown: Sequence[str]) -> tuple[str, ...]:
         row["run"],
         str(row["step"]),
         created,
-        size(row["bytes_total"]),
+        size(row["bytes_held"]),
         written,
         *(_value(row, name) for name in shown),
         ", ".join(notes),

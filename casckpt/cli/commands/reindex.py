@@ -8,7 +8,7 @@ from casckpt.cli.text import count, printable, say
 
 @store_command("reindex")
 def command(session: Session) -> None:
-    """Make the catalogue of a store anew.
+    """Rebuild the catalogue of a store.
 
     This host has one for each store. It only saves time, and is checked when it is read; nothing in the store is
     changed.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from casckpt.cli.completion import RUN
 from casckpt.cli.describe import plain
+from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
 from casckpt.format.records import time_of
@@ -21,6 +24,50 @@ _COLUMNS = (
     Column("STORED", "right", fixed=True),
     Column("ALONE", "right", fixed=True),
 )
+
+
+def _cells(run: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        run["run"],
+        str(run["checkpoints"]),
+        str(run["newest_step"]),
+        moment(run["newest_at"]),
+        size(run["bytes_logical"]),
+        size(run["bytes_used"]),
+        size(run["bytes_alone"]),
+    )
+
+
+def _branch_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    return f"{one['branch']}.*" if one["branch"] else "others", size(one["bytes_blobs"])
+
+
+def _step_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    notes = [*one["tags"], *([one["state"]] if one["state"] != "visible" else []), *["thin"] * one["thin"]]
+    notes += [f"until {moment(one['until'])}"] if one["until"] else [one["waits_for"]] if one["waits_for"] else []
+    sizes = (size(one[f"bytes_{what}"]) for what in ("logical", "used", "new", "alone"))
+    return one["run"], str(one["step"]), *sizes, ", ".join(notes)
+
+
+def _tag_cells(one: dict[str, Any]) -> tuple[str, ...]:
+    end = moment(one["expires"]) if one["expires"] else "never"
+    return one["name"], f"{one['run']}@{one['step']}", end, one["holder"], size(one["bytes_alone"])
+
+
+def _bytes_of(*titles: str) -> tuple[Column, ...]:
+    return tuple(Column(title, "right", fixed=True) for title in titles)
+
+
+_STEPS = (Column("RUN"), Column("STEP", "right", fixed=True), *_bytes_of("SIZE", "STORED", "NEW", "ALONE"))
+_TAGS = (Column("TAG"), Column("CHECKPOINT"), Column("ENDS (UTC)", fixed=True), Column("SET BY"), *_bytes_of("ALONE"))
+_BY: dict[str, tuple[tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
+    "run": (_COLUMNS, _cells),
+    "step": ((*_STEPS, Column("NOTES")), _step_cells),
+    "key": ((Column("KEYS"), *_bytes_of("STORED")), _branch_cells),
+    "tag": (_TAGS, _tag_cells),
+}
+_PARTS = {"run": "runs", "step": "steps", "key": "branches", "tag": "tags"}
+_RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 
 
 @store_command("report")
@@ -39,9 +86,15 @@ def command(session: Session, output: Path | None) -> None:
         _write(session, output)
         return
     found = plain(session.store.report())
-    for run in found["runs"]:
-        run["newest_at"] = time_of(run["newest_at"]).isoformat()
-    session.give(found, text)
+    session.give(found | {"runs": list(map(_dated, found["runs"]))}, text)
+
+
+def _dated(run: dict[str, Any]) -> dict[str, Any]:
+    return run | {"newest_at": time_of(run["newest_at"]).isoformat()}
+
+
+def _runs(session: Session, wanted: str | None) -> list[dict[str, Any]]:
+    return [_dated(run) for run in plain(session.store.report())["runs"] if wanted in (None, run["run"])]
 
 
 def _write(session: Session, output: Path) -> None:
@@ -54,12 +107,23 @@ def _write(session: Session, output: Path) -> None:
 
 
 @store_command("stats")
-def stats(session: Session) -> None:
+@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Say what holds the bytes. May be repeated.")
+@click.option("--run", type=RUN, help="With --by or a rule: of this run only.")
+@keep_options
+def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
     """Show how much the store holds.
 
-    And what its checkpoints would take without sharing.
+    And what its checkpoints would take without sharing. --by key is by the first element of the keys. --keep-last and
+    the other rules of gc are not carried out: what each of them would free is told, were it the only one.
     """
-    session.give(plain(session.store.stats()), stats_text)
+    result = plain(session.store.stats())
+    given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
+    if by or any(given.values()):
+        found = plain(session.store.footprint(run, branches="key" in by, **given))
+        found["runs"] = _runs(session, run) if "run" in by else []
+        result |= {f"by_{one}": found[_PARTS[one]] for one in by}
+        result |= {"rules": found["rules"], "unreadable": found["unreadable"]}
+    session.give(result, stats_text)
 
 
 def text(result: dict[str, Any]) -> None:
@@ -73,20 +137,13 @@ def text(result: dict[str, Any]) -> None:
         ("of no checkpoint", size(result["bytes_unneeded"])),
         ("a gc frees", freed(result["freed"]["now"], result["freed"]["later"])),
     ])  # fmt: skip
-    if result["unreadable"]:
-        say(f"{count(len(result['unreadable']), 'checkpoint')} could not be read; `casckpt verify` says more")
+    say_unreadable(result["unreadable"])
 
 
-def _cells(run: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        run["run"],
-        str(run["checkpoints"]),
-        str(run["newest_step"]),
-        moment(run["newest_at"]),
-        size(run["bytes_logical"]),
-        size(run["bytes_used"]),
-        size(run["bytes_alone"]),
-    )
+def say_unreadable(ids: Sequence[str]) -> None:
+    """Say how many checkpoints are left out of the figures."""
+    if ids:
+        say(f"{count(len(ids), 'checkpoint')} could not be read; `casckpt verify` says more")
 
 
 def stats_text(result: dict[str, Any]) -> None:
@@ -104,3 +161,11 @@ def stats_text(result: dict[str, Any]) -> None:
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
     ])  # fmt: skip
+    for name, (columns, cells) in _BY.items():
+        if result.get(f"by_{name}"):
+            say()
+            table(columns, map(cells, result[f"by_{name}"]))
+    if result.get("rules"):
+        say()
+        table(_RULES, ((one["rule"], str(one["checkpoints"]), size(one["bytes"])) for one in result["rules"]))
+    say_unreadable(result.get("unreadable", ()))

@@ -112,7 +112,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
     facts([(title, value) for title, value in rows if value])
     if with_tensors and result["tensors"]:
         say()
-        looked = result["health"] is not None
+        looked = any(one["health"] for one in result["tensors"])
         digest = (Column("BLAKE3", fixed=True),) if "digest" in result["tensors"][0] else ()
         table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(one, looked) for one in result["tensors"]))
     elif result["tensors"]:

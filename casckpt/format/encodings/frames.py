@@ -25,7 +25,7 @@ from casckpt.format.digest import Buffer
 from casckpt.format.encodings.differences import unzigzag, zigzag
 from casckpt.format.encodings.gaps import Indices, changed, check_gaps, decode_gaps, encode_gaps
 from casckpt.format.encodings.parts import Part, Reader, encode_part
-from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts
+from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts, sample
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
 
 MIN_CELL = 4096
@@ -70,7 +70,7 @@ def encode_planes(plain: memoryview, width: int) -> bytes | None:
         return None
     elements = _elements(plain, width)
     rotated = _signs_vary(elements)
-    outlook = foresee(elements, rotated=rotated)
+    outlook = foresee(sample(elements), rotated=rotated)
     if outlook.share > WORTH:
         return None
     head = _head(Form.PLANES, elements, rotated=rotated)
@@ -89,24 +89,25 @@ def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes:
     if not _is_fit(plain, width):
         return None
     elements, others = _elements(plain, width), _elements(base, width)
-    indices = changed(elements, others, int(_DENSE * elements.size))
-    if indices is None:
-        return _worthwhile(plain, _diff(elements, others, or_planes=or_planes))
-    return _worthwhile(plain, _sparse(elements, others, indices))
+    some, of_base = sample(elements), sample(others)
+    indices = None if _nearly_all(some, of_base) else changed(elements, others, int(_DENSE * elements.size))
+    if indices is not None:
+        return _worthwhile(plain, _sparse(elements, others, indices))
+    outlook = foresee(_zigzag(some, of_base))
+    if outlook.share > (foresee(some, rotated=_signs_vary(elements)).share if or_planes else WORTH):
+        return None
+    return _worthwhile(plain, [_head(Form.DIFF, elements), *encode_parts(_zigzag(elements, others), outlook.noise)])
+
+
+def _nearly_all(some: Unsigned, of_base: Unsigned) -> bool:
+    """Did so many elements of a sample change that to look for those that did is in vain?"""
+    return 2 * np.count_nonzero(some != of_base) > (1 + _DENSE) * some.size
 
 
 def _sparse(elements: Unsigned, base: Unsigned, indices: Indices) -> list[Buffer]:
     gaps, differences = encode_gaps(indices), _zigzag(elements[indices], base[indices])
     head = _head(Form.SPARSE, elements) + _SPARSE.pack(indices.size, gaps.size)
     return [head, *encode_part(gaps), *encode_parts(differences)]
-
-
-def _diff(elements: Unsigned, base: Unsigned, *, or_planes: bool) -> list[Buffer] | None:
-    differences = _zigzag(elements, base)
-    outlook = foresee(differences)
-    if outlook.share > (foresee(elements, rotated=_signs_vary(elements)).share if or_planes else WORTH):
-        return None
-    return [_head(Form.DIFF, elements), *encode_parts(differences, outlook.noise)]
 
 
 def _is_fit(plain: memoryview, width: int) -> bool:

@@ -73,15 +73,15 @@ class Outlook(NamedTuple):
     noise: list[bool]
 
 
-def foresee(elements: Unsigned, *, rotated: bool = False) -> Outlook:
-    """Look at a sample of the elements, before anything is done with all of them."""
-    bits = entropy(split(_some(elements), rotated=rotated))
+def foresee(some: Unsigned, *, rotated: bool = False) -> Outlook:
+    """Look at a sample of elements, before anything is done with all of them."""
+    bits = entropy(split(some, rotated=rotated))
     noise = bits > NOISE
     return Outlook(float(np.where(noise, 8.0, bits).mean()) / 8, noise.tolist())
 
 
-def _some(elements: Unsigned) -> Unsigned:
-    """`SAMPLE` elements, in pieces from all over; all of them where there are no more."""
+def sample(elements: Unsigned) -> Unsigned:
+    """Take `SAMPLE` elements, in pieces from all over; all of them where there are no more."""
     if elements.size <= SAMPLE:
         return elements
     rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)

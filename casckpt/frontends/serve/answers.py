@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse, Response
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsigned
 
 
 class Refusal(Exception):
@@ -42,6 +42,8 @@ def refusal_of(error: CasckptError) -> Refusal:
     """What is said for an error of the store. No 429 and no 503 for what trying again does not mend."""
     if isinstance(error, Damaged):
         return Refusal(500, "", str(error))
+    if isinstance(error, Unsigned):
+        return Refusal(403, "", str(error))
     if isinstance(error, NotFound | Conflict):
         return Refusal(404, "RevisionNotFound", str(error))
     if isinstance(error, InvalidInput | MissingKey):

@@ -32,6 +32,7 @@ _RESOLVE = ("resolve", "raw")
 _BODY_BYTES, _BODY_SECONDS = 1 << 20, 20.0
 _SAFE: Final = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox"}
 _PAGE: Final = {**_SAFE, "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+_CHARTS: Final = {**_PAGE, "Content-Security-Policy": f"{_PAGE['Content-Security-Policy']}; img-src data:"}
 
 log = logging.getLogger("casckpt.frontends.serve")
 
@@ -49,6 +50,7 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True,
 
     routes = [
         Route("/", partial(_page, hub)),
+        Route("/report", partial(_report, hub)),
         Route("/{path:path}", partial(_get, hub), methods=["GET"]),
         Route("/{path:path}", partial(_post, hub), methods=["POST"]),
     ]
@@ -63,6 +65,13 @@ async def _page(hub: Hub, request: Request) -> Response:
     tags = await _ask(request, hub.store.tags) if repos else {}
     text = page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags)
     return HTMLResponse(text, headers=_PAGE)
+
+
+async def _report(hub: Hub, request: Request) -> Response:
+    """Growth, runs and layers, as `casckpt report -o` draws them."""
+    from casckpt.frontends.report import page  # needs matplotlib, which is no part of this extra
+
+    return HTMLResponse(await _ask(request, partial(page, hub.store)), headers=_CHARTS)
 
 
 async def _get(hub: Hub, request: Request) -> Response | RangeResponse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, TypeAlias
 
@@ -178,7 +178,7 @@ def _commit(checkpoint: Checkpoint) -> Json:
     }  # fmt: skip
 
 
-def _last(folder: Folder, *, expand: bool) -> Mapping[str, Any]:
+def _last(folder: Folder, *, expand: bool) -> Json:
     return {"lastCommit": _commit(folder.checkpoint)} if expand else {}
 
 

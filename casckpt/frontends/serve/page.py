@@ -26,7 +26,8 @@ def page_of(url: str, endpoint: str, repos: Mapping[str, Sequence[Checkpoint]], 
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>casckpt serve</title><style>{_STYLE}</style><h1>{escape(url)}</h1>"
         f"<p>casckpt {__version__}, read-only. Clients of the Hugging Face Hub load from it with</p>"
-        f"<pre>export HF_ENDPOINT={escape(endpoint)}</pre>{runs}</html>"
+        f"<pre>export HF_ENDPOINT={escape(endpoint)}</pre>"
+        f"<p><a href=report>Growth, runs and layers, in charts</a></p>{runs}</html>"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from casckpt.checkpoint.loading.download import Download
 from casckpt.format.extents import ExtentTable
 from casckpt.frontends.recut import Source
 from casckpt.frontends.serve.folders import File, Folder
-from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.ranges import Span, Wanted
 from casckpt.frontends.windows import fill, plan_windows
 from casckpt.repository.repository import Repository
 
@@ -47,47 +47,60 @@ class Buffers:
             self._free.append(buffer)
 
 
+class Window(NamedTuple):
+    """Bytes [start, stop) of a file: those of ``sources`` but for the first ``skip``."""
+
+    start: int
+    stop: int
+    sources: list[Source]
+    skip: int
+
+
 class RangeReader:
-    """Reads one range of a file, from front to back. For one thread at a time."""
+    """Reads one range of a file, from front to back. ``head``: what needs no read. For one thread at a time."""
 
     def __init__(self, repo: Repository, folder: Folder, file: File, span: Span) -> None:
         wanted = file.map.wanted(span)
         self.head = wanted.head
-        self._left = wanted.nbytes - len(wanted.head)
-        self._skip = wanted.skip
         self._folder = folder
-        self._windows = self._plan(wanted.sources)
         self._tables: dict[int, ExtentTable] = {}
         # one thread: others read for other clients, and over a network a window is one or two requests
         self._download = Download(repo, folder.manifest, verify=True, threads=1, shared=True)
+        self._windows = self._plan(span, wanted)
 
-    def _plan(self, sources: list[Source]) -> Iterator[list[Source]]:
+    def next(self) -> Window | None:
+        """The next window, in order; None at the end."""
+        return next(self._windows, None)
+
+    def _plan(self, span: Span, wanted: Wanted) -> Iterator[Window]:
+        start, skip = span.start + len(wanted.head), wanted.skip
+        for sources in self._cut(wanted.sources):
+            stop = min(start + sum(one.nbytes for one in sources) - skip, span.stop)
+            yield Window(start, stop, sources, skip)
+            start, skip = stop, 0
+
+    def _cut(self, sources: list[Source]) -> Iterator[list[Source]]:
         cell_bytes = self._folder.manifest.body.cell_bytes
         first = next(plan_windows(sources, FIRST_BYTES, cell_bytes), [])
         if first:
             yield first
             yield from plan_windows(_behind(sources, len(first), first[-1].hi), WINDOW_BYTES, cell_bytes)
 
-    def read(self, buffer: Buffer) -> memoryview:
-        """The next bytes, in ``buffer`` until that is used again; none at the end.
+    def read(self, window: Window, buffer: Buffer) -> memoryview:
+        """The bytes of a window, in ``buffer`` until that is used again.
 
         Raises Damaged, Conflict, StorageError; then nothing of the window is given.
         """
-        window = next(self._windows, None)
-        if window is None:
-            return buffer.view[:0]
-        self._learn(window)
-        nbytes = fill(self._download, window, buffer.data, self._tables)
-        data = buffer.view[self._skip : min(nbytes, self._skip + self._left)]
-        self._skip, self._left = 0, self._left - len(data)
-        return data
+        self._learn(window.sources)
+        fill(self._download, window.sources, buffer.data, self._tables)
+        return buffer.view[window.skip : window.skip + window.stop - window.start]
 
-    def _learn(self, window: list[Source]) -> None:
+    def _learn(self, sources: list[Source]) -> None:
         """Have the extents of what is read at hand, which a large tensor is asked for again and again."""
         manifest = self._folder.manifest
-        wanted = {one.number: one.entry for one in window}
+        wanted = {one.number for one in sources}
         held = self._tables
-        manifest.ready(wanted.keys() - held.keys(), ())
+        manifest.ready(wanted - held.keys(), ())
         self._tables = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
 
 

@@ -18,14 +18,14 @@ from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
 from casckpt.frontends.serve.ranges import Span
-from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader
+from casckpt.frontends.serve.reading import Buffer, Buffers, RangeReader, Window
 from casckpt.parallel import usable_threads
 from casckpt.plan.sizes import format_size
 from casckpt.store.store import Store
 
-WINDOWS: Final = 12
+WINDOWS: Final = 8
 """In memory at once, for all clients together."""
-_SLOW_WINDOWS = 4
+_SLOW_WINDOWS = 3
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
 """So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
@@ -43,6 +43,7 @@ class Desk:
         self.leases = Leases(store)
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
         self.buffers = Buffers()
+        self.windows: dict[object, _Held] = {}
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
         remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
         self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
@@ -75,11 +76,48 @@ class Desk:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Window:
-    """Bytes that were read, and the memory and the slots that they take until they are sent."""
+class _Held:
+    """A window in memory, or on its way there, for all who are to send it. The last gives back what it takes."""
 
-    def __init__(self, data: memoryview, release: Callable[[], None]) -> None:
-        self.data, self.release = data, release
+    def __init__(self, desk: Desk, key: object, reader: RangeReader, window: Window, *, slow: bool) -> None:
+        self.data = memoryview(b"")
+        self._desk, self._key, self._users = desk, key, 0
+        self._taken = ExitStack()
+        self._reading = asyncio.ensure_future(self._read(reader, window, slow=slow))
+
+    async def _read(self, reader: RangeReader, window: Window, *, slow: bool) -> None:
+        desk = self._desk
+        with ExitStack() as taken:
+            for slots in (desk.slow_slots, desk.slots) if slow else (desk.slots,):
+                await slots.acquire()
+                taken.callback(slots.release)
+            buffer = taken.enter_context(_lent(desk.buffers))
+            reading = asyncio.ensure_future(desk.read(partial(reader.read, window, buffer)))
+            try:
+                self.data = await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                await asyncio.wait([reading])  # its thread writes to the buffer until then
+                raise
+            self._taken = taken.pop_all()
+
+    async def join(self) -> _Held:
+        """Wait until it is there; `leave` it then. Raises what the read did."""
+        self._users += 1
+        try:
+            await asyncio.shield(self._reading)
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def leave(self) -> None:
+        """It was sent, or nobody is there to send it to."""
+        self._users -= 1
+        if not self._users:
+            if self._desk.windows.get(self._key) is self:
+                del self._desk.windows[self._key]
+            self._reading.cancel()  # of what is done nothing comes
+            self._taken.close()
 
 
 class _Slow(Exception):
@@ -124,7 +162,7 @@ class RangeResponse:
         """The lease is taken while the first bytes are read and sent: what was purged before it shows in a read."""
         self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
-        window = await self._next(reader)
+        held = await self._join(reader, reader.next())
         try:
             self._begun, status = True, 206 if "Content-Range" in self._headers else 200
             headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
@@ -132,44 +170,46 @@ class RangeResponse:
             await self._send(send, gone, reader.head)
             await asyncio.shield(lease)
         except BaseException:
-            _release(window)
+            _leave(held)
             raise
-        while window is not None and not gone.done():
-            window = await self._send_window(send, gone, reader, window)
-        _release(window)
+        while held is not None and not gone.done():
+            held = await self._send_window(send, gone, reader, held)
+        _leave(held)
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_window(
-        self, send: Send, gone: asyncio.Future[None], reader: RangeReader, window: _Window
-    ) -> _Window | None:
+        self, send: Send, gone: asyncio.Future[None], reader: RangeReader, held: _Held
+    ) -> _Held | None:
         """Send one window while the next is read, if there is memory for it; the next one."""
-        has_room = not self._is_slow and not self._desk.slots.locked()
-        ahead = asyncio.ensure_future(self._next(reader)) if has_room else None
+        window = reader.next()
+        ahead = asyncio.ensure_future(self._join(reader, window)) if self._has_room(window) else None
         try:
-            await self._send(send, gone, window.data)
+            await self._send(send, gone, held.data)
         except BaseException:
             if ahead is not None:
-                _release(*[one for one in await asyncio.gather(ahead, return_exceptions=True) if _is_window(one)])
+                _leave(*await asyncio.gather(ahead, return_exceptions=True))
             raise
         finally:
-            window.release()
-        return await (self._next(reader) if ahead is None else ahead)
+            held.leave()
+        return await (self._join(reader, window) if ahead is None else ahead)
 
-    async def _next(self, reader: RangeReader) -> _Window | None:
-        """Read the next window; None at the end."""
-        with ExitStack() as taken:
-            for slots in (self._desk.slow_slots, self._desk.slots) if self._is_slow else (self._desk.slots,):
-                await slots.acquire()
-                taken.callback(slots.release)
-            buffer = taken.enter_context(_lent(self._desk.buffers))
-            reading = asyncio.ensure_future(self._desk.read(partial(reader.read, buffer)))
-            try:
-                data = await asyncio.shield(reading)
-            except asyncio.CancelledError:
-                await asyncio.wait([reading])  # its thread writes to the buffer until then
-                raise
-            return _Window(data, taken.pop_all().close) if data else None
+    def _key(self, window: Window) -> object:
+        """By what others who send the same at this moment find it. A slow one would hold what is theirs."""
+        return object() if self._is_slow else (self._folder.checkpoint.id, self._file.name, window.start, window.stop)
+
+    def _has_room(self, window: Window | None) -> bool:
+        shared = window is not None and self._key(window) in self._desk.windows
+        return shared or not (self._is_slow or self._desk.slots.locked())
+
+    async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
+        """A window in memory: one that somebody else sends, too, or one that is read now; None at the end."""
+        if window is None:
+            return None
+        windows, key = self._desk.windows, self._key(window)
+        if key not in windows:
+            windows[key] = _Held(self._desk, key, reader, window, slow=self._is_slow)
+        return await windows[key].join()
 
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         """Raises _Slow."""
@@ -192,14 +232,10 @@ class RangeResponse:
         return f"{one.run}@{one.step}/{self._file.name} [{self._span.start}-{self._span.stop}) to {host}"
 
 
-def _is_window(one: object) -> bool:
-    return isinstance(one, _Window)
-
-
-def _release(*windows: object) -> None:
-    for one in windows:
-        if isinstance(one, _Window):
-            one.release()
+def _leave(*found: object) -> None:
+    for one in found:
+        if isinstance(one, _Held):
+            one.leave()
 
 
 @contextmanager

@@ -52,8 +52,9 @@ class CopyPlan:
 
     ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
     ``nbytes``: of blobs that the destination lacks. ``total``: of all blobs of what is missing, counted anew for each.
-    ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``moving``: numbers of the blobs that this is to
-    spare, by transaction, of a store that is packed anew in place, newest first; None for a copy into another one.
+    ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``compress``: encode them, too. ``moving``: the
+    numbers of the blobs that this is to spare, by transaction, of a store that is packed anew in place, newest first;
+    None for a copy into another one.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -65,6 +66,7 @@ class CopyPlan:
     total: int = 0
     blob_bytes: int | None = None
     moving: Mapping[TxId, frozenset[int]] | None = None
+    compress: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,17 @@ def plan_copy(
     *,
     run: str | None = None,
     blob_bytes: int | None = None,
+    compress: bool = False,
 ) -> CopyPlan:
     """Plan a copy of what ``refs`` name (ranges too), else of all that is visible; only of ``run``, if that is given.
 
-    With ``blob_bytes`` the cells are packed anew, into blobs of so many bytes; then ``target`` may be ``source``.
+    With ``blob_bytes`` the cells are packed anew, into blobs of so many bytes; then ``target`` may be ``source``. With
+    ``compress`` those of floats are encoded, unless some cells of a checkpoint are.
     Writes nothing. Raises `NotFound`, `InvalidInput`, `StorageError`.
     """
     in_place = source.exists() and target.exists() and source.storage.url == target.storage.url
+    if in_place and compress:
+        raise InvalidInput(f"{source.storage.url} cannot be encoded in place: copy it into another store")
     if in_place and blob_bytes is None:
         raise InvalidInput(f"{source.storage.url} is to be copied into itself: give another store, or a size of blobs")
     if blob_bytes is not None and not 4096 <= blob_bytes <= 1 << 30:
@@ -124,7 +130,8 @@ def plan_copy(
         log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
-    return replace(_sorted_out(source, target, chosen, there, named=bool(named)), blob_bytes=blob_bytes)
+    plan = _sorted_out(source, target, chosen, there, named=bool(named))
+    return replace(plan, blob_bytes=blob_bytes, compress=compress)
 
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
@@ -216,8 +223,9 @@ def execute(
     """
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
-    work = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress, blob_bytes=blob_bytes)
-    if blob_bytes is not None and part != (0, 1):
+    each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
+    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress)
+    if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))

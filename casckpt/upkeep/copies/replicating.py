@@ -28,7 +28,7 @@ from casckpt.format.sections.head import MAX_MANIFEST_BYTES
 from casckpt.format.sections.index import TENSOR
 from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
-from casckpt.plan.reuse import bytes_in
+from casckpt.plan.reuse import bytes_in, coded_bytes
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, refresh
 from casckpt.repository.fetching import Spoilt, fetch
@@ -58,7 +58,7 @@ class Work:
 
     ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
     cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
-    coded cells always are.
+    coded cells always are. ``compress``: encode the cells of the others.
     """
 
     jobs: int = 4
@@ -66,6 +66,7 @@ class Work:
     twins: bool = False
     progress: Progress = silent
     blob_bytes: int | None = None
+    compress: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
-    attempt, kind = 0, _Copy if work.blob_bytes is None or blobs_of_chains(manifest) else _Recoded
+    attempt, kind = 0, _Copy if not _is_anew(work) or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
         try:
@@ -98,6 +99,11 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     raise Conflict(
         f"the copy of {commit} was given up on {_TRIES} times, by gcs or because others failed in it; copy it again"
     )
+
+
+def _is_anew(work: Work) -> bool:
+    """Are cells to be packed anew?"""
+    return work.compress or work.blob_bytes is not None
 
 
 def _check(target: Repository, commit: Commit) -> None:
@@ -355,8 +361,9 @@ class _Recoded(_Copy):
     def _copy_blobs(self, listed: CommitList) -> None:
         work, own, every = self.work, self.transaction.txid, range(len(self.manifest.blob_list))
         recoding = Recoding(
-            self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress
-        )
+            self.source, self.target, self.manifest, own, listed, every, work.blob_bytes, work.jobs, work.progress,
+            compress=work.compress,
+        )  # fmt: skip
         try:
             self.made = recoding.run()
         except Spoilt as error:
@@ -366,6 +373,12 @@ class _Recoded(_Copy):
 
     def _placed(self) -> Encoded:
         return self.made
+
+    def _record(self, started: int, made: Encoded) -> Committed:
+        manifest = made.manifest()
+        manifest.left_out = self.manifest.left_out
+        coded = coded_bytes(map(manifest.extents, manifest.held))
+        return changed(super()._record(started, made), **coded._asdict())
 
 
 def twin(listed: CommitList, commit: Commit) -> Commit | None:

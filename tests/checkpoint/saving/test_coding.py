@@ -14,13 +14,15 @@ from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.checkpoint.saving import coding
-from casckpt.checkpoint.saving.held import HeldCell
-from casckpt.checkpoint.saving.kept import give_up
+from casckpt.checkpoint.saving.held import HeldCell, HeldFrame
+from casckpt.checkpoint.saving.kept import give_up, held_bytes
 from casckpt.errors import InvalidInput
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import decode, encode_delta
+from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
+from casckpt.format.regions import full_box
 from casckpt.plan.bases import MAX_DELTAS
 from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
@@ -250,8 +252,27 @@ def test_noise_is_stored_as_it_is(store: Store) -> None:
     with patch.object(coding, "encode_planes", return_value=None) as tried:
         store.save({"w": noise[0]}, step=3, run="other", dedup="run", compress="always")
         assert tried.call_count == 8, "and then it was left"
-        store.save({"w": noise[1]}, step=4, run="other", dedup="run", compress="always")
-        assert tried.call_count == 9, "and the next save tries one"
+        for step in range(4, 11):
+            store.save({"w": noise[step % 3]}, step=step, run="other", dedup="run", compress="always")
+        assert tried.call_count == 8, "and for some saves, too"
+        store.save({"w": noise[2]}, step=11, run="other", dedup="run", compress="always")
+        assert tried.call_count == 9, "which tries one"
+
+
+def test_noise_of_few_cells_is_left_too_and_takes_no_memory(store: Store) -> None:
+    draw = torch.Generator().manual_seed(0)
+    with another_process(), patch.object(coding, "encode_delta", side_effect=encode_delta) as tried:
+        for step in range(9):
+            noise = torch.randint(0, 1 << 16, (2 * CELL,), generator=draw, dtype=torch.int32).to(torch.int16)
+            store.save({"w": noise.view(torch.bfloat16)}, step=step, compress="auto")
+            assert tried.call_count <= 4
+        assert tried.call_count
+        assert held_bytes() == 0
+        base = noise
+        for step in range(9, 13):
+            store.save({"w": (base := stepped(base, step)).view(torch.bfloat16)}, step=step, compress="auto")
+        assert max(links(store, "default@12")) > 0, "it is tried again"
+        assert torch.equal(reopened(store).read("default@12")["w"].view(torch.int16), base)
 
 
 def test_frozen_tensors_are_bases_only_by_their_bytes(store: Store) -> None:
@@ -284,9 +305,13 @@ def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
     first, second = (bytearray(bytes_of(one)) for one in (weights(numel=CELL), stepped(weights(numel=CELL), 1)))
     frame = encode_delta(memoryview(second), 2, memoryview(first))
     assert frame is not None
-    held = HeldCell(cell_digest(second), second, (frame,))
-    assert bytes(coding._older(held, 1, cell_digest(first)) or b"") == first
-    assert coding._older(held, 1, cell_digest(second)) is None
+    was, now = (
+        StoredCell(0, 0, CELL, full_box((CELL // 2,)), 0, CELL // 2, cell_digest(one)) for one in (first, second)
+    )
+    held = HeldCell(now.digest, second, (HeldFrame(frame, was.digest),))
+    assert bytes(coding._older(held, [was]) or b"") == first
+    assert coding._older(held, [now]) is None
+    assert coding._older(held, [was, was]) is None
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,15 @@ from casckpt.checkpoint.saving import looking
 from casckpt.checkpoint.saving.looking import has_health, health_of
 from casckpt.errors import InvalidInput
 from casckpt.format.dtypes import DTYPES
+from casckpt.format.keys import manifest_key
 from casckpt.format.records import Health
 from casckpt.format.sections.health import CellHealth
-from tests.support.saves import CELL, cells, small, trained
+from casckpt.repository import manifests
+from casckpt.repository.repository import Repository
+from casckpt.store.store import Store
+from tests.support.saves import CELL, cells, flip, small, trained
 from tests.support.together import line, numbers, spread
+from tests.support.worlds import World, reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +40,7 @@ NUMBERS = sorted(filter(has_health, DTYPES))
 
 
 def expected(tensors: Sequence[torch.Tensor]) -> TensorHealth:
-    values = torch.cat([one.reshape(-1).to(torch.float64) for one in tensors])
+    values = torch.cat([torch.empty(0), *(one.reshape(-1).to(torch.float64) for one in tensors)])
     finite = values[values.isfinite()].abs()
     return TensorHealth(int(values.isnan().sum()), int(values.isinf().sum()), float(finite.max()) if len(finite) else 0)
 
@@ -144,6 +150,22 @@ def test_of_what_is_declared_frozen_the_parent_is_asked() -> None:
     assert store.save(tensors, step=4, health=True, frozen=["big"]).health == wanted(tensors)
 
 
+@pytest.mark.parametrize("section", ["health", "cells"])
+def test_of_a_parent_that_is_damaged_nothing_is_asked(section: str) -> None:
+    store, tensors = small(), state()
+    saved = store.save(tensors, step=1, health=True)
+    found = manifests.get(store.repository, saved.commit).head[section]
+    flip(store, manifest_key(saved.commit.txid, saved.commit.id), found.offset + 5)
+    for step in (2, 3):
+        fresh = Store(Repository(store.repository.storage))
+        tensors["count"] = tensors["count"] + 1
+        assert fresh.save(tensors, step=step, health=True).health == wanted(tensors)
+
+
+def test_what_holds_nothing_has_no_health() -> None:
+    assert small().save({"a": 1, "none": torch.empty(0, 3)}, step=1, health=True).health == {"none": expected([])}
+
+
 def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
     store, same = small(), cells(2, 1)
     saved = store.save({"a": same, "b": same.view(torch.int32), "c": same.bfloat16().repeat(2)}, step=1, health=True)
@@ -202,3 +224,24 @@ def test_a_nan_of_one_rank_marks_the_checkpoint_on_all(ranks: Pool, path: Path, 
         assert healthy is (None if sick is None else False)
         assert told == Health(nan=sick or 0, inf=0, keys=["model.w"] * (sick or 0))
         assert {key: one.nan for key, one in health.items()} == {"model.w": sick or 0, "model.b": 0}
+
+
+def save_in(rank: int, size: int, path: Path, world: World, at: tuple[int, int]) -> Any:
+    seed, step = at
+    return casckpt.open(path).save(world.state(rank, reference(seed, step)), run="a", step=step, health=True).health
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_topology_follows_another(ranks: Pool, path: Path, seed: int) -> None:
+    draw = random.Random(f"health {seed}")
+    for step in range(3):
+        world = World.drawn(draw)
+        found = ranks.run(world.size, save_in, path, world, (seed, step))
+        tensors = reference(seed, step)
+        want = {key: one for key, one in tensors.items() if one.dtype != torch.bool and key in found[0]}
+        assert all(one == {key: in_parts(tensor) for key, tensor in want.items()} for one in found)
+
+
+def in_parts(tensor: torch.Tensor) -> TensorHealth:
+    """Of complex numbers each part is an element."""
+    return expected([torch.view_as_real(tensor) if tensor.is_complex() else tensor])

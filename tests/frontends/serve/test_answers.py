@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,11 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.errors import StorageError
 from casckpt.frontends.serve import leases, sending, server
+from casckpt.frontends.serve.folders import Folders
 from casckpt.frontends.serve.names import commit_of
+from casckpt.frontends.serve.ranges import Span
+from casckpt.frontends.serve.reading import Buffer, RangeReader, Window
+from casckpt.frontends.serve.sending import RangeResponse
 from casckpt.store.store import Store
 from tests.support.saves import blob_keys, flip, small, small_folder
 from tests.support.serving import Served, serving, serving_process
@@ -165,6 +171,14 @@ def test_a_page_that_a_browser_can_trust(served: Served) -> None:
     assert served.get("/sft/resolve/main/config.json").headers["X-Content-Type-Options"] == "nosniff"
 
 
+def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
+    pytest.importorskip("matplotlib", reason="needs casckpt[report]")
+    assert b"href=report" in served.body("/")
+    page = served.get("/report")
+    assert page.headers["Content-Security-Policy"] == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
+
+
 def test_a_page_of_nothing() -> None:
     from casckpt.repository.repository import Repository
     from tests.support.repositories import memory
@@ -195,7 +209,7 @@ def test_a_page_of_nothing() -> None:
 def test_tokens(small_store: Store, header: str | None, status: int) -> None:
     with serving(small_store, guard={"tokens": frozenset({"right"}), "checks_host": False}) as served:
         for path in ("/", "/api/models/sft", WEIGHTS, "/nothing"):
-            found = served.get(path, **({} if header is None else {"Authorization": header}))
+            found = served.get(path, "GET", None, **({} if header is None else {"Authorization": header}))
             assert found.status == (404 if status == 200 and path == "/nothing" else status), path
             assert (found.status == 401) == ("WWW-Authenticate" in found.headers)
 
@@ -323,6 +337,20 @@ def test_a_gc_beside_takes_nothing_under_a_file_that_is_sent(tmp_path: Path) -> 
     assert store.gc(keep_last=1, min_age=0).deleted_blobs
 
 
+def test_only_what_is_signed(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="needs casckpt[sign]")
+    from tests.support.signing import pair
+
+    alice = pair(tmp_path / "alice")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.ones(3)}}, run="sft", step=1)
+    with serving(casckpt.open(tmp_path / "store", require_signature=alice.public)) as served:
+        refused = served.get("/sft/resolve/1/model.safetensors")
+        assert (refused.status, "no right signature" in refused.headers["X-Error-Message"]) == (403, True)
+        store.sign("sft@1", key=alice.private)
+        assert served.get("/sft/resolve/1/model.safetensors").status == 200
+
+
 def test_where_no_lease_can_be_had_it_says_so_once(
     small_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -335,6 +363,42 @@ def test_where_no_lease_can_be_had_it_says_so_once(
         for _ in range(3):
             assert served.get(WEIGHTS).status == 200
     assert sum("no lease can be taken" in one.message for one in caplog.records if one.levelno >= logging.WARNING) == 1
+
+
+def test_what_several_clients_are_sent_at_once_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(3 << 20, dtype=torch.int64)}}, run="sft", step=1)
+    folders = Folders(store, None, 1 << 30)
+    folder, read, read_of = folders.of(store.get("sft@1")), list[int](), RangeReader.read
+    file = folder.files["model.safetensors"]
+
+    def counted(reader: RangeReader, window: Window, buffer: Buffer) -> memoryview:
+        read.append(window.start)
+        return read_of(reader, window, buffer)
+
+    monkeypatch.setattr(RangeReader, "read", counted)
+
+    async def receive() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]  # never
+
+    async def all_at_once(count: int) -> list[bytes]:
+        desk, barrier, found = sending.Desk(store, folders), asyncio.Barrier(count), [bytearray() for _ in range(count)]
+
+        async def send(number: int, message: Any) -> None:
+            found[number] += message.get("body", b"")
+            await barrier.wait()  # nobody is ahead
+
+        responses = [RangeResponse(desk, folder, file, Span(0, file.nbytes), {}) for _ in range(count)]
+        await asyncio.gather(*(one({}, receive, partial(send, number)) for number, one in enumerate(responses)))
+        assert not desk.windows
+        assert len(desk.buffers._free) == 2
+        desk.close()
+        return [bytes(one) for one in found]
+
+    found = asyncio.run(all_at_once(5))
+    assert len(found[0]) == file.nbytes
+    assert set(found) == {found[0]}
+    assert read == sorted(set(read))
 
 
 # clients that misbehave
@@ -378,16 +442,16 @@ def test_a_request_that_does_not_come(small_store: Store, monkeypatch: pytest.Mo
             assert b"200" not in raw.recv(100)
 
 
-def test_10_000_idle_connections(small_store: Store) -> None:
+def test_10_000_idle_connections(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(200_000)}}, run="sft", step=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     many = min(10_000, hard - 1000)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 900), hard))
-    try:
-        with serving(small_store) as served, ExitStack() as held:
-            for number in range(many):
-                held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-                if number % 1000 == 999:
-                    assert len(served.body(WEIGHTS)) > 1_600_000
-            assert served.get("/").status == 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with serving_process(store.url) as (served, _), ExitStack() as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, many + 900), hard))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for number in range(many):
+            held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            if number % 1000 == 999:
+                assert len(served.body(WEIGHTS)) > 1_600_000
+        assert served.get("/").status == 200

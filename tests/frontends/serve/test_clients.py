@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +23,14 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 pytest.importorskip("transformers", reason="needs casckpt[transformers]")
 
 import casckpt
+from casckpt.checkpoint.saving.options import Compress
 from casckpt.frontends.serve.names import commit_of, repo_of
+from tests.support import servers
 from tests.support.hub import gpt2, trained
+from tests.support.pages import Reader
 from tests.support.serving import Served, serving, serving_process
 from tests.support.training import identical
+from tests.test_docs import DOCS, ROOT
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -31,9 +38,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
 SHARD = 20_000
+SERVING = DOCS / "serving.md"
 
 
-def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: str) -> dict[str, torch.Tensor]:
+def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
     """Two ranks train a model with FSDP2, of which one block changes between two steps; its weights then."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -242,3 +250,26 @@ def test_from_pretrained_with_an_endpoint_alone_and_then_offline(store: casckpt.
     (tmp_path / "model.pt").unlink()
     subprocess.run(command, check=True, env=environment | {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "1"})
     assert identical(torch.load(tmp_path / "model.pt"), dict(gpt2().state_dict()))
+
+
+def test_the_page_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = servers.free_ports(1)[0]
+    page = tmp_path / SERVING.name
+    page.write_text(SERVING.read_text().replace("8000", str(port)))
+    shim = tmp_path / "bin" / "hf"
+    shim.parent.mkdir()
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m huggingface_hub.cli.hf "$@"\n')
+    shim.chmod(0o755)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder = tmp_path / "page"
+    folder.mkdir()
+
+    def no_ranks(ranks: int, block: object) -> None:
+        raise AssertionError(f"{block} wants {ranks} ranks")
+
+    try:
+        assert Reader(folder, ROOT, {}, no_ranks).follow(page) == 5
+    finally:
+        with suppress(OSError, ValueError):
+            os.kill(int((folder / "serve.pid").read_text()), signal.SIGKILL)
+    assert (folder / "best" / "model.safetensors").read_bytes()

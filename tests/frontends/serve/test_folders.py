@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from casckpt.frontends.view import Rules
 from casckpt.store.store import Store
 from tests.support.coded import code
 from tests.support.saves import CELL, blob_keys, cells, flip, small, small_folder, trained
+from tests.test_docs import DOCS
 
 SHARD = 12 * CELL
 
@@ -37,8 +41,9 @@ def content(store: Store, of: Folder, name: str, start: int = 0, stop: int | Non
     file, buffer = of.files[name], Buffer()
     reader = RangeReader(store.repository, of, file, Span(start, file.nbytes if stop is None else stop))
     found = bytes(reader.head)
-    while data := reader.read(buffer):
-        found += data
+    while window := reader.next():
+        assert window.start == start + len(found)
+        found += reader.read(window, buffer)
     return found
 
 
@@ -190,6 +195,14 @@ VIEW = (
 def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
     with pytest.raises(InvalidInput, match=match):
         read_rules(text, "the file")
+
+
+def test_the_view_of_the_documentation() -> None:
+    (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
+    rules = read_rules(found.encode(), "the page")
+    assert set(json.loads(found)) == {one.name for one in fields(Rules)}
+    (shares,) = rules.split.values()
+    assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 
 
 def test_folders_are_kept_and_dropped() -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from tests.support.tally import tally
+
 Key: TypeAlias = tuple[Any, ...]
 State: TypeAlias = tuple[int, ...]
 """Number of the store, then the number of the node of each process."""
@@ -181,6 +183,10 @@ class Verdict:
     states: int
     trace: tuple[str, ...] = ()
     done: frozenset[str] = field(default=frozenset(), repr=False)
+
+    def __post_init__(self) -> None:
+        tally("states of models", self.states)
+        tally(f"models that are {'UNSAFE' if self.broken else 'SAFE'}")
 
 
 def _ended() -> Program:

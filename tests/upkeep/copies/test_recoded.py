@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput
+from casckpt.format.encodings import encode_planes
 from casckpt.format.names import ManifestId
 from casckpt.repository import commits, manifests
 from casckpt.repository.commits import list_commits
@@ -19,6 +21,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import set_tag
 from casckpt.storage.base import ObjectStore
 from casckpt.store.store import Store
+from casckpt.upkeep import recoding
 from casckpt.upkeep.copies.copying import CopyResult, plan_copy
 from casckpt.upkeep.repair.verify import verify
 from tests.support.announced import undecided
@@ -28,7 +31,7 @@ from tests.support.dying import WAYS, Dying, Killed
 from tests.support.faulty import FaultyStore, call_first
 from tests.support.gcs import collect, snapshot
 from tests.support.repositories import meanwhile, memory, repository
-from tests.support.saves import blob_keys, cells, data_of, same_state, small
+from tests.support.saves import blob_keys, cells, data_of, same_state, small, trained
 
 LARGE = 1 << 20
 
@@ -338,3 +341,101 @@ def test_worn_blobs_give_their_space_back(tmp_path: Path) -> None:
     assert sum(data_of(store, key) for key in blob_keys(store)) < 0.6 * before
     assert same_state(store.read("a@1"), last)
     assert not store.verify().is_damaged
+
+
+# encoded
+
+
+def floats() -> dict[str, Any]:
+    """What is worth a frame, what is not, and what is no float."""
+    raw = cells(40, seed=5)
+    noise = torch.randint(0, 255, (8 * 4096,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    kinds = {str(kind): raw[: 12 * 1024].to(kind) for kind in (torch.bfloat16, torch.float16, torch.float64)}
+    more = {"master": raw, "complex": raw[:8192].to(torch.complex64), "noise": noise.view(torch.bfloat16)}
+    return kinds | more | odd_state()
+
+
+def encoded(store: Store, target: Store, *refs: str, **options: Any) -> CopyResult:
+    return store.copy_to(target, *refs, compress="always", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"blob_bytes": LARGE}, {"blob_bytes": 8192, "jobs": 1}])
+def test_floats_are_encoded_and_all_is_what_it_was(options: dict[str, Any]) -> None:
+    store, target = small(), small()
+    for step in range(3):
+        store.save(floats() | {"n": torch.full((3000,), step / 7).bfloat16()}, step=step, metadata={"step": step})
+    result = encoded(store, target, **options)
+    assert len(result.copied) == 3
+    for mine, other in zip(store.checkpoints(), target.checkpoints(), strict=True):
+        assert (mine.id, mine.metadata, mine.created_at) == (other.id, other.metadata, other.created_at)
+        assert same_state(target.read(other), store.read(mine))
+        stats = other.stats
+        assert 0 < stats.bytes_frames < 0.9 * stats.bytes_coded
+        assert stats.bytes_deltas == 0
+    first, *later = (one.stats for one in target.checkpoints())
+    headers = 4096 * first.blobs_written
+    assert first.bytes_written - headers < 0.9 * store.get("default@0").stats.bytes_written
+    assert all(one.bytes_written < first.bytes_written / 10 for one in later), "what was encoded before is reused"
+    found = target.verify(decode=True)
+    assert found.decoded_bytes
+    assert not found.is_damaged
+    again = encoded(store, target)
+    assert (len(again.copied), len(again.present)) == (0, 3)
+    target.save(floats(), step=3)
+    assert same_state(target.read("default@3"), floats())
+
+
+def test_what_is_encoded_stays_as_it_lies() -> None:
+    store, target, other = small(), small(), small()
+    for step in range(3):
+        store.save({"w": trained(20, step)}, step=step, compress="auto" if step else "off")
+    encoded(store, target)
+    store.copy_to(other)
+    told = [one.stats.bytes_deltas for one in store.checkpoints()]
+    assert [one.stats.bytes_deltas for one in target.checkpoints()] == told
+    assert target.get("default@0").stats.bytes_frames > 0 == other.get("default@0").stats.bytes_frames
+    assert not target.verify(decode=True).is_damaged
+    assert [same_state(target.read(f"default@{step}"), {"w": trained(20, step)}) for step in range(3)] == [True] * 3
+
+
+def test_a_frame_that_decodes_to_something_else_is_not_put(caplog: pytest.LogCaptureFixture) -> None:
+    store, target = small(), small()
+    store.save({"w": trained(20, 0)}, step=0)
+
+    def wrong(plain: memoryview, width: int) -> bytes | None:
+        return encode_planes(memoryview(bytes(plain[2:]) + b"xx"), width)
+
+    with patch.object(recoding, "encode_planes", wrong):
+        encoded(store, target)
+    assert "decodes to something else" in caplog.text
+    assert target.get("default@0").stats.bytes_coded == 0
+    assert same_state(target.read("default@0"), {"w": trained(20, 0)})
+
+
+def test_a_copy_that_encodes_and_is_cut_off_is_whole_or_not_there() -> None:
+    store, at, ended = small(), 0, False
+    store.save({"w": trained(20, 0), "m": cells(20)}, step=0)
+    while not ended:
+        at += 1
+        storage = memory()
+        small(storage)
+        dying = Dying(storage, at, WAYS[at % len(WAYS)])
+        with suppress(Killed, CasckptError):
+            encoded(store, Store(Repository(dying)), jobs=1)
+        ended = dying.changes < at
+        encoded(store, Store(Repository(storage)), jobs=1)
+        found = Store(Repository(storage))
+        assert found.get("default@0").stats.bytes_frames > 0
+        assert not found.verify(decode=True).is_damaged
+        assert same_state(found.read("default@0"), store.read("default@0"))
+
+
+def test_encoding_in_place_or_by_several_or_otherwise_is_refused() -> None:
+    store, target = small(), small()
+    store.save({"w": trained(20, 0)}, step=0)
+    with pytest.raises(InvalidInput, match="in place"):
+        encoded(store, store, blob_bytes=LARGE)
+    with pytest.raises(InvalidInput, match="share"):
+        encoded(store, target, part=(0, 2))
+    with pytest.raises(InvalidInput, match="always"):
+        store.copy_to(target, compress="auto")  # type: ignore[arg-type]  # wrong on purpose

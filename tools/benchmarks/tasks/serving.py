@@ -41,10 +41,11 @@ def make(here: Here, folder: str, size: int) -> int:
     """Two versions of some weights, as they are and coded, and a folder of the second; bytes of its file."""
     import casckpt
 
-    for name, compress in ((RAW, "off"), (CODED, "always")):
+    for name in (RAW, CODED):
         store = casckpt.open(Path(folder, name))
         for step in (1, 2):
-            store.save({"model": _weights(size, step)}, run="big", step=step, compress=compress)
+            state = {"model": _weights(size, step)}
+            store.save(state, run="big", step=step, compress="always" if name == CODED else "off")
         if name == RAW:
             store.export("big@2", Path(folder, STATIC), format="hf", max_shard_size=2 * size)
     return Path(folder, STATIC, _FILE).stat().st_size

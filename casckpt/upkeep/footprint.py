@@ -1,0 +1,245 @@
+"""What holds the bytes of a store: each checkpoint, each tag, each branch of the states; and what rules would free.
+
+All from the lists of blobs that the catalogue has, but for the branches: of each blob these are read once, in the
+manifest of the first checkpoint that names it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import datetime
+from typing import Any, TypeAlias
+
+from casckpt.errors import CasckptError, Damaged, Refused
+from casckpt.format.names import BlobHash, TxId
+from casckpt.format.notes import BLOB_SHARES, BlobShares, decode, encode
+from casckpt.format.records import time_of
+from casckpt.plan.packing import branch_of
+from casckpt.plan.retention import Policy
+from casckpt.repository import manifests
+from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.repository import Repository
+from casckpt.repository.tags import Tag, tags, tags_of
+from casckpt.upkeep.gc.retiring import GcPlan, min_age_of, plan_retiring
+
+_Blob: TypeAlias = tuple[TxId, BlobHash]
+_NO_TIME = ("tagged", "unmirrored")
+
+
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """One live checkpoint. Bytes are those of blob files, but for ``bytes_logical``: of the tensors that it holds.
+
+    ``bytes_used``: of all that it names; ``bytes_new``: of those that no earlier one names; ``bytes_alone``: of those
+    that no other names, so much a gc would free without it. ``state``: "visible", "forgotten" or "replaced" (old places
+    of one that was rewritten); of the last two, ``until``: when a gc may purge it; None: at once, or not while
+    ``waits_for`` lasts ("tagged", "unmirrored"). ``thin``: something was left out of it.
+    """
+
+    run: str
+    step: int
+    id: str
+    state: str
+    thin: bool
+    bytes_logical: int
+    bytes_used: int
+    bytes_new: int
+    bytes_alone: int
+    until: datetime | None
+    waits_for: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TagUsage:
+    """One tag, or lease: it has an end, and a holder. ``bytes_alone``: of blobs that only what it names needs."""
+
+    name: str
+    run: str
+    step: int
+    id: str
+    expires: datetime | None
+    holder: str
+    bytes_alone: int
+
+
+@dataclass(frozen=True, slots=True)
+class BranchUsage:
+    """What has one first element in its keys, in all live checkpoints. ``bytes_blobs``: what it takes in blobs."""
+
+    branch: str
+    bytes_blobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuleUsage:
+    """One rule of retention, as if it were the only one.
+
+    ``checkpoints``: that it forgets; ``bytes``: that it frees in the end, beside what is forgotten already.
+    """
+
+    rule: str
+    checkpoints: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What holds the bytes. ``branches``: empty unless they were asked for. ``unreadable``: ids left out of it all."""
+
+    steps: Sequence[StepUsage]
+    tags: Sequence[TagUsage]
+    branches: Sequence[BranchUsage]
+    rules: Sequence[RuleUsage]
+    unreadable: Sequence[str]
+
+
+class _Named:
+    """The blobs that live checkpoints name, and who else names each."""
+
+    def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
+        self.readable = manifests.learn(repo, live)
+        self.blobs: dict[TxId, dict[_Blob, int]] = {
+            commit.txid: {(owner, name): size for owner, name, size in manifests.blobs_of(repo, commit)}
+            for commit in self.readable
+        }
+        self._users = Counter(blob for mine in self.blobs.values() for blob in mine)
+
+    def alone(self, some: Iterable[TxId]) -> int:
+        """Sum up the blobs that nobody but these names."""
+        mine = [self.blobs[txid] for txid in some if txid in self.blobs]
+        users = Counter(blob for one in mine for blob in one)
+        sizes = {blob: size for one in mine for blob, size in one.items()}
+        return sum(sizes[blob] for blob, number in users.items() if number == self._users[blob])
+
+
+def footprint(
+    repo: Repository, *, run: str | None = None, branches: bool = False, policy: Policy | None = None
+) -> Footprint:
+    """Find out. ``run``: of this one alone, though others count as users. ``policy``: rules to count, one by one.
+
+    Raises NotFound, Damaged or Refused if a tag cannot be read, StorageError.
+    """
+    commits = list_commits(repo)
+    live = sorted(commits.live(), key=lambda commit: commit.order)
+    named, found = _Named(repo, live), tags(repo)
+    wanted = [commit for commit in named.readable if run is None or commit.run == run]
+    return Footprint(
+        steps=_steps(wanted, named, plan_of(repo, commits, Policy()), found),
+        tags=[_tag_usage(tag, named, commits) for tag in found.values() if _is_wanted(tag, wanted)],
+        branches=_branches(repo, wanted, named) if branches else (),
+        rules=[_rule_usage(repo, commits, named, one, run) for one in _each_rule(policy or Policy())],
+        unreadable=[commit.id for commit in live if commit.txid not in named.blobs],
+    )
+
+
+def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | None = None) -> GcPlan:
+    """Return what a gc would do; nothing where it would refuse to work."""
+    try:
+        return plan_retiring(repo, commits, policy, min_age_of(repo, None), run)
+    except (Damaged, Refused):
+        return GcPlan((), ())
+
+
+def _steps(wanted: Sequence[Commit], named: _Named, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
+    waiting = {one.txid: one for one in plan.waiting}
+    seen, steps = set[_Blob](), []
+    first = {}
+    for commit in named.readable:
+        mine = named.blobs[commit.txid]
+        first[commit.txid] = sum(size for blob, size in mine.items() if blob not in seen)
+        seen |= mine.keys()
+    for commit in wanted:
+        waits, used = waiting.get(commit.txid), sum(named.blobs[commit.txid].values())
+        made = StepUsage(
+            commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
+            first[commit.txid], named.alone([commit.txid]), None if waits is None else waits.until,
+            None if waits is None or waits.reason not in _NO_TIME else waits.reason, tuple(tags_of(found, commit.id)),
+        )  # fmt: skip
+        steps.append(made)
+    return steps
+
+
+def _state(commit: Commit) -> str:
+    if commit.visible:
+        return "visible"
+    return "forgotten" if commit.is_forgotten else "replaced"
+
+
+def _is_wanted(tag: Tag, wanted: Iterable[Commit]) -> bool:
+    return any(commit.id == tag.manifest for commit in wanted)
+
+
+def _tag_usage(tag: Tag, named: _Named, commits: CommitList) -> TagUsage:
+    mine = [commit for commit in commits.live() if commit.id == tag.manifest]
+    end = None if tag.expires is None else time_of(tag.expires)
+    alone = named.alone(commit.txid for commit in mine)
+    return TagUsage(tag.name, mine[-1].run, mine[-1].step, tag.manifest, end, tag.holder, alone)
+
+
+def _each_rule(policy: Policy) -> list[tuple[str, Policy]]:
+    """Return the rules of a policy, each as a policy of its own, with its words."""
+    given = {one.name: getattr(policy, one.name) for one in fields(policy)}
+    found = []
+    for name, value in given.items():
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is not None:
+                alone: dict[str, Any] = dict.fromkeys(given) | {name: each}
+                found.append((f"{name.replace('_', '-')} {each}", replace(policy, **alone)))
+    return found
+
+
+def _rule_usage(
+    repo: Repository, commits: CommitList, named: _Named, rule: tuple[str, Policy], run: str | None
+) -> RuleUsage:
+    gone = [commit.txid for commit in commits.live() if not commit.visible]
+    forgets = [commit.txid for commit in plan_of(repo, commits, rule[1], run).forget]
+    return RuleUsage(rule[0], len(forgets), named.alone([*gone, *forgets]) - named.alone(gone))
+
+
+# branches
+
+
+def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list[BranchUsage]:
+    """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
+    seen, totals = set[_Blob](), defaultdict[str, float](float)
+    for commit in wanted:
+        new = {blob: size for blob, size in named.blobs[commit.txid].items() if blob not in seen}
+        shares = _shares_of(repo, commit, new) if new else {}
+        for (owner, name), size in new.items():
+            held = shares.get(f"{owner}/{name}", {"": 1})
+            for branch, nbytes in held.items():
+                totals[branch] += size * nbytes / sum(held.values())
+        seen |= new.keys()
+    found = [BranchUsage(branch, round(nbytes)) for branch, nbytes in totals.items()]
+    return sorted(found, key=lambda one: (-one.bytes_blobs, one.branch))
+
+
+def _shares_of(repo: Repository, commit: Commit, new: Iterable[_Blob]) -> BlobShares:
+    """Return the bytes of each branch in ``new`` blobs; what was found out before is in the catalogue."""
+    note, names = f"branches/{commit.txid}/{commit.committed.head}", {f"{owner}/{name}" for owner, name in new}
+    known = decode(repo.catalogue.note(note), BLOB_SHARES)
+    if known is not None and names <= known.keys():
+        return known
+    try:
+        found = _read_shares(repo, commit)
+    except CasckptError:
+        return {}
+    made = {name: found.get(name, {"": 1}) for name in names}
+    repo.catalogue.set_note(note, encode(made))
+    return made
+
+
+def _read_shares(repo: Repository, commit: Commit) -> BlobShares:
+    manifest = manifests.get(repo, commit)
+    manifest.ready(objects=())
+    found: dict[int, Counter[str]] = defaultdict(Counter)
+    for entry in manifest.held:
+        table, branch = manifest.extents(entry), branch_of(entry.kind, entry.key)
+        for extent in table.extents:
+            for one in extent.chain:
+                found[one.blob][branch] += table.stored_bytes(one)
+    refs = {number: manifest.blob(number) for number in found}
+    return {f"{refs[number].uploader}/{refs[number].hash}": dict(held) for number, held in found.items()}

@@ -1,0 +1,78 @@
+"""Thinning, and the gc that frees what it left, killed at storage calls and at system calls, in processes of their own.
+
+``python -m tests.support.killed_thins FOLDER POINTS SEED`` copies a store with some checkpoints for each point, and
+kills who thins there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casckpt.storage.local.store import LocalStore
+from tests.support.killed_saves import KillingStore, forked, open_folder, wrap_system_calls
+from tests.support.saves import cells
+
+WAYS = ("calls", "syscalls")
+COUNT = 3
+DROP = "optim.*"
+
+
+def state(step: int) -> dict[str, Any]:
+    """The optimizer is large enough for blobs of its own."""
+    return {
+        "model": {"emb": cells(20, seed=1), "head": cells(9, seed=step)},
+        "optim": {"m": cells(260, seed=50 + step)},
+    }
+
+
+def _thin(folder: Path, way: str, at: int, counted: Path | None = None) -> None:
+    """Thin all but the last, and collect; killed at step ``at``, unless that is 0."""
+    killing = KillingStore(LocalStore(folder / "store"), at if way == "calls" else 0)
+    store = open_folder(folder, killing)
+    count = wrap_system_calls(at) if way == "syscalls" else lambda: killing.count_
+    store.thin(drop=DROP, keep_last=1)
+    store.gc(min_age=0, wait=0)
+    if counted is not None:
+        counted.write_text(str(count()))
+
+
+def _total(folder: Path, way: str) -> int:
+    shutil.copytree(folder / "base", folder / "count")
+    if forked(partial(_thin, folder / "count", way, 0, folder / "steps")):
+        raise SystemExit("what was to be counted failed")
+    shutil.rmtree(folder / "count")
+    return int((folder / "steps").read_text())
+
+
+def _fill(folder: Path) -> None:
+    store = open_folder(folder)
+    for step in range(COUNT):
+        store.save(state(step), step=step)
+
+
+def sweep(folder: Path, points: int, seed: int) -> None:
+    """Kill at ``points`` steps of each way, or at all, if they are fewer."""
+    draw = random.Random(seed)
+    if forked(partial(_fill, folder / "base")):
+        raise SystemExit("the saves failed")
+    for way in WAYS:
+        every = range(1, _total(folder, way) + 1)
+        for at in draw.sample(every, min(points, len(every))):
+            point = folder / f"{way}-{at}"
+            shutil.copytree(folder / "base", point)
+            status = forked(partial(_thin, point, way, at))
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+                raise SystemExit(f"{point.name} failed by itself")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # no threads before the forks
+    sweep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

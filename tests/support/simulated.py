@@ -1,0 +1,70 @@
+"""Ranks that are threads of this process: as many as a test wants, over one store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+from casckpt.checkpoint.ranks import Solo
+from casckpt.checkpoint.saving.leader import SaveMemory
+from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.checkpoint.saving.prepare import prepare
+from casckpt.checkpoint.saving.save import save
+from casckpt.repository.commits import Commit
+from casckpt.repository.repository import Repository
+
+
+class _Star:
+    """Where the ranks meet."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = Barrier(size)
+        self.up: list[Any] = [None] * size
+        self.down: Sequence[Any] = ()
+
+
+class _Rank(Solo):
+    """One of them. An error of any ends all."""
+
+    def __init__(self, star: _Star, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size, self._star = rank, size, star
+
+    def exchange(self, call: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        star = self._star
+        try:
+            star.up[self.rank] = call()
+            star.barrier.wait()
+            if self.rank == 0:
+                star.down = decide(star.up)
+            star.barrier.wait()
+            answer = star.down[self.rank]
+            star.barrier.wait()
+        except BaseException:
+            star.barrier.abort()
+            raise
+        return answer
+
+
+class Simulated:
+    """``size`` ranks. Each keeps between saves what a process would."""
+
+    def __init__(self, repo: Repository, size: int) -> None:
+        self.repo, self.size = repo, size
+        self._memories = [SaveMemory() for _ in range(size)]
+
+    def save(self, state: Callable[[int], Any], options: SaveOptions) -> Commit:
+        """Save what each rank holds; ``state`` makes that of a rank."""
+        star, checked = _Star(self.size), options.checked()
+
+        def run(rank: int) -> Commit:
+            def mine() -> Any:
+                return prepare(state(rank), None, rank=rank, allow_pickle=False)
+
+            return save(self.repo, _Rank(star, rank, self.size), self._memories[rank], mine, checked)
+
+        with ThreadPoolExecutor(self.size) as pool:
+            found = list(pool.map(run, range(self.size)))
+        return found[0]

@@ -1,0 +1,128 @@
+"""What holds the bytes of a store: each checkpoint, tag and branch; and what each rule of retention would free."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import casckpt
+from casckpt.store.store import Store
+from tests.support.saves import cells, counted, small, small_folder, trained
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"base": cells(300, 0), "head": cells(20, step)}, "optim": {"m": cells(600, step + 100)}}
+
+
+def filled(store: Store, count: int = 4) -> Store:
+    for step in range(count):
+        store.save(state(step), run="r", step=step, metrics={"loss": abs(step - 1)})
+    return store
+
+
+def freed(store: Store, **rules: Any) -> int:
+    """What a gc by these rules frees."""
+    return store.gc(min_age="0s", **rules).deleted_bytes
+
+
+def test_each_step_tells_what_is_its_own() -> None:
+    store = filled(small())
+    steps = store.footprint().steps
+    assert [(one.run, one.step, one.state, one.until, one.tags) for one in steps] == [
+        ("r", step, "visible", None, ()) for step in range(4)
+    ]
+    assert sum(one.bytes_new for one in steps) == store.stats().bytes_blobs
+    assert steps[0].bytes_new == steps[0].bytes_used > steps[0].bytes_alone
+    for one, saved in zip(steps[1:], store.checkpoints()[1:], strict=True):
+        assert one.bytes_new == one.bytes_alone == saved.stats.bytes_written
+        assert one.bytes_logical == saved.stats.bytes_total
+    store.forget("r@1")
+    assert freed(store) == steps[1].bytes_alone
+
+
+def test_what_waits_says_until_when_and_for_what() -> None:
+    store = filled(small())
+    store.tag("mine", "r@0")
+    store.tag("lease-1", "r@1", expires="1h")
+    store.forget("r@0", tagged=True)
+    store.forget("r@2")
+    found = store.footprint()
+    gone = {one.step: one for one in found.steps}
+    assert gone[0].state == gone[2].state == "forgotten"
+    day = timedelta(hours=24)
+    assert all(abs(one.until - datetime.now(one.until.tzinfo) - day) < timedelta(minutes=5)
+               for one in (gone[0], gone[2]) if one.until)  # fmt: skip
+    assert gone[0].until is not None
+    (lease,) = found.tags
+    assert (lease.name, lease.step, lease.expires is not None) == ("lease-1", 1, True)
+    assert lease.bytes_alone == gone[1].bytes_alone > 0
+
+
+def test_a_thinned_one_counts_as_what_it_holds() -> None:
+    store = filled(small())
+    whole = store.stats().bytes_logical
+    dropped = store.thin("r@1", drop="optim.*").nbytes
+    old, thin = (one for one in store.footprint().steps if one.step == 1)
+    assert (old.state, old.thin, thin.state, thin.thin) == ("replaced", False, "visible", True)
+    assert thin.bytes_logical == old.bytes_logical - dropped
+    assert old.bytes_alone >= 0.95 * dropped
+    assert store.stats().bytes_logical == store.report().runs[0].bytes_logical == whole - dropped
+    assert freed(store) == old.bytes_alone
+
+
+@pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "none:1")])
+def test_each_rule_frees_what_it_says(first: int, every: int, best: str) -> None:
+    rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
+    for number, (name, value) in enumerate(rules.items()):
+        store = filled(small(), 5)
+        store.forget("r@3")
+        before = store.stats().bytes_freed_later
+        told = store.footprint(**rules).rules[number]
+        assert told.rule == f"{name.replace('_', '-')} {value if name != 'keep_best' else best}"
+        assert freed(store, **{name: value}) == before + told.bytes
+        assert len(store.checkpoints()) == 4 - told.checkpoints
+
+
+def test_branches_have_all_bytes_and_are_read_once(tmp_path: Path) -> None:
+    store = filled(small_folder(tmp_path))
+    found = store.footprint(branches=True).branches
+    assert [one.branch for one in found] == ["optim", "model"]
+    assert sum(one.bytes_blobs for one in found) == store.stats().bytes_blobs
+    assert found[0].bytes_blobs == pytest.approx(4 * 600 * 4096, rel=0.1)
+    again = casckpt.open(tmp_path)
+    with counted(again) as counts:
+        assert again.footprint(branches=True).branches == found
+    assert counts.reads < 10
+    assert store.footprint().branches == ()
+
+
+def test_small_branches_that_share_a_blob_share_its_bytes() -> None:
+    store = small()
+    store.save({"a": cells(3), "b": cells(1), "c": torch.ones(3)}, step=1)
+    found = store.footprint(branches=True).branches
+    assert [one.branch for one in found] == ["a", "b", "c"]
+    assert sum(one.bytes_blobs for one in found) == pytest.approx(store.stats().bytes_blobs, abs=3)
+
+
+@pytest.mark.parametrize("compress", ["off", "auto"])
+def test_what_thinning_frees_is_told_of_frames_too(compress: Any) -> None:
+    store = small()
+    for step in range(6):
+        held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}}
+        store.save(held, step=step, compress=compress)
+    told = store.thin(drop="optim.*", keep_last=1).freed_bytes
+    assert freed(store) == told > 0
+    thin, whole = store.checkpoints()[-2:]
+    assert thin.stats.bytes_coded == (0 if compress == "off" else trained(400, 0).nbytes) < whole.stats.bytes_coded + 1
+
+
+def test_another_run_counts_as_a_user() -> None:
+    store = filled(small())
+    store.save(state(3), run="other", step=0)
+    (one,) = store.footprint("other").steps
+    assert one.bytes_alone == one.bytes_new == 0 < one.bytes_used
+    assert store.footprint("r").steps[3].bytes_alone == 0
