@@ -82,7 +82,16 @@ def store(store_path: Path) -> Store:
 
 def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
     words = checked(page(store))
-    for word in ("sft@40", "other@1", "best", "model.layers.3", "one by one", "changed: model 4.0 KiB", "No damage"):
+    for word in (
+        "sft@40",
+        "other@1",
+        "best",
+        "model.layers.3",
+        "one by one",
+        "changed: model 4.0 KiB",
+        "No damage",
+        "the only rule",
+    ):
         assert word in words
     assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
 
