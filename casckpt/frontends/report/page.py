@@ -161,10 +161,7 @@ def _health(found: _Found) -> str:
         said = f'<p class="bad">Damage: casckpt verify says more, casckpt repair mends.</p><ul>{shown}{more}</ul>'
     else:
         said = '<p class="good">No damage is known. casckpt verify looks for some.</p>'
-    rows += [
-        f"gc --{one.rule} would forget {one.checkpoints} checkpoints, and free {format_size(one.bytes)}."
-        for one in found.rules
-    ]
+    rows += [f"gc --{one.rule} would free {format_size(one.bytes)} in the end." for one in found.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
     return f'<section class="card"><h2>Space and health</h2>{lines}{said}</section>'
 
