@@ -32,7 +32,7 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     first = with_table(EMPTY, figures(added("5 states of models\n"), tmp_path), "tools/evidence", "2026-01-01, abc")
     page = with_table(first, figures(added("7 states of models\n"), None), "tools/evidence tests/model", "later, def")
     rows = [line.split(" | ") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]]
-    told = {row[0].removeprefix("| "): (row[1], row[3], row[4]) for row in rows}
+    told = {row[0].removeprefix("| "): (row[1], row[2], row[3]) for row in rows}
     assert told["states of the protocol's models, each looked at"] == (
         "7",
         "`tools/evidence tests/model`",
@@ -41,6 +41,9 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     assert told["soak: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
     assert told["soak: hours"][0] == "1.50"
     assert soaked(tmp_path)["soak: load"] == "5"
+    (tmp_path / "failures").write_text("{}")
+    with pytest.raises(SystemExit, match="nothing was written"):
+        soaked(tmp_path)
     assert list(told) == [what for what in ROWS if what in told]
     assert page.startswith("before\n")
     assert page.endswith("after\n")

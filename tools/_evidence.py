@@ -19,7 +19,7 @@ BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"
 ROWS = {
     "states of the protocol's models, each looked at": "states of models",
     "models walked to their end, in which nothing is lost": "models that are SAFE",
-    "small changes of the protocol, each seen to lose data": "models that are UNSAFE",
+    "models with a mistake in them, in which it is seen": "models that are UNSAFE",
     "SIGKILL right before or behind a call of the storage": "SIGKILL at a call of the storage",
     "SIGKILL right before or behind a system call": "SIGKILL at a system call",
     "a process that ends before or behind a change of the storage": "change of a storage: killed",
@@ -70,7 +70,9 @@ def added(text: str) -> Counter[str]:
 
 
 def soaked(folder: Path) -> dict[str, str]:
-    """What tools/soak has counted, all runs together."""
+    """What tools/soak has counted, all runs together. Ends the program where one of them has failed."""
+    if (folder / "failures").exists():
+        sys.exit(f"{folder / 'failures'} tells of invariants that did not hold: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
     found = {f"soak: {name}": f"{counts[name]:,}" for name in ("save", "update", "gc", "killed", "stopped")}
     found["soak: load"] = f"{counts['load'] + counts['load under a lease']:,}"
@@ -96,10 +98,10 @@ def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> st
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
     for what, counts in ROWS.items():
-        by = {"planted": "tools/mutants", "soak": "tools/soak"}.get(counts.partition(":")[0], command)
+        by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.partition(":")[0], command)
         if counts in new:
-            held[what] = f"| {what} | {new[counts]} | 0 | `{by}` | {when} |"
-    lines = ["| evidence | count | lost or half visible | command | when |", "|---|---|---|---|---|"]
+            held[what] = f"| {what} | {new[counts]} | `{by}` | {when} |"
+    lines = ["| evidence | count | command | when |", "|---|---|---|---|"]
     table = "\n".join([*lines, *(held[what] for what in ROWS if what in held)])
     return f"{before}{BEGIN}{table}\n{END}{after}"
 
