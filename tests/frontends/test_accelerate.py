@@ -78,11 +78,10 @@ def test_a_training_goes_on_to_the_bit(store_path: Path, ranks: Pool, size: int)
 
 def test_what_is_stored_smaller_goes_on_to_the_bit(store_path: Path, ranks: Pool) -> None:
     whole = ranks.run(2, trained, store_path, range(4), "wide")
-    store = small_folder(store_path.with_name("smaller"))
+    smaller = store_path.with_name("smaller")
+    store = small_folder(smaller)
     store.change_settings(compress="always")
-    first, second = (
-        ranks.run(2, trained, store_path.with_name("smaller"), epochs, "wide") for epochs in (range(2), range(2, 4))
-    )
+    first, second = (ranks.run(2, trained, smaller, epochs, "wide") for epochs in (range(2), range(2, 4)))
     assert [one + two for one, two in zip(first, second, strict=True)] == whole
     assert all(0 < one.stats.bytes_frames < one.stats.bytes_coded for one in store.checkpoints())
     assert not store.verify(decode=True).is_damaged

@@ -117,15 +117,16 @@ def test_a_training_keeps_the_best_and_resumes_to_the_bit(tmp_path: Path, async_
 def test_what_is_stored_smaller_resumes_to_the_bit(tmp_path: Path) -> None:
     store = small_folder(tmp_path / "store")
     store.change_settings(compress="always")
-    keeping = {"save_top_k": -1, "every_n_epochs": 1, "save_last": True}
+
+    def keeping(folder: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / folder, save_top_k=-1, every_n_epochs=1, save_last=True)
+
     whole, first, again = Losses(), Losses(), Losses()
     plain = CasCheckpointIO(tmp_path / "other", run="sft")
-    other = ModelCheckpoint(tmp_path / "other files", **keeping)
-    trainer(tmp_path, plain, whole, other, epochs=4).fit(Model(width=3000), data())
+    trainer(tmp_path, plain, whole, keeping("other files"), epochs=4).fit(Model(width=3000), data())
     for losses, epochs, ref in ((first, 2, None), (again, 4, "last")):
-        files = ModelCheckpoint(tmp_path / "files", **keeping)
         io = CasCheckpointIO(store, run="sft")
-        trainer(tmp_path, io, losses, files, epochs=epochs).fit(Model(width=3000), data(), ckpt_path=ref)
+        trainer(tmp_path, io, losses, keeping("files"), epochs=epochs).fit(Model(width=3000), data(), ckpt_path=ref)
     assert first.found | again.found == whole.found
     assert store.stats().bytes_frames < store.stats().bytes_coded
     assert sum(one.stats.bytes_deltas for one in store.checkpoints()) > 0

@@ -152,10 +152,8 @@ def test_what_is_stored_smaller_is_restored_to_the_bit(tmp_path: Path, store: St
     trainer(tmp_path / "out", tiny(), CasCheckpointCallback(store, run="sft"), found, most=4).train()
     assert found.found == plain.found
     for step in (2, 4):
-        one, two = (
-            restore_checkpoint(s, f"sft@{step}", tmp_path / f"{n}-{step}")
-            for n, s in enumerate((store, tmp_path / "other"))
-        )
+        one = restore_checkpoint(store, f"sft@{step}", tmp_path / f"smaller {step}")
+        two = restore_checkpoint(tmp_path / "other", f"sft@{step}", tmp_path / f"as it is {step}")
         assert identical(load_file(one / "model.safetensors"), load_file(two / "model.safetensors"))
         moments = (torch.load(folder / "optimizer.pt")["state"] for folder in (one, two))
         assert identical(*moments)

@@ -101,7 +101,7 @@ def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes:
 
 def _nearly_all(some: Unsigned, of_base: Unsigned) -> bool:
     """Did so many elements of a sample change that to look for those that did is in vain?"""
-    return 2 * np.count_nonzero(some != of_base) > (1 + _DENSE) * some.size
+    return bool(2 * np.count_nonzero(some != of_base) > (1 + _DENSE) * some.size)
 
 
 def _sparse(elements: Unsigned, base: Unsigned, indices: Indices) -> list[Buffer]:

@@ -10,6 +10,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.digest import cell_digest
+from casckpt.format.encodings import undo
 from casckpt.format.encodings.chains import decode_chain
 from casckpt.format.extents import DIGEST_BYTES, StoredCell
 from casckpt.format.keys import blob_key, parse_object
@@ -126,11 +128,16 @@ class BlobCopies:
 
 
 class Cells:
-    """Cells by their digest, in the blobs that live checkpoints of these stores name."""
+    """Cells by their digest, in the blobs that live checkpoints of these stores name.
+
+    One that is nowhere is had of what is told from it, by undoing that frame: where a later version is whole.
+    """
 
     def __init__(self, stores: Iterable[Repository], wanted: Iterable[CellDigest]) -> None:
         self._wanted = frozenset(wanted)
         self._places: dict[CellDigest, list[Located]] = defaultdict(list)
+        self._told: dict[CellDigest, dict[tuple[str, int], Located]] = defaultdict(dict)  # by their base
+        self._lost: set[CellDigest] = set()
         for store in stores:
             for _, manifest in readable(store, list_commits(store).live()):
                 self._learn(store, manifest)
@@ -148,7 +155,13 @@ class Cells:
             every = (one for extent in table.extents for one in extent.chain if self._hits(one.digests))
             for cell in table.stored_cells(every):
                 if cell.digest in self._wanted:
-                    self._places[cell.digest].append(locate(store, manifest, cell))
+                    self._place(locate(store, manifest, cell))
+
+    def _place(self, one: Located) -> None:
+        cell = one.cell
+        self._places[cell.digest].append(one)
+        if cell.base is not None and cell.base.digest in self._wanted:
+            self._told[cell.base.digest][one.keys[cell.blob], cell.offset] = one
 
     def _hits(self, digests: bytes) -> bool:
         """Is one of these wanted?"""
@@ -157,8 +170,31 @@ class Cells:
 
     def fetch(self, digest: CellDigest, target: memoryview) -> bool:
         """Fill ``target`` with the cell; False, and it stays as it is, if that is not to be had."""
+        if digest in self._lost:
+            return False
         places = (place for place in self._places.get(digest, ()) if place.cell.nbytes == len(target))
-        return any(place.fill(target) for place in places)
+        if any(place.fill(target) for place in places):
+            return True
+        self._lost.add(digest)  # so that versions which came back to each other are not gone through for ever
+        told = [one for one in self._told.get(digest, {}).values() if one.cell.nbytes == len(target)]
+        if not any(self._undo(one, digest, target) for one in told):
+            return False
+        self._lost.remove(digest)
+        return True
+
+    def _undo(self, told: Located, digest: CellDigest, target: memoryview) -> bool:
+        """Fill ``target`` with the base of a cell, which is had in another way, if it comes out right; did it?"""
+        plain = bytearray(len(target))
+        if not self.fetch(told.cell.digest, memoryview(plain)):
+            return False
+        try:
+            undo(memoryview(told.stored(told.cell)), memoryview(plain))
+        except UNREADABLE:
+            return False
+        if cell_digest(plain) != digest:
+            return False
+        target[:] = plain
+        return True
 
 
 def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Manifest]]:
