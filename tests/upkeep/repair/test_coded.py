@@ -300,6 +300,17 @@ def test_a_lost_base_is_made_of_a_later_version_that_is_whole(key: str, has: tup
     assert not reopened(store).verify(decode=True).is_damaged
 
 
+def test_a_base_that_is_undone_by_a_wrong_frame_is_not_taken() -> None:
+    store, other = misframed(2), small()
+    other.save(state(2), run="twin", step=2)
+    damage(store, 1, 0)
+    store.verify()
+    found = store.repair(other)
+    assert ids(store, 1)[0] in {id for lost in found.lost for id in lost.checkpoints}
+    with pytest.raises(Damaged):
+        reopened(store).read("r@1")
+
+
 def test_versions_that_came_back_to_each_other_are_not_gone_through_for_ever() -> None:
     store = small()
     for step, like in enumerate((1, 2, 1, 2, 3)):
