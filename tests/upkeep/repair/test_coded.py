@@ -142,7 +142,7 @@ def misframed(at: int = 3) -> Store:
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
-        return encode(memoryview(data[2:].tobytes() + b"zz") if data == wrong else data, width, base)
+        return encode(memoryview(data[:-2].tobytes() + b"zz") if data == wrong else data, width, base)
 
     for step in STEPS:
         store.save(state(step), run="r", step=step)
