@@ -40,6 +40,12 @@ def test_each_public_name_has_its_page(stem: str) -> None:
     assert all("```py" in example or "](" in example for example in page.examples.values())
 
 
+def test_what_methods_give_has_its_place() -> None:
+    names = {one.__name__ for one in reference.values()}
+    assert {"GcResult", "VerifyResult", "SaveStats", "StoreUsage", "RunUsage", "Difference", "Change"} <= names
+    assert not {"Store", "Checkpoint", "Repository"} & names
+
+
 def test_each_front_end_has_its_page() -> None:
     assert {page.module for page in reference.api_pages().values()} == {
         "casckpt", "casckpt.errors", *(f"casckpt.frontends.{name}" for name in FRONTENDS)
@@ -74,7 +80,7 @@ def test_a_picture_is_that_of_its_source(source: Path) -> None:
 
 
 def test_each_page_is_in_the_table_of_contents() -> None:
-    entries = set(re.findall(r"^([\w/]+)$", (DOCS / "index.md").read_text(), re.MULTILINE))
+    entries = set(re.findall(r"^(?:[\w.]+ <)?([\w/]+)>?$", (DOCS / "index.md").read_text(), re.MULTILINE))
     pages = {path.stem for path in DOCS.glob("*.md")} - {"README", "index"}
     assert pages | {"examples/README", "decisions/README"} <= entries
     assert {f"_api/{stem}" for stem in reference.api_pages()} <= entries

@@ -365,6 +365,7 @@ def decode_marker(data: bytes) -> Marker:
     """Decode the marker. Raises `Refused` for a store of another format, `Damaged` for anything that is no marker."""
     try:
         marker: Marker = DECODERS[Marker].decode(data)
+        named = msgspec.json.decode(data)  # of all fields, also of those that a struct passes by
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"casckpt.json is damaged: {error}") from error
     if marker.format > FORMAT_VERSION or set(marker.features) - KNOWN_FEATURES:
@@ -373,7 +374,7 @@ def decode_marker(data: bytes) -> Marker:
             f"this store has format {marker.format} with features {missing}; this casckpt reads format "
             f"{FORMAT_VERSION}. Upgrade casckpt to use the store"
         )
-    if "hash" not in msgspec.json.decode(data):
+    if "hash" not in named:
         raise Refused(
             "this store was written before casckpt's format was the one of today: read it with the version that wrote "
             "it, and save its checkpoints into a new store"

@@ -174,7 +174,7 @@ class Follower:
 
     def _call(self, command: str, folder: Path) -> int:
         step = folder.name.split("-")[1]
-        said = {"FOLDER": str(folder), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
+        said = {"FOLDER": str(folder.absolute()), "RUN": self.run, "STEP": step, "ID": _id_of(folder)}
         # by env(1), which adds to what this process has without a look at that
         ran = ["env", *(f"CASCKPT_{name}={value}" for name, value in said.items()), "/bin/sh", "-c", command]
         return subprocess.run(ran, check=False).returncode

@@ -62,6 +62,7 @@ def new_folder(path: Path, *, force: bool, stale: Callable[[str], bool], last: S
             if there:
                 _move_into(temporary, path, stale, last)
             else:
+                sync_folder(temporary)  # a file may have been moved here
                 os.rename(temporary, path)
             sync_folder(path if there else path.parent)
 

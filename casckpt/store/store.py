@@ -366,7 +366,7 @@ class Store:
 
         It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
         has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
-        that. Raises MissingKey for a pattern that matches nothing, and for what was thinned away; Damaged,
+        that; what was thinned away by then is left out. Raises MissingKey for a pattern that matches nothing, Damaged,
         StorageError.
         """
         from casckpt.checkpoint.loading.digests import digests_of

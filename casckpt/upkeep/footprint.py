@@ -7,15 +7,19 @@ manifest of the first checkpoint that names it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any
+
+import numpy as np
 
 from casckpt.errors import CasckptError, Damaged, Refused
+from casckpt.format.columns import Ints
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.notes import BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.records import time_of
+from casckpt.parallel import in_parallel
 from casckpt.plan.packing import branch_of
 from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
@@ -24,7 +28,6 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import Tag, tags, tags_of
 from casckpt.upkeep.gc.retiring import GcPlan, min_age_of, plan_retiring
 
-_Blob: TypeAlias = tuple[TxId, BlobHash]
 _NO_TIME = ("tagged", "unmirrored")
 
 
@@ -97,22 +100,35 @@ class Footprint:
 
 
 class _Named:
-    """The blobs that live checkpoints name, and who else names each."""
+    """The blobs that live checkpoints name, numbered, and how many name each."""
 
     def __init__(self, repo: Repository, live: Sequence[Commit]) -> None:
         self.readable = manifests.learn(repo, live)
-        self.blobs: dict[TxId, dict[_Blob, int]] = {
-            commit.txid: {(owner, name): size for owner, name, size in manifests.blobs_of(repo, commit)}
-            for commit in self.readable
-        }
-        self._users = Counter(blob for mine in self.blobs.values() for blob in mine)
+        numbers: dict[tuple[TxId, BlobHash, int], int] = {}
+        self.blobs: dict[TxId, Ints] = {}
+        for commit in self.readable:
+            mine = [numbers.setdefault(blob, len(numbers)) for blob in manifests.blobs_of(repo, commit)]
+            self.blobs[commit.txid] = np.unique(np.array(mine, np.int64))
+        self.names = [f"{uploader}/{blob}" for uploader, blob, _ in numbers]
+        self.sizes = np.array([size for _, _, size in numbers], np.int64)
+        self._users = self._counts(self.blobs)
+
+    def _counts(self, some: Iterable[TxId]) -> Ints:
+        mine = [self.blobs[txid] for txid in some if txid in self.blobs]
+        return np.bincount(np.concatenate([np.empty(0, np.int64), *mine]), minlength=len(self.names))
 
     def alone(self, some: Iterable[TxId]) -> int:
         """Sum up the blobs that nobody but these names."""
-        mine = [self.blobs[txid] for txid in some if txid in self.blobs]
-        users = Counter(blob for one in mine for blob in one)
-        sizes = {blob: size for one in mine for blob, size in one.items()}
-        return sum(sizes[blob] for blob, number in users.items() if number == self._users[blob])
+        counts = self._counts(some)
+        return int(self.sizes[counts == self._users].sum())
+
+    def new(self, commits: Iterable[Commit]) -> Iterator[tuple[Commit, Ints]]:
+        """Give of each of these the blobs that none before it names."""
+        seen = np.zeros(len(self.names), bool)
+        for commit in commits:
+            mine = self.blobs[commit.txid]
+            yield commit, mine[~seen[mine]]
+            seen[mine] = True
 
 
 def footprint(
@@ -145,14 +161,10 @@ def plan_of(repo: Repository, commits: CommitList, policy: Policy, run: str | No
 
 def _steps(wanted: Sequence[Commit], named: _Named, plan: GcPlan, found: Mapping[str, Tag]) -> list[StepUsage]:
     waiting = {one.txid: one for one in plan.waiting}
-    seen, steps = set[_Blob](), []
-    first = {}
-    for commit in named.readable:
-        mine = named.blobs[commit.txid]
-        first[commit.txid] = sum(size for blob, size in mine.items() if blob not in seen)
-        seen |= mine.keys()
+    first = {commit.txid: int(named.sizes[new].sum()) for commit, new in named.new(named.readable)}
+    steps = []
     for commit in wanted:
-        waits, used = waiting.get(commit.txid), sum(named.blobs[commit.txid].values())
+        waits, used = waiting.get(commit.txid), int(named.sizes[named.blobs[commit.txid]].sum())
         made = StepUsage(
             commit.run, commit.step, commit.id, _state(commit), commit.dropped is not None, commit.bytes_held, used,
             first[commit.txid], named.alone([commit.txid]), None if waits is None else waits.until,
@@ -204,24 +216,23 @@ def _rule_usage(
 
 def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list[BranchUsage]:
     """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
-    seen, totals = set[_Blob](), defaultdict[str, float](float)
-    for commit in wanted:
-        new = {blob: size for blob, size in named.blobs[commit.txid].items() if blob not in seen}
-        shares = _shares_of(repo, commit, new) if new else {}
-        for (owner, name), size in new.items():
-            held = shares.get(f"{owner}/{name}", {"": 1})
+    totals = defaultdict[str, float](float)
+    work = [(commit, [named.names[number] for number in new], named.sizes[new]) for commit, new in named.new(wanted)]
+    read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[1]), work)
+    for (_, names, sizes), shares in zip(work, read, strict=True):
+        for name, size in zip(names, sizes.tolist(), strict=True):
+            held = shares.get(name, {"": 1})
             for branch, nbytes in held.items():
                 totals[branch] += size * nbytes / sum(held.values())
-        seen |= new.keys()
     found = [BranchUsage(branch, round(nbytes)) for branch, nbytes in totals.items()]
     return sorted(found, key=lambda one: (-one.bytes_blobs, one.branch))
 
 
-def _shares_of(repo: Repository, commit: Commit, new: Iterable[_Blob]) -> BlobShares:
-    """Return the bytes of each branch in ``new`` blobs; what was found out before is in the catalogue."""
-    note, names = f"branches/{commit.txid}/{commit.committed.head}", {f"{owner}/{name}" for owner, name in new}
-    known = decode(repo.catalogue.note(note), BLOB_SHARES)
-    if known is not None and names <= known.keys():
+def _shares_of(repo: Repository, commit: Commit, names: Sequence[str]) -> BlobShares:
+    """Return the bytes of each branch in some blobs; what was found out before is in the catalogue."""
+    note = f"branches/{commit.txid}/{commit.committed.head}"
+    known = decode(repo.catalogue.note(note), BLOB_SHARES) if names else {}
+    if known is not None and known.keys() >= {*names}:
         return known
     try:
         found = _read_shares(repo, commit)

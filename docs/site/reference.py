@@ -5,14 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import casckpt
+
 API = Path(__file__).resolve().parent.parent / "api"
+_GIVERS = tuple(f"casckpt.{layer}." for layer in ("checkpoint", "plan", "storage", "store", "upkeep"))
 _SECTION = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -58,6 +62,8 @@ def write(into: Path, only: Collection[str] | None = None) -> None:
     """Write a page for each name, and one for each module that lists them, into a new folder. ``only``: of these."""
     shutil.rmtree(into, ignore_errors=True)
     shown: set[int] = set()
+    into.mkdir(parents=True)
+    (into / "values.md").write_text(_of_values())
     for stem, page in api_pages().items():
         if only is not None and stem not in only:
             continue
@@ -69,6 +75,35 @@ def write(into: Path, only: Collection[str] | None = None) -> None:
             (folder / f"{name}.md").write_text(_of_name(page, name, thing, again=id(thing) in shown))
             shown.add(id(thing))
         (into / f"{stem}.md").write_text(_of_module(stem, page, module))
+
+
+def values() -> list[type]:
+    """Give the classes of what public methods give, and of what stands in their fields, in that order."""
+    public = [getattr(casckpt, name) for name in casckpt.__all__]
+    todo: list[type] = [one for one in public if inspect.isclass(one)]
+    for one in todo:
+        todo += [found for found in dict.fromkeys(_given_by(one)) if found not in todo]
+    return [one for one in todo if one not in public]
+
+
+def _given_by(one: type) -> Iterator[type]:
+    """Give the dataclasses of casckpt that its methods, properties and fields name as what they give."""
+    names = vars(sys.modules[one.__module__])
+    members = [getattr(value, "fget", value) for name, value in vars(one).items() if not name.startswith("_")]
+    said = [str(getattr(member, "__annotations__", {}).get("return", "")) for member in members]
+    if is_dataclass(one):
+        said += [str(field.type) for field in fields(one) if not field.name.startswith("_")]
+    for name in re.findall(r"\b[A-Z]\w+", " ".join(said)):
+        found = names.get(name)
+        if inspect.isclass(found) and is_dataclass(found) and found.__module__.startswith(_GIVERS):
+            yield found
+
+
+def _of_values() -> str:
+    """Give the page of what methods give."""
+    names = [f"{one.__module__}.{one.__qualname__}" for one in values()]
+    found = "\n".join(f".. autoclass:: {name}\n   :members:\n   :no-index-entry:\n" for name in names)
+    return f"# Values\n\nWhat methods give, and nobody makes by hand.\n\n```{{eval-rst}}\n{found}```\n"
 
 
 def _of_name(page: ApiPage, name: str, thing: object, *, again: bool) -> str:

@@ -39,6 +39,15 @@ def test_the_same_is_the_same_and_read_nowhere() -> None:
     assert counts.bytes_read < 1000  # of records
 
 
+def test_a_value_of_each_rank_is_compared_with_that_of_its_rank() -> None:
+    store, mine = small(), {"own": casckpt.PerRank(numbers("own", 9000))}
+    store.save(mine, step=1)
+    with counted(store) as counts:
+        assert store.compare(mine, "default@1").is_same
+    assert counts.bytes_read < 1000  # of records
+    assert store.compare({"own": numbers("own", 9000)}, "default@1").is_same
+
+
 @given(key=st.sampled_from(["w", "t", "half", "one"]), at=st.integers(0, 1 << 20), bit=st.integers(0, 7))
 def test_one_flipped_bit_is_named(key: str, at: int, bit: int) -> None:
     store, mine = small(), state()

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from threading import Thread
 from typing import Any
+from urllib.parse import urljoin
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,14 +33,20 @@ class Served:
         return int(self.endpoint.rpartition(":")[2])
 
     def get(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
-        """One request, as it is, by a connection of its own; the body is read."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, body, named)
-        answer = connection.getresponse()
-        answer.body = answer.read()  # type: ignore[attr-defined]
-        connection.close()
+        """One request by a connection of its own, and where that leads; the body is read."""
+        answer = self.ask(path, method, body, **headers)
+        if answer.status == 307:
+            return self.get(urljoin(path, answer.headers["Location"]), method, None, **headers)
         return answer
+
+    def ask(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> HTTPResponse:
+        """One request, as it is."""
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            answer.body = answer.read()  # type: ignore[attr-defined]
+            return answer
 
     def body(self, path: str, **headers: str) -> bytes:
         answer = self.get(path, "GET", None, **headers)

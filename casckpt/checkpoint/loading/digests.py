@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from casckpt.checkpoint.arguments import matches, usable_patterns
 from casckpt.checkpoint.loading.load import check_used
 from casckpt.checkpoint.loading.regions import RegionReader, parts_in_order
-from casckpt.format.digest import Hasher, cell_digest, hex_digest
+from casckpt.format.digest import Hasher, hex_digest
+from casckpt.format.extents import DIGEST_BYTES
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.index import StreamEntry
 from casckpt.plan.progress import Progress
@@ -24,7 +25,7 @@ def digests_of(repo: Repository, commit: Commit, keys: Sequence[str] | None, pro
         chosen = {key: entry for key, entry in manifest.tensors.items() if matches(key, patterns)}
         check_used(manifest, patterns or (), list(manifest.tensors))
         found = tensor_digests(repo, manifest, list(chosen.values()), progress)
-        return {key: found[entry.number] for key, entry in chosen.items()}
+        return {key: found[entry.number] for key, entry in chosen.items() if entry.number in found}
 
     return manifests.use(repo, commit, compute)
 
@@ -35,25 +36,23 @@ def tensor_digests(
     """Return the digests of entries, 64 hex digits each, by number of the entry.
 
     What was computed before is known to the catalogue, also of other checkpoints with the same cells; the others are
-    read, and verified. Raises Damaged, MissingKey for what was thinned away, StorageError.
+    read, and verified. What was thinned away, and is not known, is left out. Raises Damaged, StorageError.
     """
     manifest.ready([entry.number for entry in entries], ())
     known = {entry.number: _known(repo, manifest, entry) for entry in entries}
-    unknown = [entry for entry in entries if known[entry.number] is None]
+    unknown = [entry for entry in entries if known[entry.number] is None and not manifest.lacks(entry)]
     found = {number: digest for number, digest in known.items() if digest is not None}
     for entry, digest in _computed(repo, manifest, unknown, progress):
         repo.catalogue.set_note(_name(manifest, entry), digest.encode())
         found[entry.number] = digest
-    return {entry.number: found[entry.number] for entry in entries}
+    return found
 
 
 def _known(repo: Repository, manifest: Manifest, entry: StreamEntry) -> str | None:
     """Return the digest of an entry, if it has one cell or none, or the catalogue has it."""
     digests = b"".join(extent.digests for extent in manifest.cells(entry).extents)
-    if not digests:
-        return hex_digest(b"")
-    if manifest.cells(entry).is_whole and len(digests) == len(cell_digest(b"")):
-        return digests.hex()
+    if len(digests) <= DIGEST_BYTES:
+        return digests.hex() or hex_digest(b"")
     note = repo.catalogue.note(_name(manifest, entry))
     return None if note is None else note.decode()
 

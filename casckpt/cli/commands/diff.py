@@ -83,7 +83,7 @@ def text(result: dict[str, Any]) -> None:
         ("unchanged", "bytes_unchanged"),
     ):  # fmt: skip
         say(f"{title:<10} {count(len(result[title]), 'tensor'):>14}  {size(result[nbytes]):>10}")
-    if "values" in result:
+    if result.get("values"):
         say()
         table(_COLUMNS, map(_cells, result["values"]))
 

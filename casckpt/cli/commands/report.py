@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from casckpt.cli.completion import RUN
-from casckpt.cli.describe import plain
+from casckpt.cli.describe import doubt, plain
 from casckpt.cli.rules import keep_options
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import Column, coded, count, facts, freed, moment, say, size, table
@@ -118,7 +118,9 @@ def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: An
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}
-    if by or any(given.values()):
+    if by or any(value is not None and value != [] for value in given.values()):
+        if run is not None:
+            doubt(session.store, run)
         found = plain(session.store.footprint(run, branches="key" in by, **given))
         found["runs"] = _runs(session, run) if "run" in by else []
         result |= {f"by_{one}": found[_PARTS[one]] for one in by}

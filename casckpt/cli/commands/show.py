@@ -43,7 +43,7 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
     if digests:
         with progress_bar("hashing") as done:
             found = session.store.digests(result["id"], keys=keys or None, progress=done)
-        result["tensors"] = [one | {"digest": found[one["key"]]} for one in result["tensors"]]
+        result["tensors"] = [one | {"digest": found.get(one["key"])} for one in result["tensors"]]
     shown = all_tensors or bool(keys) or digests or len(result["tensors"]) <= FEW
     session.give(result, lambda result: _text(result, shown))
 
@@ -139,7 +139,7 @@ def _health(found: dict[str, Any] | None) -> str:
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:
     cells = one["key"], one["dtype"], "x".join(map(str, one["shape"])) or "scalar", size(one["bytes"])
-    digest = (one["digest"],) if "digest" in one else ()
+    digest = (one["digest"] or "",) if "digest" in one else ()
     return (*cells, *(health_cells(one["health"]) if looked else ()), *digest)
 
 

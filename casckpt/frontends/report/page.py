@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Final
 
 from casckpt._version import __version__
+from casckpt.errors import Damaged, Refused
 from casckpt.format.records import time_of
 from casckpt.frontends.new_files import new_file
 from casckpt.frontends.report import charts
 from casckpt.plan.sizes import format_size
 from casckpt.repository import tags
 from casckpt.store.store import Store
+from casckpt.upkeep.footprint import RuleUsage
 from casckpt.upkeep.history import Added, Heat, History, heat, history
 from casckpt.upkeep.usage import StoreUsage
 
@@ -37,6 +39,7 @@ class _Found:
     history: History
     heats: dict[str, Heat]
     tags: dict[str, list[str]]
+    rules: Sequence[RuleUsage]
 
 
 def write_report(store: Store, path: str | os.PathLike[str]) -> int:
@@ -62,7 +65,15 @@ def page(store: Store) -> str:
     for name, tag in tags.list_tags(repo).tags.items():
         if tag.manifest is not None:
             named.setdefault(tag.manifest, []).append(name)
-    return _page(_Found(store.url, usage, found, heats, named))
+    return _page(_Found(store.url, usage, found, heats, named, _rules(store)))
+
+
+def _rules(store: Store) -> Sequence[RuleUsage]:
+    """Give what some rules would free, each by itself; nothing where damage stands in the way, which the page names."""
+    try:
+        return store.footprint(keep_last=3, keep_daily=7, keep_weekly=8, keep_monthly=12).rules
+    except (Damaged, Refused):
+        return ()
 
 
 def _of_run(added: Sequence[Added], run: str) -> list[Added]:
@@ -150,6 +161,7 @@ def _health(found: _Found) -> str:
         said = f'<p class="bad">Damage: casckpt verify says more, casckpt repair mends.</p><ul>{shown}{more}</ul>'
     else:
         said = '<p class="good">No damage is known. casckpt verify looks for some.</p>'
+    rows += [f"gc --{one.rule} would free {format_size(one.bytes)} in the end." for one in found.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
     return f'<section class="card"><h2>Space and health</h2>{lines}{said}</section>'
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final
-from urllib.parse import parse_qs, unquote_to_bytes
+from urllib.parse import parse_qs, quote, unquote_to_bytes
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -82,7 +82,19 @@ async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
     if not verb or len(rest) < 2:
         raise no_repository("/".join(parts))
     folder, file = await _ask(request, partial(hub.file, repo, rest[0], "/".join(rest[1:])))
+    commit = commit_of(folder.checkpoint.id)
+    if rest[0] != commit:
+        return _led_to(commit, rest[1:])
     return _file(request, folder, file)
+
+
+def _led_to(commit: str, parts: Sequence[str]) -> Response:
+    """To the same file by its commit: what is asked for next is of the same checkpoint, whatever is saved meanwhile.
+
+    The way there is relative, so it leads through any proxy.
+    """
+    location = "../" * len(parts) + "/".join((commit, *(quote(part, safe="") for part in parts)))
+    return Response(status_code=307, headers={"Location": location, "X-Repo-Commit": commit})
 
 
 def _api_call(hub: Hub, request: Request, parts: Sequence[str]) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from casckpt.checkpoint.handle import Checkpoint
@@ -64,26 +64,29 @@ class Folders:
     rules: Rules | None
     max_shard_size: int
     _held: OrderedDict[str, Folder] = field(default_factory=OrderedDict)
-    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _making: Sequence[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_KEPT)])
 
     def held(self, commit: str) -> Folder | None:
         """The folder whose checkpoint has an id that begins so, if it is at hand."""
-        return next((one for id, one in list(self._held.items()) if id.startswith(commit)), None)
+        with self._lock:
+            return next((one for id, one in self._held.items() if id.startswith(commit)), None)
 
     def of(self, checkpoint: Checkpoint) -> Folder:
         """The folder of a checkpoint. Raises InvalidInput for what no such files can hold, and as a load."""
-        with self._locks.setdefault(checkpoint.id, threading.Lock()):
-            found = self._held.get(checkpoint.id) or self._made(checkpoint)
-            self._held[checkpoint.id] = found
-            self._held.move_to_end(checkpoint.id)
-        while len(self._held) > _KEPT:
-            id, _ = self._held.popitem(last=False)
-            self._locks.pop(id, None)
+        with self._making[hash(checkpoint.id) % _KEPT]:  # of several who ask for one, one makes it
+            found = self.held(checkpoint.id) or self._made(checkpoint)
+            with self._lock:
+                self._held[checkpoint.id] = found
+                self._held.move_to_end(checkpoint.id)
+                while len(self._held) > _KEPT:
+                    self._held.popitem(last=False)
         return found
 
     def drop(self, folder: Folder) -> None:
         """Look a checkpoint up again when it is asked for: its bytes were not where they were said to be."""
-        self._held.pop(folder.checkpoint.id, None)
+        with self._lock:
+            self._held.pop(folder.checkpoint.id, None)
 
     def _made(self, checkpoint: Checkpoint) -> Folder:
         plan = self._plan(checkpoint)

@@ -57,7 +57,7 @@ class Window(NamedTuple):
 
 
 class RangeReader:
-    """Reads one range of a file, from front to back. ``head``: what needs no read. For one thread at a time."""
+    """Reads one range of a file. ``head``: what needs no read. `next` is for one thread, `read` for any."""
 
     def __init__(self, repo: Repository, folder: Folder, file: File, span: Span) -> None:
         wanted = file.map.wanted(span)
@@ -91,17 +91,18 @@ class RangeReader:
 
         Raises Damaged, Conflict, StorageError; then nothing of the window is given.
         """
-        self._learn(window.sources)
-        fill(self._download, window.sources, buffer.data, self._tables)
+        tables = self._learn(window.sources)
+        fill(self._download, window.sources, buffer.data, tables)
         return buffer.view[window.skip : window.skip + window.stop - window.start]
 
-    def _learn(self, sources: list[Source]) -> None:
-        """Have the extents of what is read at hand, which a large tensor is asked for again and again."""
-        manifest = self._folder.manifest
+    def _learn(self, sources: list[Source]) -> dict[int, ExtentTable]:
+        """The extents of what is read; those of a large tensor are asked for again and again."""
+        manifest, held = self._folder.manifest, self._tables
         wanted = {one.number for one in sources}
-        held = self._tables
         manifest.ready(wanted - held.keys(), ())
-        self._tables = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
+        found = {n: held[n] if n in held else manifest.extents(manifest.entries[n]) for n in wanted}
+        self._tables = found
+        return found
 
 
 def _behind(sources: list[Source], count: int, end: int) -> Iterator[Source]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from casckpt.store.store import Store
 WINDOWS: Final = 8
 """In memory at once, for all clients together."""
 _SLOW_WINDOWS = 3
+_AHEAD = 3  # windows of a file over a network
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
 """So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
@@ -46,6 +48,7 @@ class Desk:
         self.windows: dict[object, _Held] = {}
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
         remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
+        self.ahead = _AHEAD if remote else 1
         self._readers = ThreadPoolExecutor(WINDOWS if remote else 1 + usable_threads(None), "casckpt-read")
         self._others = ThreadPoolExecutor(_ASIDE, "casckpt-serve")
 
@@ -130,6 +133,7 @@ class RangeResponse:
     def __init__(self, desk: Desk, folder: Folder, file: File, span: Span, headers: Mapping[str, str]) -> None:
         self._desk, self._folder, self._file, self._span, self._headers = desk, folder, file, span, headers
         self._begun = False
+        self._window: Window | None = None  # the next one that nobody has asked for
         self._is_slow = False
         self._sent = 0
 
@@ -163,44 +167,46 @@ class RangeResponse:
         self._desk.check(self._folder, self._file, self._span)
         reader = RangeReader(self._desk.store.repository, self._folder, self._file, self._span)
         held = await self._join(reader, reader.next())
+        self._window = reader.next()
+        ahead: deque[asyncio.Future[_Held | None]] = deque()
         try:
-            self._begun, status = True, 206 if "Content-Range" in self._headers else 200
-            headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await self._send(send, gone, reader.head)
+            await self._begin(send, gone, reader.head)
             await asyncio.shield(lease)
-        except BaseException:
-            _leave(held)
-            raise
-        while held is not None and not gone.done():
-            held = await self._send_window(send, gone, reader, held)
-        _leave(held)
+            while held is not None and not gone.done():
+                self._read_ahead(reader, ahead)
+                await self._send(send, gone, held.data)
+                held.leave()
+                held = None
+                held = await (ahead.popleft() if ahead else self._join_next(reader))
+        finally:
+            for one in ahead:
+                one.cancel()
+            _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
         if not gone.done():
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_window(
-        self, send: Send, gone: asyncio.Future[None], reader: RangeReader, held: _Held
-    ) -> _Held | None:
-        """Send one window while the next is read, if there is memory for it; the next one."""
-        window = reader.next()
-        ahead = asyncio.ensure_future(self._join(reader, window)) if self._has_room(window) else None
-        try:
-            await self._send(send, gone, held.data)
-        except BaseException:
-            if ahead is not None:
-                _leave(*await asyncio.gather(ahead, return_exceptions=True))
-            raise
-        finally:
-            held.leave()
-        return await (self._join(reader, window) if ahead is None else ahead)
+    async def _begin(self, send: Send, gone: asyncio.Future[None], head: memoryview) -> None:
+        self._begun, status = True, 206 if "Content-Range" in self._headers else 200
+        headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send(send, gone, head)
+
+    def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
+        """Begin to read what comes next, as far as there is memory for it."""
+        while self._window is not None and len(ahead) < self._desk.ahead and self._has_room(self._window):
+            ahead.append(asyncio.ensure_future(self._join_next(reader)))
+
+    def _join_next(self, reader: RangeReader) -> Coroutine[object, object, _Held | None]:
+        window = self._window
+        self._window = None if window is None else reader.next()
+        return self._join(reader, window)
 
     def _key(self, window: Window) -> object:
         """By what others who send the same at this moment find it. A slow one would hold what is theirs."""
         return object() if self._is_slow else (self._folder.checkpoint.id, self._file.name, window.start, window.stop)
 
-    def _has_room(self, window: Window | None) -> bool:
-        shared = window is not None and self._key(window) in self._desk.windows
-        return shared or not (self._is_slow or self._desk.slots.locked())
+    def _has_room(self, window: Window) -> bool:
+        return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
 
     async def _join(self, reader: RangeReader, window: Window | None) -> _Held | None:
         """A window in memory: one that somebody else sends, too, or one that is read now; None at the end."""

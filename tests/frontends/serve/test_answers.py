@@ -16,9 +16,11 @@ from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import pytest
 import torch
+from safetensors.torch import load
 
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
@@ -35,6 +37,11 @@ from tests.support.saves import blob_keys, flip, small, small_folder
 from tests.support.serving import Served, serving, serving_process
 
 WEIGHTS = "/sft/resolve/main/model.safetensors"
+
+
+def weights_of(store: Store, step: int = 1) -> str:
+    """The path that others lead to."""
+    return f"/sft/resolve/{commit_of(store.get(f'sft@{step}').id)}/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +138,36 @@ def test_ranges(served: Served, asked: str, status: int, start: int, stop: int |
     else:
         assert found.body == whole[start:stop]  # type: ignore[attr-defined]
         assert int(found.headers["Content-Length"]) == len(whole[start:stop])
+
+
+@pytest.mark.parametrize("revision", ["main", "latest", "1", "64 digits"])
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_another_name_leads_to_the_commit(small_store: Store, served: Served, revision: str, method: str) -> None:
+    id = small_store.get("sft@1").id
+    for repo, path in (("sft", "config.json"), ("runs/sft", "sub/x.bin"), ("sft", "sub%2Fx.bin")):
+        asked = f"/{repo}/resolve/{id if revision == '64 digits' else revision}/{path}"
+        led = served.ask(asked, method)
+        assert (led.status, led.headers["X-Repo-Commit"]) == (307, commit_of(id))
+        assert urljoin(asked, led.headers["Location"]) == f"/{repo}/resolve/{commit_of(id)}/{path}"
+
+
+def test_what_is_saved_meanwhile_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub: Any = pytest.importorskip("huggingface_hub", reason="needs casckpt[transformers]")
+    downloads: Any = pytest.importorskip("huggingface_hub.file_download", reason="needs casckpt[transformers]")
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(9)}}, run="sft", step=1)
+    get_of = downloads.http_get
+
+    def after_a_save(*args: Any, **options: Any) -> None:
+        store.save({"model": {"w": torch.arange(9) + 1}}, run="sft", step=2)
+        get_of(*args, **options)
+
+    monkeypatch.setattr(downloads, "http_get", after_a_save)
+    with serving(store) as served:
+        options = {"endpoint": served.endpoint, "cache_dir": tmp_path / "hub", "token": False}
+        found = Path(hub.hf_hub_download("sft", "model.safetensors", **options))
+    assert commit_of(store.get("sft@1").id) in str(found)
+    assert torch.equal(load(found.read_bytes())["w"], torch.arange(9))
 
 
 def test_heads_and_conditions(small_store: Store, served: Served) -> None:
@@ -273,10 +310,10 @@ def test_a_client_keeps_no_wrong_byte_and_goes_on_after_a_repair(
     assert found.read_bytes() == whole
 
 
-def cut_short(served: Served, process: subprocess.Popen[str]) -> tuple[bytes, str]:
+def cut_short(served: Served, path: str, process: subprocess.Popen[str]) -> tuple[bytes, str]:
     """What a client has of a file whose server is killed, and its ETag."""
     with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
-        connection.request("GET", WEIGHTS)
+        connection.request("GET", path)
         answer = connection.getresponse()
         found = answer.read(5 << 20)
         process.kill()
@@ -293,7 +330,7 @@ def test_a_killed_server_and_a_client_that_resumes(tmp_path: Path) -> None:
     with serving(store) as served:
         whole = served.body(WEIGHTS)
     with serving_process(store.url) as (killed, process):
-        found, etag = cut_short(killed, process)
+        found, etag = cut_short(killed, weights_of(store), process)
     with serving_process(store.url) as (again, process):
         rest = again.get(WEIGHTS, Range=f"bytes={len(found)}-", If_Range=etag)
         assert rest.status == 206
@@ -326,7 +363,7 @@ def test_a_gc_beside_takes_nothing_under_a_file_that_is_sent(tmp_path: Path) -> 
     with serving(store) as served:
         whole = served.body("/sft/resolve/1/model.safetensors")
         with closing(http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)) as connection:
-            connection.request("GET", "/sft/resolve/1/model.safetensors")
+            connection.request("GET", weights_of(store))
             answer = connection.getresponse()
             found = answer.read(1000)
             assert any(name.startswith("lease-") for name in store.tags())
@@ -412,7 +449,7 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path, caplog: pytest.Log
             for _ in range(sending.WINDOWS + 4):
                 raw = held.enter_context(socket.create_connection(("127.0.0.1", served.port)))
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                raw.sendall(b"GET " + WEIGHTS.encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert len(served.body(WEIGHTS)) > 60 << 20  # they hold up nobody for long
             while len([one for one in caplog.records if "does not read" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
@@ -425,7 +462,7 @@ def test_a_client_that_leaves(small_store: Store, tmp_path: Path, caplog: pytest
     store.save({"model": {"w": torch.zeros(16 << 20)}}, run="sft", step=1)
     with serving(store) as served:
         raw = socket.create_connection(("127.0.0.1", served.port))
-        raw.sendall(b"GET " + WEIGHTS.encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        raw.sendall(b"GET " + weights_of(store).encode() + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         raw.recv(1000)
         raw.close()
         while not any("the client left" in one.message for one in caplog.records):

@@ -1,0 +1,62 @@
+"""``casckpt serve`` from outside: what it refuses, how it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
+
+from casckpt.cli.main import cli
+
+
+def refused(*arguments: object) -> str:
+    done = CliRunner().invoke(cli, ["serve", *map(str, arguments), "--json"])
+    assert done.exit_code == 1, done.output
+    found: str = json.loads(done.stdout)["error"]["message"]
+    return found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.1", "example.com", ""])
+def test_others_need_a_token(tmp_path: Path, host: str) -> None:
+    assert "give --token-file, or say --no-token" in refused(tmp_path, "--host", host)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("", "holds no token"), ("a b", "with a space"), ("t\u00f6", "beyond ASCII")]
+)
+def test_a_file_of_no_tokens(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "tokens").write_text(text)
+    assert match in refused(tmp_path / "store", "--token-file", tmp_path / "tokens")
+    assert "cannot be read" in refused(tmp_path / "store", "--token-file", tmp_path / "none")
+
+
+def test_a_view_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "view").write_text("[]")
+    assert "is no view" in refused(tmp_path / "store", "--view", tmp_path / "view")
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "give another --port" in refused(tmp_path, "--port", taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_its_end(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    command = [sys.executable, "-m", "casckpt", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        line = process.stdout.readline()
+        assert "export HF_ENDPOINT=http://127.0.0.1:" in line
+        with socket.create_connection(("127.0.0.1", int(line.rpartition(":")[2]))) as one:
+            one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.1 200"  # it answers, so signals are its own
+        process.send_signal(number)
+        assert process.wait(30) == status

@@ -1,0 +1,29 @@
+"""Bytes for decoders, chosen by what they reach: ``python -m tests.support.fuzz_guided KIND COUNT SEED CORPUS``.
+
+It needs atheris (`pip install atheris`), which is no part of what the tests install. CORPUS is a folder, in which stays
+whatever reaches something new; the smallest of them are in tests/data/fuzz, from which all bending begins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+atheris = importlib.import_module("atheris")
+with atheris.instrument_imports(include=["casckpt"]):
+    from tests.support.fuzz_decoders import decodes, seeds
+
+
+def main(kind: str, count: int, seed: int, corpus: Path) -> None:
+    """Go on until something else than an error of casckpt is raised, or so many were tried."""
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, data in enumerate(seeds(kind)):
+        (corpus / f"seed-{number}").write_bytes(data)
+    limits = ["-max_len=20000", "-timeout=20", "-rss_limit_mb=4096"]
+    atheris.Setup(["fuzz", f"-runs={count}", f"-seed={seed}", *limits, str(corpus)], lambda data: decodes(kind, data))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,51 @@
+"""What tests counted, added up and written into docs/reliability.md; and that they count at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, with_table
+from casckpt.errors import StorageError
+from tests.support.faulty import FaultyStore, fail_before
+from tests.support.repositories import memory
+
+EMPTY = f"before\n{BEGIN}{END}after\n"
+
+
+def test_what_was_done_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASCKPT_TALLY", str(tmp_path / "tally"))
+    storage = FaultyStore(memory(), [fail_before("put", times=3)])
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            storage.put("a", b"")
+    storage.put("a", b"")
+    assert figures(added((tmp_path / "tally").read_text()), None)["fault: fail before"] == "3"
+
+
+def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text(
+        json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
+    )
+    first = with_table(EMPTY, figures(added("5 states of models\n"), tmp_path), "tools/evidence", "2026-01-01, abc")
+    page = with_table(first, figures(added("7 states of models\n"), None), "tools/evidence tests/model", "later, def")
+    rows = [line.split(" | ") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]]
+    told = {row[0].removeprefix("| "): (row[1], row[3], row[4]) for row in rows}
+    assert told["states of the protocol's models, each looked at"] == (
+        "7",
+        "`tools/evidence tests/model`",
+        "later, def |",
+    )
+    assert told["soak: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
+    assert told["soak: hours"][0] == "1.50"
+    assert soaked(tmp_path)["soak: load"] == "5"
+    assert list(told) == [what for what in ROWS if what in told]
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+
+
+def test_the_page_has_its_table_and_the_planted_bugs() -> None:
+    assert PAGE.read_text().count(BEGIN) == 1
+    assert int(planted()) > 100

@@ -1,0 +1,122 @@
+"""See tools/evidence. Tests count what they do (tests/support/tally.py); here it is added up, and written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, TESTING = ROOT / "docs" / "reliability.md", ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- evidence -->\n", "<!-- end -->"
+ROWS = {
+    "states of the protocol's models, each looked at": "states of models",
+    "models walked to their end, in which nothing is lost": "models that are SAFE",
+    "small changes of the protocol, each seen to lose data": "models that are UNSAFE",
+    "SIGKILL right before or behind a call of the storage": "SIGKILL at a call of the storage",
+    "SIGKILL right before or behind a system call": "SIGKILL at a system call",
+    "a process that ends before or behind a change of the storage": "change of a storage: killed",
+    "a change of the storage whose answer is lost": "change of a storage: no answer",
+    "calls that failed before they did anything": "fault: fail before",
+    "calls that failed after they were done": "fault: fail after",
+    "calls held up while somebody else goes on": "fault: call something",
+    "reads cut short": "fault: the object ends",
+    "reads with a wrong byte": "fault: one byte",
+    "requests done, whose answer was lost": "network: done, but the connection",
+    "requests done, answered 500": "network: done, but the answer",
+    "requests throttled, 503": "network: not done: 503",
+    "requests reset half-way": "network: the connection is reset",
+    "answers cut in the middle": "network: done, and reset",
+    "requests that came late": "network: done a little later",
+    "requests refused, 403": "network: refused",
+    "bent inputs of importers": "bent input",
+    "bent bytes for decoders": "bent bytes",
+    "planted bugs that the default run kills": "planted",
+    "soak: hours": "soak: hours",
+    "soak: saves": "soak: save",
+    "soak: loads, each compared": "soak: load",
+    "soak: updates, each compared": "soak: update",
+    "soak: gcs": "soak: gc",
+    "soak: processes killed": "soak: killed",
+    "soak: processes stopped, and continued": "soak: stopped",
+}
+"""What a line of the table says, and how what it counts begins in the tally."""
+
+
+def tests(arguments: Sequence[str]) -> Counter[str]:
+    """Run them; what they counted. Ends the program where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        tally = Path(folder) / "tally"
+        told = os.environ | {"CASCKPT_TALLY": str(tally)}
+        if subprocess.run([ROOT / "tools" / "test", *arguments], env=told, check=False).returncode:
+            sys.exit("tests fail: nothing was written")
+        return added(tally.read_text() if tally.exists() else "")
+
+
+def added(text: str) -> Counter[str]:
+    """What the lines of a tally say together."""
+    found: Counter[str] = Counter()
+    for line in text.splitlines():
+        count, _, what = line.partition(" ")
+        found[what] += int(count)
+    return found
+
+
+def soaked(folder: Path) -> dict[str, str]:
+    """What tools/soak has counted, all runs together."""
+    counts = Counter(json.loads((folder / "counts.json").read_text()))
+    found = {f"soak: {name}": f"{counts[name]:,}" for name in ("save", "update", "gc", "killed", "stopped")}
+    found["soak: load"] = f"{counts['load'] + counts['load under a lease']:,}"
+    return found | {"soak: hours": f"{counts['seconds'] / 3600:.2f}"}
+
+
+def planted() -> str:
+    """How many bugs the table of docs/testing.md says are killed by the default run."""
+    table = TESTING.read_text().partition("<!-- planted bugs -->\n")[2].partition(END)[0].splitlines()[2:]
+    return str(sum(line.split(" | ")[2] != "none" for line in table))
+
+
+def figures(counted: Mapping[str, int], soak: Path | None) -> dict[str, str]:
+    """The figures that there are now, by what they count."""
+    sums = {counts: sum(n for what, n in counted.items() if what.startswith(counts)) for counts in ROWS.values()}
+    found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": planted()}
+    return found | (soaked(soak) if soak else {})
+
+
+def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> str:
+    """The page with these figures instead of those it had; others stay."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
+    for what, counts in ROWS.items():
+        by = {"planted": "tools/mutants", "soak": "tools/soak"}.get(counts.partition(":")[0], command)
+        if counts in new:
+            held[what] = f"| {what} | {new[counts]} | 0 | `{by}` | {when} |"
+    lines = ["| evidence | count | lost or half visible | command | when |", "|---|---|---|---|---|"]
+    table = "\n".join([*lines, *(held[what] for what in ROWS if what in held)])
+    return f"{before}{BEGIN}{table}\n{END}{after}"
+
+
+def main() -> None:
+    """Run, and write."""
+    arguments, soak = sys.argv[1:], None
+    if "--soak" in arguments:
+        at = arguments.index("--soak")
+        soak = Path(arguments[at + 1])
+        del arguments[at : at + 2]
+    counted = tests(arguments)
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    when = f"{datetime.now(UTC):%Y-%m-%d}, {commit}"
+    command = shlex.join(["tools/evidence", *arguments])
+    PAGE.write_text(with_table(PAGE.read_text(), figures(counted, soak), command, when))
+
+
+if __name__ == "__main__":
+    main()
