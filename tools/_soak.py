@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import random
@@ -373,7 +374,7 @@ class Soak:
         for role, one_round in ROLES.items():
             self._start(role, one_round, lasting=role in LASTING)
         while time.monotonic() < until:
-            time.sleep(self.random.uniform(0.2, 2))
+            time.sleep(self.random.uniform(0.2, 2) * self.asked.every)
             self._hit(self.random.choice([pid for pid, role in self.children.items() if role not in LASTING]))
             while found := self._ended():
                 pid, status = found
@@ -498,6 +499,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--idle", type=float, default=0.2, help="seconds that a worker rests, at most")
+    parser.add_argument("--every", type=float, default=1.0, help="seconds between kills, about")
     parser.add_argument("--nice", type=int, default=10)
     return parser.parse_args()
 
@@ -511,6 +513,10 @@ def main() -> int:
     seed = asked.seed if asked.seed is not None else random.randrange(1 << 32)  # noqa: S311
     print(f"seed {seed}, folder {folder}", file=sys.stderr)
     torch.set_num_threads(1)
+    if "://" in asked.storage:  # else each worker imports it anew
+        for name in ("aiobotocore.session", "s3fs", "botocore.endpoint"):
+            with suppress(ImportError):
+                importlib.import_module(name)
     status = Soak(asked, folder, random.Random(seed)).run()  # noqa: S311
     if asked.folder is None and status == 0:
         shutil.rmtree(folder)

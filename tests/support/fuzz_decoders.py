@@ -117,8 +117,12 @@ def _manifests() -> list[manifest.Manifest]:
 
 def seeds(kind: str) -> list[bytes]:
     """What the kind is bent from: out of the frozen stores, and what atheris found."""
-    found = [path.read_bytes() for path in sorted((DATA / "fuzz" / kind).glob("*"))]
-    return found + [data for data in _seeds(kind) if len(data) <= MOST]
+    return stored(kind) + [path.read_bytes() for path in sorted((DATA / "fuzz" / kind).glob("*"))]
+
+
+def stored(kind: str) -> list[bytes]:
+    """Those out of the frozen stores: what casckpt wrote."""
+    return [data for data in _seeds(kind) if len(data) <= MOST]
 
 
 def _seeds(kind: str) -> Iterator[bytes]:
