@@ -177,10 +177,9 @@ def test_all_that_is_kept_is_what_was_trained_and_takes_little_room(
     for size in (1, 3, 4) if full or not plan.options else (3,):
         assert ranks.run(size, load, plan, kept) == [[trained, trained]] * size
     assert not store.verify(decode=True).is_damaged
-    large = {
-        note["step"]: note["written"] / WHOLE for note in diary if note["step"] > 1 and note["written"] > WHOLE / 4
-    }
-    assert not large, "no version is written whole again"
+    written = {note["step"]: note["written"] / WHOLE for note in diary if note["step"] > 1}
+    large = {step: share for step, share in written.items() if share > 0.5}
+    assert not large, "no version is written whole again, though some of its keys may be new"
     room = [note["blobs"] / WHOLE for note in diary if note["step"] > FULL_VERSIONS / 2] or [1.0]
     assert max(room) <= 2.2
     assert sum(room) / len(room) <= 1.6

@@ -142,7 +142,7 @@ def misframed(at: int = 3) -> Store:
     store, wrong = small(), content(at)["hit"][CELL : 2 * CELL]
 
     def lying(data: memoryview, width: int, base: memoryview | None) -> bytes | None:
-        return encode(memoryview(data[2:].tobytes() + b"zz") if data == wrong else data, width, base)
+        return encode(memoryview(data[:-2].tobytes() + b"zz") if data == wrong else data, width, base)
 
     for step in STEPS:
         store.save(state(step), run="r", step=step)
@@ -298,6 +298,17 @@ def test_a_lost_base_is_made_of_a_later_version_that_is_whole(key: str, has: tup
     assert [name in blob for name in found.blobs] == [True]
     assert [plain(reopened(store), step) for step in STEPS] == [content(step) for step in STEPS]
     assert not reopened(store).verify(decode=True).is_damaged
+
+
+def test_a_base_that_is_undone_by_a_wrong_frame_is_not_taken() -> None:
+    store, other = misframed(2), small()
+    other.save(state(2), run="twin", step=2)
+    damage(store, 1, 0)
+    store.verify()
+    found = store.repair(other)
+    assert ids(store, 1)[0] in {id for lost in found.lost for id in lost.checkpoints}
+    with pytest.raises(Damaged):
+        reopened(store).read("r@1")
 
 
 def test_versions_that_came_back_to_each_other_are_not_gone_through_for_ever() -> None:
