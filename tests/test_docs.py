@@ -50,6 +50,7 @@ PAGES = [ROOT / "README.md", DOCS / "guide.md", DOCS / "operations.md", DOCS / "
          *(path for path in sorted((DOCS / "api").glob("*.md")) if blocks(path))]  # fmt: skip
 REMOTE = DOCS / "remote.md"  # its examples need a server
 HUB = DOCS / "huggingface.md"  # its examples need Transformers; tests/frontends/test_huggingface.py runs them
+SERVING = DOCS / "serving.md"  # so do its; tests/frontends/serve/test_clients.py runs them
 EVERY_PAGE = [*(page for page in sorted(DOCS.rglob("*.md")) if "_api" not in page.parts), *sorted(ROOT.glob("*.md"))]
 LAYERS = (
     "", "cli", "frontends", "store", "upkeep", "checkpoint", "tensors", "repository", "plan", "format", "storage",
@@ -150,7 +151,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
 def test_a_page_with_examples_is_run(page: Path) -> None:
-    assert page in (*PAGES, REMOTE, HUB) or not blocks(page), f"{page.name} has examples: add it to PAGES"
+    assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
 
 
 # the pages with examples

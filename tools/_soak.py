@@ -32,11 +32,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
 import casckpt
+from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.errors import Conflict, MissingKey, NotFound, StorageError
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
@@ -45,6 +46,7 @@ from casckpt.store.store import Store
 
 RUNS = ("alpha", "beta/lora")
 TAG, WRONG = "soak", 3
+COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 CELL = 4096
 PAUSE_EVERY = 60.0  # seconds between two looks at the store with nobody at work
 SAMPLE_EVERY = 1.0
@@ -164,11 +166,11 @@ def save(worker: Worker, run: str) -> None:
     told = worker.books.newest().get(run, -1)
     if step <= told:
         raise Wrong(f"{run}@{told} was saved, and the latest is {step - 1}")
-    how = {"compress": worker.random.choice(["off", "auto", "always"]), "metrics": {"loss": 1 / (step + 1)}}
+    how = SaveArguments(compress=worker.random.choice(COMPRESS), metrics={"loss": 1 / (step + 1)})
     if worker.random.random() < 0.3:
         worker.store.save_async(state(run, step), run=run, step=step, **how).result()
     else:
-        worker.store.save(state(run, step), run=run, step=step, threads=2, **how)
+        worker.store.save(state(run, step), run=run, step=step, **how)
     worker.books.note("ledger", run=run, step=step)
     worker.did("save")
 

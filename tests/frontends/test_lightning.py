@@ -144,7 +144,8 @@ def test_the_store_grows_by_what_changed(tmp_path: Path) -> None:
     for ckpt in saved[1:]:
         assert ckpt.stats.bytes_written < 3 * head + 12_000  # weights and moments of the head, and headers
     last = ModelCheckpoint(tmp_path / "more", save_last=True, save_top_k=0)
-    trainer(tmp_path, CasCheckpointIO(store, run="more"), last, epochs=1).fit(Model(width=4000), data())
+    trainer(tmp_path, CasCheckpointIO(store, run="more", health=True), last, epochs=1).fit(Model(width=4000), data())
+    assert store.get("more@latest").health
     assert store.checkpoints("more")[0].stats.bytes_written < 3 * head + 12_000  # another run, the same backbone
 
 

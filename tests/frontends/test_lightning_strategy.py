@@ -57,8 +57,9 @@ def fitted(rank: int, size: int, folder: Path, epochs: int, path: str | None = N
     with as_torchrun_says(rank, size):
         model = Model()
         strategy = CasModelParallelStrategy(
-            folder / "store", run="sft", data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo"
-        )
+            folder / "store", run="sft", health=True,
+            data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo",
+        )  # fmt: skip
         keeping: list[Callback] = [ModelCheckpoint(folder / "files", save_top_k=-1, save_last=True, **options)]
         trainer = Trainer(
             accelerator="cpu", devices=size, strategy=strategy, max_epochs=epochs, callbacks=keeping, logger=False,
@@ -77,6 +78,7 @@ def test_shards_are_saved_and_loaded_as_they_lie(tmp_path: Path, ranks: Pool) ->
     store = casckpt.open(tmp_path / "parts" / "store")
     assert steps(store) == [("sft", 3), ("sft", 6), ("sft/last", 6)]
     assert set(store.read("sft@6")) == {"model", "optim", "train"}
+    assert store.get("sft@6").health
     second = ranks.run(2, fitted, tmp_path / "parts", 3, "last")[0]
     assert sorted(second) == [6, 7, 8]
     assert first | second == whole

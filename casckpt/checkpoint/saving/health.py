@@ -8,7 +8,7 @@ from itertools import starmap
 from typing import TypeAlias
 
 from casckpt.checkpoint.saving.known import readable
-from casckpt.checkpoint.saving.looking import has_health
+from casckpt.checkpoint.saving.looking import Told, has_health
 from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
 from casckpt.format.manifest import Manifest
@@ -74,19 +74,24 @@ def _told(manifest: Manifest) -> Mapping[int, Rows]:
 
 
 def health_of_all(
-    streams: Mapping[Name, tuple[str, ExtentTable]], found: Iterable[Found], parent: Parent
+    streams: Mapping[Name, tuple[str, ExtentTable]], told: Iterable[Told], parent: Parent
 ) -> dict[int, Rows]:
-    """Return the rows of each entry, by number, as ranks have ``found`` them and ``parent`` has told the others.
+    """Return the rows of each entry, by number, as ranks have ``told`` them, and ``parent`` the others.
 
     A stream of which any cell is unknown, as one that was declared frozen, is left out.
     """
-    every = {key: one for rank in found for key, one in rank.items()}
-    rows: dict[int, Rows] = {}
+    every = {
+        (dtype, digest): CellHealth(*row)
+        for rank in told
+        for dtype, (digests, rows) in rank.items()
+        for digest, row in zip(_cut(digests), rows.tolist(), strict=True)
+    }
+    found: dict[int, Rows] = {}
     for number, (name, (dtype, table)) in enumerate(streams.items()):
         if name[0] == TENSOR and has_health(dtype):
             made = parent.rows(name, dtype, table, every)
-            rows |= {} if made is None else {number: made}
-    return rows
+            found |= {} if made is None else {number: made}
+    return found
 
 
 def _rows(
@@ -98,7 +103,10 @@ def _rows(
 
 
 def _digests(table: ExtentTable) -> list[CellDigest]:
-    every = b"".join([extent.digests for extent in table.extents])
+    return _cut(b"".join([extent.digests for extent in table.extents]))
+
+
+def _cut(every: bytes) -> list[CellDigest]:
     return [CellDigest(every[at : at + DIGEST_BYTES]) for at in range(0, len(every), DIGEST_BYTES)]
 
 

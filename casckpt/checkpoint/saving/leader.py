@@ -13,9 +13,10 @@ import torch
 from casckpt._version import __version__
 from casckpt.checkpoint.agreement import StoreIdentity
 from casckpt.checkpoint.cycle_collector import collecting_later
-from casckpt.checkpoint.saving.health import Found, Parent, health_of_all, summed_health
+from casckpt.checkpoint.saving.health import Parent, health_of_all, summed_health
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, reusable
 from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
+from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
@@ -102,7 +103,7 @@ class FinishRequest:
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
     digests: Sequence[bytes] | None
-    health: Found
+    health: Told
 
 
 @dataclass(frozen=True)

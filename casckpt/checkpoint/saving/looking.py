@@ -6,9 +6,10 @@ with the same digest is true of it, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.names import CellDigest
-from casckpt.format.sections.health import CellHealth
+from casckpt.format.sections.health import CellHealth, Rows, rows_of
 from casckpt.format.sections.index import TENSOR, Name
 
 
@@ -47,6 +48,9 @@ _FLOATS = {
     "float8_e8m0fnu": _Float(1, 0, "float8_e8m0fnu"),  # it has no sign: looked at one by one
 }
 _INTS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+
+Told: TypeAlias = Mapping[str, tuple[bytes, Rows]]
+"""What one rank has found: of each dtype the digests of cells, one after the other, and their health."""
 
 
 def has_health(dtype: str) -> bool:
@@ -112,3 +116,14 @@ class Looker:
         is_as_before = cell.known is not None and cell.known.digest == digest
         if not is_as_before or source.name in self.unknown:
             self.found[source.dtype, digest] = health_of(source.dtype, data)
+
+    @property
+    def told(self) -> Told:
+        """What was found, for rank 0."""
+        groups: dict[str, list[tuple[CellDigest, CellHealth]]] = {}
+        for (dtype, digest), one in self.found.items():
+            groups.setdefault(dtype, []).append((digest, one))
+        return {
+            dtype: (b"".join([digest for digest, _ in mine]), rows_of([one for _, one in mine]))
+            for dtype, mine in groups.items()
+        }

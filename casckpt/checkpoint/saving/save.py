@@ -144,7 +144,7 @@ class _Attempt:
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
             )
         digests = row_digests(prepared) if self.options.check_replicas and not alone else None
-        tree, health = prepared.tree if alone else None, {} if looker is None else looker.found
+        tree, health = prepared.tree if alone else None, {} if looker is None else looker.told
         return FinishRequest(self._share, mine.objects, mine.attachments, tree, digests, health)
 
 

@@ -215,7 +215,7 @@ class WriterSession:
                     )
                 )  # fmt: skip
         objects = [*values.objects, *self._extra.objects]
-        health = {} if looker is None else looker.found
+        health = {} if looker is None else looker.told
         stored = FinishRequest(joined(shares), objects, self._extra.attachments, None, None, health)
         return Written(
             self.rank, stored, values.nodes, frozenset(values.opaque), values.is_odd, replace(tensors, parts=[])

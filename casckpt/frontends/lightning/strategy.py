@@ -22,15 +22,23 @@ from casckpt.frontends.trainer import Checkpointer
 class CasModelParallelStrategy(ModelParallelStrategy):
     """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
 
-    Nothing is gathered, and a checkpoint loads on another number of ranks. ``options``: those of ModelParallelStrategy.
+    Nothing is gathered, and a checkpoint loads on another number of ranks. ``health``: as for `Store.save`.
+    ``options``: those of ModelParallelStrategy.
     """
 
     def __init__(
-        self, store: AnyStore, *, run: str, gc: bool = False, allow_pickle: bool = False, **options: Any
-    ) -> None:  # Lightning's own arguments, which depend on its version
+        self,
+        store: AnyStore,
+        *,
+        run: str,
+        gc: bool = False,
+        allow_pickle: bool = False,
+        health: bool = False,
+        **options: Any,  # Lightning's own arguments, which depend on its version
+    ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._allow_pickle = allow_pickle
+        self._allow_pickle, self._health = allow_pickle, health
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -104,7 +112,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         super().teardown()
 
     def _checkpointer(self, run: str) -> Checkpointer:
-        return Checkpointer(self._book.store, run=run, allow_pickle=self._allow_pickle)
+        return Checkpointer(self._book.store, run=run, allow_pickle=self._allow_pickle, health=self._health)
 
     def _module(self) -> Any:
         if self.lightning_module is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 from base64 import b64decode
 from binascii import Error
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from casckpt.errors import InvalidInput
 from casckpt.frontends.serve.answers import Refusal
 
+log = logging.getLogger("casckpt.frontends.serve")
 _LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -50,7 +52,11 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self.app if refusal is None else refusal.response())(scope, receive, send)
+        try:
+            await (self.app if refusal is None else refusal.response())(scope, receive, send)
+        except Exception:
+            log.exception("%s %s failed", scope.get("method", ""), scope.get("path", ""))
+            raise
 
     def _refusal(self, headers: Mapping[str, str]) -> Refusal | None:
         if self.tokens is None:

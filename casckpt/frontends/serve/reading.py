@@ -16,7 +16,7 @@ from casckpt.frontends.serve.ranges import Span, Wanted
 from casckpt.frontends.windows import fill, plan_windows
 from casckpt.repository.repository import Repository
 
-WINDOW_BYTES: Final = 4 << 20
+WINDOW_BYTES: Final = 3 << 20
 FIRST_BYTES: Final = 1 << 20
 """Of the first window of a range: its bytes are on their way sooner."""
 

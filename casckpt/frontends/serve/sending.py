@@ -228,6 +228,7 @@ class RangeResponse:
                     chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     self._sent += len(chunk)
+                    await asyncio.sleep(0)  # others have their turn; and that the client is gone is heard of
         except TimeoutError:
             raise _Slow from None
         self._is_slow = monotonic() - began > self._desk.slow_seconds / 10

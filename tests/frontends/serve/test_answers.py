@@ -28,6 +28,7 @@ import casckpt
 from casckpt.errors import StorageError
 from casckpt.frontends.serve import leases, sending, server
 from casckpt.frontends.serve.folders import Folders
+from casckpt.frontends.serve.hub import Hub
 from casckpt.frontends.serve.names import commit_of
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffer, RangeReader, Window
@@ -189,6 +190,16 @@ def test_heads_and_conditions(small_store: Store, served: Served) -> None:
 def test_it_is_read_only(served: Served, method: str) -> None:
     for path in ("/", WEIGHTS, "/api/models/sft/commit/main", "/api/repos/create"):
         assert served.get(path, method).status == 405
+
+
+def test_what_nobody_thought_of_is_told_in_the_log(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Hub, "refs", lambda *_: 1 / 0)
+    with serving(small_store) as served:
+        assert served.get("/api/models/sft/refs").status == 500
+        assert served.get("/").status == 200
+    assert any("GET /api/models/sft/refs failed" in one.message and one.exc_info for one in caplog.records)
 
 
 def test_bodies(served: Served) -> None:
