@@ -43,8 +43,8 @@ def near(data: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 class Damaged:
     """run@1 has a blob that cannot be had again, for it holds dead cells, or a manifest whose places nobody knows.
 
-    Or it is coded, and told from cells that nobody has any more. run@2 was saved after it. ``other`` is a store that
-    has what is missing, or the cells of run@1.
+    Or it is coded, its frames are gone, and they were told from cells that nobody has any more. run@2 was saved after
+    it. ``other`` is a store that has what is missing, or the cells of run@1.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
@@ -59,12 +59,15 @@ class Damaged:
         self.id = newer.id
         tags.set_tag(repo, "best", newer)
         save_arrays(self.other, KEPT)
-        (ref,) = (ref for ref in manifests.get(repo, newer).blobs if ref.uploader in {older.txid, twin.txid})
+        gone = {older.txid, twin.txid} | ({newer.txid} if what == "coded" else set())
+        refs = [ref for ref in manifests.get(repo, newer).blobs if ref.uploader in gone]
+        assert len(refs) == len({ref.uploader for ref in refs})
         if what != "manifest":
             for one in (older, twin):
                 commits.forget(repo, one)
             collect(repo)
-            repo.storage.delete(f"objects/{ref.uploader}/{ref.hash}.safetensors")
+            for ref in refs:
+                repo.storage.delete(f"objects/{ref.uploader}/{ref.hash}.safetensors")
         else:
             self._copy_manifest(repo, newer)
             repo.storage.delete(manifest_key(newer.txid, newer.id))
