@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 
+from casckpt.checkpoint.saving.kept import give_up
 from casckpt.errors import Damaged, Refused
 from casckpt.format.draft import placed
 from casckpt.format.extents import Frame, StoredCell, build
@@ -102,6 +103,7 @@ def test_what_is_read_is_right_or_refused(change: Change, link: int) -> None:
     for step in range(STEPS - 1):
         assert same_state(reopened(store).read(f"default@{step}"), {"w": trained(8, step)})
     later = {"w": trained(8, STEPS)}
+    give_up(store.repository, "default")  # as a new process, which keeps nothing of the run
     reopened(store).save(later, step=STEPS, compress="auto")
     assert same_state(reopened(store).read("latest"), later), "what a new process is told of the bases it looks at"
 
