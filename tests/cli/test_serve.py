@@ -43,6 +43,11 @@ def test_a_view_that_is_none(tmp_path: Path) -> None:
     assert "is no view" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
+def test_what_no_file_and_no_address_can_be(tmp_path: Path) -> None:
+    assert "give a larger --max-shard-size" in refused(tmp_path, "--max-shard-size", "0")
+    assert "is no address" in refused(tmp_path, "--host", "a..b", "--no-token")
+
+
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "give another --port" in refused(tmp_path, "--port", taken.getsockname()[1])

@@ -55,4 +55,5 @@ def refusal_of(error: CasckptError) -> Refusal:
 
 def one_line(text: str) -> str:
     """Text as a header may hold it: one line of ASCII."""
-    return " ".join(text.split()).encode("ascii", "replace").decode()[:1000]
+    plain = "".join(letter if letter.isprintable() else " " for letter in text)
+    return " ".join(plain.split()).encode("ascii", "replace").decode()[:1000]

@@ -50,28 +50,29 @@ def app_of(hub: Hub, *, tokens: frozenset[str] | None, checks_host: bool = True,
 
     routes = [
         Route("/", partial(_page, hub)),
-        Route("/report", partial(_report, hub)),
+        Route("/report", _report),
         Route("/{path:path}", partial(_get, hub), methods=["GET"]),
         Route("/{path:path}", partial(_post, hub), methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {
         Refusal: _refused, CasckptError: _failed, HTTPException: _not_allowed, ClientDisconnect: _gone,
     }  # fmt: skip
-    return Guard(Starlette(routes=routes, exception_handlers=handlers, lifespan=desk), tokens, checks_host)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=desk)
+    app.router.redirect_slashes = False  # it would lead to an address made of what the client calls this host
+    return Guard(app, tokens, checks_host)
 
 
 async def _page(hub: Hub, request: Request) -> Response:
     repos = await _ask(request, hub.repos)
-    tags = await _ask(request, hub.store.tags) if repos else {}
+    tags = await _ask(request, hub.tags) if repos else {}
     text = page_of(hub.store.url, str(request.base_url).rstrip("/"), repos, tags)
     return HTMLResponse(text, headers=_PAGE)
 
 
-async def _report(hub: Hub, request: Request) -> Response:
+async def _report(request: Request) -> Response:
     """Growth, runs and layers, as `casckpt report -o` draws them."""
-    from casckpt.frontends.report import page  # needs matplotlib, which is no part of this extra
-
-    return HTMLResponse(await _ask(request, partial(page, hub.store)), headers=_CHARTS)
+    desk: Desk = request.app.state.desk
+    return HTMLResponse(await desk.charts(), headers=_CHARTS)
 
 
 async def _get(hub: Hub, request: Request) -> Response | RangeResponse:
@@ -155,7 +156,9 @@ def _file(request: Request, folder: Folder, file: File) -> Response | RangeRespo
         **_SAFE, "ETag": etag, "X-Repo-Commit": commit_of(folder.checkpoint.id), "Accept-Ranges": "bytes",
         "Content-Type": "application/json" if file.name.endswith(".json") else "application/octet-stream",
     }  # fmt: skip
-    if etag in request.headers.get("if-none-match", ""):
+    if not _names(request.headers.get("if-match", "*"), etag):
+        raise Refusal(412, "", f"the file is not what it was: it is {etag} now")
+    if _names(request.headers.get("if-none-match", ""), etag):
         return Response(status_code=304, headers=headers)
     headers["Content-Length"] = str(size)
     if request.method == "HEAD":
@@ -172,6 +175,11 @@ def _file(request: Request, folder: Folder, file: File) -> Response | RangeRespo
         "Content-Length": str(span.stop - span.start), "Content-Range": f"bytes {span.start}-{span.stop - 1}/{size}",
     }  # fmt: skip
     return RangeResponse(desk, folder, file, span, headers)
+
+
+def _names(condition: str, etag: str) -> bool:
+    """Tell whether a condition is of this file; any is "*"."""
+    return condition.strip() == "*" or etag in condition
 
 
 def _parts(request: Request) -> list[str]:

@@ -12,6 +12,7 @@ from casckpt.checkpoint.handle import Checkpoint
 from casckpt.errors import Conflict, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.frontends.safetensors.files import NAMES
+from casckpt.frontends.safetensors.layout import plan_shards
 from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.frontends.serve.answers import no_file, no_repository, no_revision
 from casckpt.frontends.serve.folders import File, Folder, Folders
@@ -21,16 +22,19 @@ from casckpt.store.store import Store
 
 Json: TypeAlias = dict[str, Any]
 MAX_SHARD_SIZE: Final = 5_000_000_000
+_LEASE = re.compile(r"lease-[0-9a-f]{16}")
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_DIGITS},}}")
 
 
 class Hub:
     """A store by the names of a hub. ``rules``: of the view of every checkpoint; None: each has its own.
 
-    All of it raises `Refusal` for what is not there, else the errors of a store.
+    Raises InvalidInput for files of no bytes. All of it raises `Refusal` for what is not there, else the errors of a
+    store.
     """
 
     def __init__(self, store: Store, *, rules: Rules | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
+        plan_shards((), max_shard_size)  # refuses what would be refused at each request
         self.store = store
         self.folders = Folders(store, rules, max_shard_size)
 
@@ -38,8 +42,15 @@ class Hub:
         """The visible checkpoints of each repository, oldest first; that with the newest comes first."""
         found: dict[str, list[Checkpoint]] = {}
         for one in self._checkpoints():
-            found.setdefault(repo_of(one.run), []).append(one)
-        return dict(sorted(found.items(), key=lambda item: item[1][-1].created_at, reverse=True))
+            found.setdefault(one.run, []).append(one)
+        of_repo: dict[str, list[Checkpoint]] = {}
+        for run in sorted(found, key=lambda run: (run != repo_of(run), run)):  # as `run_of` chooses
+            of_repo.setdefault(repo_of(run), found[run])
+        return dict(sorted(of_repo.items(), key=lambda item: item[1][-1].created_at, reverse=True))
+
+    def tags(self) -> dict[str, Checkpoint]:
+        """The tags of the store, but for leases: these come and go with what is sent."""
+        return {name: one for name, one in self.store.tags().items() if not _LEASE.fullmatch(name)}
 
     def _checkpoints(self) -> list[Checkpoint]:
         try:
@@ -103,7 +114,7 @@ class Hub:
         """Its branch, which is `main`; and as tags its steps, and the tags of the store on its checkpoints."""
         newest, run = self.checkpoint(repo, MAIN), self.run(repo)
         steps = {str(one.step): one for one in self.store.checkpoints(run)}
-        named = steps | {name: one for name, one in self.store.tags().items() if one.run == run and name not in steps}
+        named = steps | {name: one for name, one in self.tags().items() if one.run == run and name not in steps}
         tags = [_ref("tags", name, one) for name, one in named.items()]
         return {"branches": [_ref("heads", MAIN, newest)], "converts": [], "tags": tags, "pullRequests": []}
 

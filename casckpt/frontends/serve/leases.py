@@ -13,6 +13,8 @@ from casckpt.errors import CasckptError, NotFound
 from casckpt.store.store import Store
 
 _EXPIRES = "10m"
+_MOST_IDLE = 32
+"""So many outlive their last file at once: each has threads."""
 LINGER_SECONDS = 30.0
 """So long a lease outlives the last file: the client asks for the next one."""
 
@@ -36,7 +38,7 @@ class Leases:
         self._store, self._linger = store, linger
         self._held: dict[str, _Held] = {}
         self._lock = threading.Lock()
-        self._told = False
+        self._told = self._is_closed = False
 
     @contextmanager
     def hold(self, checkpoint: Checkpoint) -> Iterator[None]:
@@ -46,6 +48,8 @@ class Leases:
             with held.lock:
                 if held.lease is None:
                     held.lease = self._taken(checkpoint)
+                    if self._is_closed:  # meanwhile
+                        held.lease.close()
             yield
         finally:
             self._leave(checkpoint.id, held)
@@ -74,22 +78,29 @@ class Leases:
     def _leave(self, id: str, held: _Held) -> None:
         with self._lock:
             held.users -= 1
-            if not held.users:
+            if not held.users and self._held.get(id) is held:
                 held.timer = threading.Timer(self._linger, self._end, (id, held))
                 held.timer.daemon = True
                 held.timer.start()
+                self._held[id] = self._held.pop(id)
+            idle = [(id, one) for id, one in self._held.items() if not one.users]
+        for id, one in idle[:-_MOST_IDLE]:
+            self._end(id, one)
 
     def _end(self, id: str, held: _Held) -> None:
         with self._lock:
             if held.users or self._held.get(id) is not held:
                 return
             del self._held[id]
+        if held.timer is not None:
+            held.timer.cancel()
         if held.lease is not None:
             held.lease.close()
 
     def close(self) -> None:
         """End all of them."""
         with self._lock:
+            self._is_closed = True
             every, self._held = self._held, {}
         for held in every.values():
             if held.timer is not None:

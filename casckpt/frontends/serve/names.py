@@ -46,11 +46,15 @@ def repo_of(run: str) -> str:
 
 
 def run_of(repo: str, runs: Iterable[str]) -> str:
-    """The run of a repository. ``runs``: all that there are; asked for only where the name may stand for another."""
+    """The run of a repository. ``runs``: all that there are; asked for only where the name may stand for another.
+
+    A run that has this very name goes first.
+    """
     repo = repo.removeprefix(NAMESPACE)
     if not _ALIAS.fullmatch(repo):
         return repo
-    return next((run for run in runs if run != repo and repo_of(run) == repo), repo)
+    every = tuple(runs)
+    return repo if repo in every else next((run for run in every if repo_of(run) == repo), repo)
 
 
 def is_of(run: str, repo: str) -> bool:

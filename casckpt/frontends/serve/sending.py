@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +31,8 @@ _AHEAD = 3  # windows of a file over a network
 _CHUNK_BYTES = 256 << 10
 REMEMBERED_SECONDS: Final = 5.0
 """So long a client that comes again for the rest is told at once what is wrong with it, by a status."""
+CHARTS_SECONDS: Final = 30.0
+"""So old the charts may be that somebody is shown."""
 _ASIDE = 4  # threads for what is quick
 
 log = logging.getLogger("casckpt.frontends.serve")
@@ -46,6 +48,7 @@ class Desk:
         self.slots, self.slow_slots = asyncio.Semaphore(WINDOWS), asyncio.Semaphore(_SLOW_WINDOWS)
         self.buffers = Buffers()
         self.windows: dict[object, _Held] = {}
+        self._charts: asyncio.Future[str] | None = None
         self._wrong: dict[tuple[str, str], tuple[float, int, CasckptError]] = {}
         remote = store.repository.storage.traits.remote  # there threads wait; here they work, each in memory of its own
         self.ahead = _AHEAD if remote else 1
@@ -59,6 +62,17 @@ class Desk:
     async def read(self, call: Callable[[], T]) -> T:
         """Call what reads much."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, call)
+
+    async def charts(self) -> str:
+        """The report as a page: drawn once for all who ask meanwhile, and a moment longer. Raises as `page` does."""
+        if self._charts is None:
+            self._charts = asyncio.ensure_future(self.ask(partial(_drawn, self.store)))
+            self._charts.add_done_callback(self._keep_charts)
+        return await asyncio.shield(self._charts)
+
+    def _keep_charts(self, drawn: asyncio.Future[str]) -> None:
+        failed = drawn.cancelled() or drawn.exception() is not None
+        drawn.get_loop().call_later(0 if failed else CHARTS_SECONDS, setattr, self, "_charts", None)
 
     def note_wrong(self, folder: Folder, file: File, at: int, error: CasckptError) -> None:
         """Remember that the bytes of a file from ``at`` on could not be read."""
@@ -77,6 +91,12 @@ class Desk:
         self.leases.close()
         for pool in (self._readers, self._others):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _drawn(store: Store) -> str:
+    from casckpt.frontends.report import page  # needs matplotlib, which is no part of this extra
+
+    return page(store)
 
 
 class _Held:
@@ -183,12 +203,12 @@ class RangeResponse:
                 one.cancel()
             _leave(held, *await asyncio.gather(*ahead, return_exceptions=True))
         if not gone.done():
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._in_time(send({"type": "http.response.body", "body": b"", "more_body": False}))
 
     async def _begin(self, send: Send, gone: asyncio.Future[None], head: memoryview) -> None:
         self._begun, status = True, 206 if "Content-Range" in self._headers else 200
         headers = [(name.lower().encode(), value.encode()) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._in_time(send({"type": "http.response.start", "status": status, "headers": headers}))
         await self._send(send, gone, head)
 
     def _read_ahead(self, reader: RangeReader, ahead: deque[asyncio.Future[_Held | None]]) -> None:
@@ -203,7 +223,7 @@ class RangeResponse:
 
     def _key(self, window: Window) -> object:
         """By what others who send the same at this moment find it. A slow one would hold what is theirs."""
-        return object() if self._is_slow else (self._folder.checkpoint.id, self._file.name, window.start, window.stop)
+        return object() if self._is_slow else (self._folder.checkpoint.id, self._file.etag, window.start, window.stop)
 
     def _has_room(self, window: Window) -> bool:
         return self._key(window) in self._desk.windows or not (self._is_slow or self._desk.slots.locked())
@@ -220,18 +240,25 @@ class RangeResponse:
     async def _send(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
         """Raises _Slow."""
         began = monotonic()
+        await self._in_time(self._send_chunks(send, gone, data))
+        self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
+
+    async def _send_chunks(self, send: Send, gone: asyncio.Future[None], data: memoryview) -> None:
+        for start in range(0, len(data), _CHUNK_BYTES):
+            if gone.done():
+                return
+            chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            self._sent += len(chunk)
+            await asyncio.sleep(0)  # others have their turn; and that the client is gone is heard of
+
+    async def _in_time(self, sending: Awaitable[None]) -> None:
+        """Raises _Slow."""
         try:
             async with asyncio.timeout(self._desk.slow_seconds):
-                for start in range(0, len(data), _CHUNK_BYTES):
-                    if gone.done():
-                        return
-                    chunk = bytes(data[start : start + _CHUNK_BYTES])  # the server may hold on to it
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    self._sent += len(chunk)
-                    await asyncio.sleep(0)  # others have their turn; and that the client is gone is heard of
+                await sending
         except TimeoutError:
             raise _Slow from None
-        self._is_slow = monotonic() - began > self._desk.slow_seconds / 10
 
     def _what(self, scope: Scope) -> str:
         host, _ = scope.get("client") or ("?", 0)

@@ -16,6 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_CONNECTIONS: Final = 512
 REQUEST_SECONDS: Final = 10.0
 """A request must have come whole so long after the first byte, or the connection, was there."""
+STUCK_SECONDS: Final = 30.0
+"""A client that takes nothing of what it was sent for so long, or at most twice that, is gone."""
 _BACKLOG = 512  # so many are taken at once, too
 _KEEP_ALIVE_SECONDS = 30
 _LAST_SECONDS = 3
@@ -33,11 +35,13 @@ class Connection(H11Protocol):
         super().__init__(*args, **kwargs)
         self.app_state = {**self.app_state, "connection": self}
         self._timer: asyncio.TimerHandle | None = None
+        self._is_stuck = False
 
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
         self._wait()
+        self._watching = self.loop.call_later(STUCK_SECONDS, self._watch)
         if len(self.connections) > self.most:
             next(iter(self.waiting), self).abort()
 
@@ -50,8 +54,22 @@ class Connection(H11Protocol):
             self._wait()
 
     @override
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_stuck = False
+
+    def _watch(self) -> None:
+        """End it if all the time since the last look it could not send, or not close."""
+        if self._is_stuck:
+            self.abort()
+            return
+        self._is_stuck = self.flow.write_paused or self.transport.is_closing()
+        self._watching = self.loop.call_later(STUCK_SECONDS, self._watch)
+
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_longer()
+        self._watching.cancel()
         super().connection_lost(exc)
 
     @override

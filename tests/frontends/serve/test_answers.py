@@ -10,8 +10,10 @@ import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,10 @@ pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 import casckpt
 from casckpt.errors import StorageError
 from casckpt.frontends.serve import leases, sending, server
+from casckpt.frontends.serve.answers import one_line
 from casckpt.frontends.serve.folders import Folders
 from casckpt.frontends.serve.hub import Hub
-from casckpt.frontends.serve.names import commit_of
+from casckpt.frontends.serve.names import commit_of, repo_of
 from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffer, RangeReader, Window
 from casckpt.frontends.serve.sending import RangeResponse
@@ -108,6 +111,8 @@ def served(small_store: Store) -> Iterator[Served]:
         ("/casckpt.json", 404),
         ("/objects/x", 404),
         ("/docs", 404),
+        ("/a%0a/", 404),
+        ("//evil.example%0a/", 404),
     ],
 )
 def test_paths(served: Served, path: str, status: int) -> None:
@@ -181,6 +186,9 @@ def test_heads_and_conditions(small_store: Store, served: Served) -> None:
     assert served.get(WEIGHTS, "HEAD", Range="bytes=9-2").status == 200
     assert served.get(WEIGHTS, Range="bytes=0-1", If_Range=etag).status == 206
     assert served.get(WEIGHTS, Range="bytes=0-1", If_Range='"other"').status == 200
+    assert served.get(WEIGHTS, If_None_Match="*").status == 304
+    assert served.get(WEIGHTS, If_Match=f'"other", {etag}').status == served.get(WEIGHTS, If_Match="*").status == 200
+    assert served.get(WEIGHTS, Range="bytes=0-1", If_Match='"other"').status == 412
     missing = served.get("/sft/resolve/main/nothing", "HEAD")
     assert missing.headers["X-Error-Code"] == "EntryNotFound"
     assert missing.headers["X-Repo-Commit"] == head.headers["X-Repo-Commit"]
@@ -227,6 +235,69 @@ def test_the_page_leads_to_charts_that_run_nothing(served: Served) -> None:
     assert b"exp/a/b@1" in page.body  # type: ignore[attr-defined]
 
 
+def test_charts_are_drawn_once_for_all_who_ask_and_hold_up_nobody(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
+    begun, may_end, drawn = threading.Event(), threading.Event(), list[str]()
+
+    def page(store: Store) -> str:
+        drawn.append(store.url)
+        begun.set()
+        assert may_end.wait(60)
+        return "charts"
+
+    monkeypatch.setattr(report, "page", page)
+    with serving(small_store) as served, ThreadPoolExecutor(9) as pool:
+        asking = [pool.submit(served.body, "/report") for _ in range(8)]
+        assert begun.wait(60)
+        assert len(served.json("/api/models")) == 3
+        may_end.set()
+        assert {one.result() for one in asking} == {b"charts"}
+        assert served.body("/report") == b"charts"
+    assert len(drawn) == 1
+
+
+def test_charts_that_cannot_be_drawn_are_tried_again(small_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    report: Any = pytest.importorskip("casckpt.frontends.report", reason="needs casckpt[report]")
+    answers: Iterator[object] = iter([StorageError("no network"), "charts"])
+
+    def page(_: Store) -> object:
+        answer = next(answers)
+        if isinstance(answer, StorageError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(report, "page", page)
+    with serving(small_store) as served:
+        assert [served.get("/report").status for _ in range(2)] == [503, 200]
+
+
+def test_leases_are_no_tags(tmp_path: Path) -> None:
+    store = small_folder(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(9)}}, run="sft", step=1)
+    store.tag("best", "sft@1")
+    with serving(store) as served:
+        served.body(WEIGHTS)
+        assert any(name.startswith("lease-") for name in store.tags())
+        assert [one["name"] for one in served.json("/api/models/sft/refs")["tags"]] == ["1", "best"]
+        assert b"lease-" not in served.body("/")
+
+
+def test_a_run_that_is_called_like_the_name_of_another() -> None:
+    store, name = small(), repo_of("exp/a/b")
+    for run, step in ((name, 1), ("exp/a/b", 2)):
+        store.save({"model": {"w": torch.arange(9)}}, run=run, step=step)
+    with serving(store) as served:
+        (listed,) = served.json("/api/models")
+        found = served.json(f"/api/models/{name}")
+    assert listed["sha"] == found["sha"] == commit_of(store.get(f"{name}@1").id)
+
+
+def test_what_a_header_can_hold() -> None:
+    assert one_line("a\r\nb\0\x7f\x1b[1m \u2028\u00fc") == "a b [1m ?"
+
+
 def test_a_page_of_nothing() -> None:
     from casckpt.repository.repository import Repository
     from tests.support.repositories import memory
@@ -250,6 +321,7 @@ def test_a_page_of_nothing() -> None:
         ("Basic eDpyaWdodA==", 200),  # x:right
         ("Basic eDp3cm9uZw==", 401),
         ("Basic !!!", 401),
+        ("Basic \xff\xfe", 401),
         ("Digest right", 401),
         ("Bearer \xff\xfe", 401),
     ],
@@ -465,6 +537,50 @@ def test_a_client_that_does_not_read_is_ended(tmp_path: Path, caplog: pytest.Log
             while len([one for one in caplog.records if "does not read" in one.message]) < sending.WINDOWS + 4:
                 time.sleep(0.05)
         assert served.get("/").status == 200
+
+
+@pytest.mark.parametrize("at", ["http.response.start", "the end"])
+def test_a_client_that_takes_neither_the_first_nor_the_last_word(tmp_path: Path, at: str) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"model": {"w": torch.arange(1000)}}, run="sft", step=1)
+    folders = Folders(store, None, 1 << 30)
+    folder = folders.of(store.get("sft@1"))
+    file = folder.files["model.safetensors"]
+
+    async def never(*_: object) -> Any:
+        return await asyncio.get_running_loop().create_future()
+
+    async def send(message: Any) -> None:
+        is_end = message["type"] == "http.response.body" and not message["more_body"]
+        if at == ("the end" if is_end else message["type"]):
+            await never()
+
+    async def run() -> None:
+        desk = sending.Desk(store, folders, slow_seconds=0.1)
+        await asyncio.wait_for(RangeResponse(desk, folder, file, Span(0, file.nbytes), {})({}, never, send), 20)
+        assert not desk.windows
+        assert len(desk.buffers._free) == 1
+        desk.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("count", "more"), [(40, b""), (1, b"Connection: close\r\n")])
+def test_a_client_that_reads_no_answer_at_all(
+    small_store: Store, monkeypatch: pytest.MonkeyPatch, count: int, more: bytes
+) -> None:
+    ended, lost_of = threading.Event(), server.Connection.connection_lost
+
+    def lost(connection: server.Connection, error: Exception | None) -> None:
+        lost_of(connection, error)
+        ended.set()
+
+    monkeypatch.setattr(server, "STUCK_SECONDS", 0.3)
+    monkeypatch.setattr(server.Connection, "connection_lost", lost)
+    monkeypatch.setattr(Hub, "refs", lambda *_: {"x": "y" * ((40 << 20) // count)})
+    with serving(small_store) as served, socket.create_connection(("127.0.0.1", served.port)) as raw:
+        raw.sendall((b"GET /api/models/sft/refs HTTP/1.1\r\nHost: localhost\r\n" + more + b"\r\n") * count)
+        assert ended.wait(30)
 
 
 def test_a_client_that_leaves(small_store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -55,6 +55,7 @@ def test_names(run: str, repo: str) -> None:
 def test_a_run_that_is_called_like_the_name_of_another_keeps_its_own() -> None:
     alias = repo_of("exp/a/b")
     assert run_of(alias, ["exp/a/b"]) == "exp/a/b"
+    assert run_of(alias, ["exp/a/b", alias]) == alias
     assert run_of(alias, []) == alias
 
 
