@@ -1054,7 +1054,7 @@ PLANTED = (
         "the digest of a tensor is known by its cells, wherever they are",
         "casckpt/checkpoint/loading/digests.py",
         "form.encode() + bytes(manifest.raw_cells(entry))",
-        'form.encode() + b"".join(extent.digests for extent in manifest.cells(entry).extents)',
+        "form.encode() + bytes().join(extent.digests for extent in manifest.cells(entry).extents)",
         "tests/checkpoint/loading/test_digests.py",
     ),
     Planted(

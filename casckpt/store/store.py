@@ -407,7 +407,8 @@ class Store:
 
         ``run``: of this one alone. ``branches``: also what has one first element in its keys, and what only
         deltas need of that, for which manifests are read that this host has not looked at yet. ``keep_last=2`` and the
-        other rules of `gc`: what each of them would free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        other rules of `gc`: what each of them would free, were it the only one. Raises InvalidInput,
+        NotFound, Damaged, StorageError.
         """
         check_keywords("Store.footprint", keep, KeepRules)
         return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
