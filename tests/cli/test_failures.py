@@ -19,8 +19,8 @@ from casckpt.cli.session import Session, store_command
 from casckpt.cli.types import SETTING
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
 from casckpt.format.digest import hex_digest
-from tests.support.signing import pair
 from tests.cli.conftest import AsJson, Run
+from tests.support.signing import pair
 
 WITHOUT_STORE = {"demo"}
 
