@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -32,11 +32,12 @@ class PausedGc(msgspec.Struct, frozen=True):
 PAUSED_GC: Decoder[PausedGc] = Decoder(PausedGc)
 FOLDERS: Decoder[dict[TxId, FolderRow]] = Decoder(dict[TxId, FolderRow])
 BLOB_SHARES: Decoder[BlobShares] = Decoder(BlobShares)
+BLOB_NAMES: Decoder[list[str]] = Decoder(list[str])
 SIGNS_OF_LIFE: Decoder[dict[TxId, SignsRow]] = Decoder(dict[TxId, SignsRow])
 """Made while this module is imported: see `casckpt.format.records.DECODERS`."""
 
 
-def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares) -> bytes:
+def encode(note: PausedGc | Mapping[TxId, Any] | BlobShares | Sequence[str]) -> bytes:
     """Encode a note."""
     return msgspec.json.encode(note)
 

@@ -405,9 +405,10 @@ class Store:
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
         """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
 
-        ``run``: of this one alone. ``branches``: also what has one first element in its keys, for which manifests are
-        read that this host has not looked at yet. ``keep_last=2`` and the other rules of `gc`: what each of them would
-        free, were it the only one. Raises InvalidInput, NotFound, Damaged, StorageError.
+        ``run``: of this one alone. ``branches``: also what has one first element in its keys, and what only
+        deltas need of that, for which manifests are read that this host has not looked at yet. ``keep_last=2`` and the
+        other rules of `gc`: what each of them would free, were it the only one. Raises InvalidInput,
+        NotFound, Damaged, StorageError.
         """
         check_keywords("Store.footprint", keep, KeepRules)
         return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))

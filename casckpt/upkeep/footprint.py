@@ -10,15 +10,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from casckpt.errors import CasckptError, Damaged, Refused
 from casckpt.format.columns import Ints
 from casckpt.format.names import BlobHash, TxId
-from casckpt.format.notes import BLOB_SHARES, BlobShares, decode, encode
+from casckpt.format.notes import BLOB_NAMES, BLOB_SHARES, BlobShares, decode, encode
 from casckpt.format.records import time_of
+from casckpt.format.sections.blobs import BlobRef
 from casckpt.parallel import in_parallel
 from casckpt.plan.packing import branch_of
 from casckpt.plan.retention import Policy
@@ -70,10 +73,14 @@ class TagUsage:
 
 @dataclass(frozen=True, slots=True)
 class BranchUsage:
-    """What has one first element in its keys, in all live checkpoints. ``bytes_blobs``: what it takes in blobs."""
+    """What has one first element in its keys, in all live checkpoints. ``bytes_blobs``: what it takes in blobs.
+
+    ``bytes_bases``: of that, in blobs that visible checkpoints need for bases alone: deltas of theirs are told from it.
+    """
 
     branch: str
     bytes_blobs: int
+    bytes_bases: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +223,18 @@ def _rule_usage(
 
 def _branches(repo: Repository, wanted: Sequence[Commit], named: _Named) -> list[BranchUsage]:
     """Divide the blobs of these, each by what the first checkpoint that names it has in it."""
-    totals = defaultdict[str, float](float)
-    work = [(commit, [named.names[number] for number in new], named.sizes[new]) for commit, new in named.new(wanted)]
-    read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[1]), work)
-    for (_, names, sizes), shares in zip(work, read, strict=True):
-        for name, size in zip(names, sizes.tolist(), strict=True):
+    totals, bases = defaultdict[str, float](float), defaultdict[str, float](float)
+    is_base = _only_bases(repo, named)
+    work = [(commit, new.tolist(), [named.names[number] for number in new]) for commit, new in named.new(wanted)]
+    read = in_parallel(repo.storage.traits.requests, lambda one: _shares_of(repo, one[0], one[2]), work)
+    for (_, numbers, names), shares in zip(work, read, strict=True):
+        for number, name in zip(numbers, names, strict=True):
             held = shares.get(name, {"": 1})
             for branch, nbytes in held.items():
-                totals[branch] += size * nbytes / sum(held.values())
-    found = [BranchUsage(branch, round(nbytes)) for branch, nbytes in totals.items()]
+                part = int(named.sizes[number]) * nbytes / sum(held.values())
+                totals[branch] += part
+                bases[branch] += part if is_base[number] else 0
+    found = [BranchUsage(branch, round(nbytes), round(bases[branch])) for branch, nbytes in totals.items()]
     return sorted(found, key=lambda one: (-one.bytes_blobs, one.branch))
 
 
@@ -252,5 +262,44 @@ def _read_shares(repo: Repository, commit: Commit) -> BlobShares:
         for extent in table.extents:
             for one in extent.chain:
                 found[one.blob][branch] += table.stored_bytes(one)
-    refs = {number: manifest.blob(number) for number in found}
-    return {f"{refs[number].uploader}/{refs[number].hash}": dict(held) for number, held in found.items()}
+    return {_name(manifest.blob(number)): dict(held) for number, held in found.items()}
+
+
+def _only_bases(repo: Repository, named: _Named) -> npt.NDArray[np.bool_]:
+    """Tell of each blob whether visible checkpoints need it, and all of them for bases alone."""
+    visible = [commit for commit in named.readable if commit.visible]
+    needed, direct = np.zeros((2, len(named.names)), bool)
+    bases = in_parallel(repo.storage.traits.requests, partial(_bases_of, repo), visible)
+    for commit, told in zip(visible, bases, strict=True):
+        mine = named.blobs[commit.txid]
+        needed[mine] = True
+        direct[[number for number in mine if named.names[number] not in told] if told else mine] = True
+    return needed & ~direct
+
+
+def _bases_of(repo: Repository, commit: Commit) -> frozenset[str]:
+    """Return the blobs in which a checkpoint has bases and no cell; what was found out before is in the catalogue."""
+    if not commit.committed.bytes_deltas:
+        return frozenset()
+    note = f"bases/{commit.txid}/{commit.committed.head}"
+    known = decode(repo.catalogue.note(note), BLOB_NAMES)
+    if known is not None:
+        return frozenset(known)
+    try:
+        found = _read_bases(repo, commit)
+    except CasckptError:
+        return frozenset()
+    repo.catalogue.set_note(note, encode(found))
+    return frozenset(found)
+
+
+def _read_bases(repo: Repository, commit: Commit) -> list[str]:
+    manifest = manifests.get(repo, commit)
+    manifest.ready(objects=())
+    every = [extent for entry in manifest.held for extent in manifest.extents(entry).extents]
+    bases = {one.blob for extent in every for one in extent.chain} - {extent.blob for extent in every}
+    return [_name(manifest.blob(number)) for number in sorted(bases)]
+
+
+def _name(ref: BlobRef) -> str:
+    return f"{ref.uploader}/{ref.hash}"

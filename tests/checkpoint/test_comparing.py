@@ -72,6 +72,30 @@ def test_what_has_another_form_or_is_not_there_is_told() -> None:
     assert store.compare({"one": torch.tensor(1.5)}, "default@1").is_same
 
 
+def test_bits_are_compared_and_not_numbers() -> None:
+    store, nan = small(), torch.full((2000,), float("nan"))
+    mine = {"nan": nan, "zero": torch.zeros(2000), "c": torch.randn(1500, dtype=torch.complex64).conj()}
+    store.save(mine, step=1)
+    assert store.compare(mine, "default@1").is_same
+    payload = (nan.view(torch.int32) | 1).view(torch.float32)
+    found = store.compare({"nan": payload, "zero": -mine["zero"], "c": mine["c"].conj()}, "default@1").differs
+    assert {one.key: one.elements for one in found} == {"nan": 2000, "zero": 2000, "c": 1500}
+
+
+def test_any_stride_is_compared_with_any_other() -> None:
+    store, one = small(), numbers("one", 300, 200)
+
+    def views(one: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"rows": one[::2], "columns": one[:, ::3], "repeated": one[:1].expand(50, 200),
+                "odd": one.view(-1)[1:], "parameter": torch.nn.Parameter(one)}  # fmt: skip
+
+    store.save(views(one), step=1)
+    assert store.compare({key: part.detach().contiguous() for key, part in views(one).items()}, "default@1").is_same
+    one[10, 3] += 1
+    found = {one.key: (one.elements, one.first) for one in store.compare(views(one), "default@1").differs}
+    assert found == {"rows": (1, (5, 3)), "columns": (1, (10, 1)), "odd": (1, (2002,)), "parameter": (1, (10, 3))}
+
+
 def test_many_places_are_counted_and_the_first_are_told() -> None:
     store, mine = small(), {"w": torch.zeros(100_000)}
     store.save(mine, step=1)
@@ -135,6 +159,19 @@ def test_any_topology_is_compared_with_any_other(ranks: Pool, tmp_path: Path, se
     (found, *_) = ranks.run(world.size, compare_in, tmp_path / "store", world, (seed, 2))
     changed = {key for key in after if bytes_of(after[key]) != bytes_of(before[key])}
     assert {one.key for one in found.differs} <= changed
+
+
+def compare_apart(rank: int, size: int, path: Path) -> Comparison:
+    mine = {f"w{rank}": numbers("w", 70, 300), "new": torch.ones(rank)}
+    return casckpt.open(path).compare(mine if rank < 2 else {}, "default@1")
+
+
+def test_each_rank_compares_what_it_has(ranks: Pool, tmp_path: Path) -> None:
+    one = numbers("w", 70, 300)
+    small_folder(tmp_path / "store").save({"w0": one, "w1": one + 1, "more": one}, step=1)
+    for found in ranks.run(3, compare_apart, tmp_path / "store"):
+        told = [(one.key, one.rank, one.what, one.elements) for one in found.differs]
+        assert told == [("new", 0, "missing", 0), ("new", 1, "missing", 0), ("w1", 1, "bytes", 21000)]
 
 
 def compare_others(rank: int, size: int, path: Path) -> None:

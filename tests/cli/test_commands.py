@@ -424,7 +424,10 @@ def test_what_a_save_found_is_told(saved: Path, store: casckpt.Store, as_json: A
     sick = {"nan": 1, "inf": 1, "largest": 0.0}
     assert as_json("show", saved, "h@2")["tensors"][0]["health"] == sick
     assert "1 NaN, 1 infinite in a" in run("show", saved, "h@2").output
-    assert "no NaN, none infinite" in run("show", saved, "h@1").output
+    assert "no NaN, none infinite\n" in run("show", saved, "h@1").output
+    store.save(tensors, run="f", step=1)
+    store.save(tensors, run="f", step=2, health=True, frozen=["a"])
+    assert "no NaN, none infinite; 1 tensor not looked at\n" in run("show", saved, "f@2").output
     before = {"nan": 0, "inf": 0, "largest": 2.5}
     assert as_json("diff", saved, "h@2", "--values")["values"] == [{"key": "a", "old": before, "new": sick}]
     assert re.search(r"a +2.5 +0 +1 NaN, 1 infinite", run("diff", saved, "h@2", "--values").output)

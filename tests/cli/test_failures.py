@@ -20,6 +20,7 @@ from casckpt.cli.types import SETTING
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Revoked, StorageError
 from casckpt.format.digest import hex_digest
 from tests.cli.conftest import AsJson, Run
+from tests.support.signing import pair
 
 WITHOUT_STORE = {"demo"}
 
@@ -121,14 +122,17 @@ def test_without_arguments_there_is_help() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "follow", "import", "init", "watch"})
+    "name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "follow", "import", "init", "serve", "watch"})
 )
-def test_no_command_makes_a_store_by_looking_for_one(name: str, store_path: Path, as_json: AsJson) -> None:
+def test_no_command_makes_a_store_by_looking_for_one(
+    name: str, store_path: Path, tmp_path: Path, as_json: AsJson
+) -> None:
     with cli.make_context("casckpt", ["list", "s"]) as context:
         command = cli.get_command(context, name)
     assert command is not None
     more = ["x" for one in command.params if isinstance(one, click.Argument) and one.required][1:]
     given = {
+        "sign": ["a@1", "--key", pair(tmp_path / "keys").private],
         "diff": ["a@1", "a@2"],
         "export": ["a@1", "out"],
         "thin": ["--drop", "x", "--keep-last", "1"],

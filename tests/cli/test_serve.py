@@ -55,7 +55,11 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_its_end(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    command = [sys.executable, "-m", "casckpt", "serve", str(tmp_path), "--port", "0"]
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # who starts tests may ignore it
+        "import runpy; runpy.run_module('casckpt', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", code, "serve", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()

@@ -25,7 +25,7 @@ from tests.support.dcp import failed, load, save
 from tests.support.faulty import fail_before
 from tests.support.meshes import build, differing, state_of, whole
 from tests.support.ranks import die
-from tests.support.together import line, numbers, watched
+from tests.support.together import line, numbers, spread, watched
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -67,6 +67,21 @@ def test_what_one_mesh_saved_loads_on_another_and_natively(
     for found in ranks.run(2, load_native, store_path, f"dcp-{kind}@1", "fsdp2"):
         assert differing(found, saved) == []
     assert casckpt.open(store_path).get(f"native-{kind}@1").stats.bytes_written == 0
+
+
+def save_sick(rank: int, size: int, path: Path) -> Any:
+    state = spread({"w": numbers("w", 700, 512), "b": numbers("b", 3, 5)}, line(size), [Shard(0)])
+    if rank == 1:
+        state["w"].to_local()[0, 0] = float("nan")
+    for step, health in enumerate((False, True, True)):
+        save(state, StorageWriter(path, run="a", step=step, health=health))
+    store = casckpt.open(path)
+    return [(one.healthy, {key: found.nan for key, found in (one.health or {}).items()}) for one in store.checkpoints()]
+
+
+def test_a_nan_of_one_rank_is_found_though_its_bytes_were_there_before(ranks: Pool, store_path: Path) -> None:
+    found = ranks.run(2, save_sick, store_path)[0]
+    assert found == [(None, {}), *[(False, {"w": 1, "b": 0})] * 2]
 
 
 # options of get_state_dict and set_state_dict

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import casckpt
+from casckpt.repository import manifests
+from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
 from tests.support.saves import cells, counted, small, small_folder, trained
 
@@ -132,6 +138,89 @@ def test_bases_that_nothing_else_names_are_freed_with_what_is_told_from_them() -
     store.gc(min_age=0)
     told = store.thin(drop="optim.*", keep_last=1)
     assert freed(store) == told.freed_bytes > trained(700, 0).nbytes
+
+
+def test_what_only_deltas_need_is_told(tmp_path: Path) -> None:
+    store = small_folder(tmp_path)
+    for step in range(3):
+        held = {"model": {"w": trained(400, step, 1)}, "optim": {"m": trained(700, step, 2)}, "one": cells(3, 1)}
+        store.save(held, step=step, compress="auto")
+
+    def bases(store: Store) -> dict[str, tuple[int, bool]]:
+        found = store.footprint(branches=True).branches
+        return {one.branch: (one.bytes_bases, one.bytes_bases <= one.bytes_blobs) for one in found}
+
+    assert bases(store) == dict.fromkeys(("model", "optim", "one"), (0, True))
+    store.forget("default@0")
+    gone = bases(store)
+    assert gone["model"][0] >= trained(400, 0).nbytes
+    assert gone["optim"][0] >= trained(700, 0).nbytes
+    assert gone["one"] == (0, True)
+    again = casckpt.open(tmp_path)
+    with counted(again) as counts:
+        assert bases(again) == gone
+    assert counts.reads < 10
+    store.gc(min_age=0)
+    assert bases(store) == gone  # nothing of them went
+    store.forget("default@1", "default@2")
+    assert all(one == (0, True) for one in bases(store).values())
+
+
+class Lives(RuleBasedStateMachine):
+    """Saves, tags, forgets and thins; what is told of the bytes adds up, and is what the lists of blobs say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = small()
+        self.step = 0
+
+    @rule(
+        run=st.sampled_from("ab"), base=st.integers(0, 2), change=st.integers(0, 2),
+        compress=st.sampled_from(["off", "always"]), dedup=st.sampled_from(["store", "run"]),
+    )  # fmt: skip
+    def save(self, run: str, base: int, change: int, compress: Any, dedup: Any) -> None:
+        self.step += 1
+        held = {"model": {"w": cells(300, base), "b": cells(2, change)}, "optim": {"m": trained(600, change, base)}}
+        self.store.save(held, run=run, step=self.step, compress=compress, dedup=dedup)
+
+    @precondition(lambda self: self.store.checkpoints())
+    @rule(data=st.data(), how=st.sampled_from(["forget", "tag", "lease", "thin"]))
+    def change(self, data: st.DataObject, how: str) -> None:
+        one = data.draw(st.sampled_from(self.store.checkpoints()))
+        if how == "forget":
+            self.store.forget(one, tagged=True)
+        elif how == "thin":
+            if not one.tags:
+                self.store.thin(one, drop="optim.*")
+        else:
+            self.store.tag(f"{how}{self.step}", one, expires="1h" if how == "lease" else None)
+
+    @rule()
+    def gc(self) -> None:
+        self.store.gc(min_age=0)
+
+    @invariant()
+    def adds_up(self) -> None:
+        repo, found, report = self.store.repository, self.store.footprint(branches=True), self.store.report()
+        live = list_commits(repo).live()
+        named = {commit.txid: {blob[:2]: blob[2] for blob in manifests.blobs_of(repo, commit)} for commit in live}
+        users = Counter(blob for blobs in named.values() for blob in blobs)
+        sizes = {blob: size for blobs in named.values() for blob, size in blobs.items()}
+        total, shared = sum(sizes.values()), sum(size for blob, size in sizes.items() if users[blob] > 1)
+        assert sum(one.bytes_new for one in found.steps) == total
+        assert sum(one.bytes_alone for one in found.steps) + shared == total
+        assert sum(one.bytes_blobs for one in found.branches) == pytest.approx(total, abs=3)
+        assert sum(one.bytes_alone for one in report.runs) + report.bytes_shared == total
+        assert total + report.bytes_unneeded == report.bytes_blobs == self.store.stats().bytes_blobs
+        for tag in found.tags:
+            mine = {commit.txid for commit in live if commit.id == tag.id}
+            others = {blob for txid, blobs in named.items() if txid not in mine for blob in blobs}
+            alone = {blob for txid in mine for blob in named[txid]} - others
+            assert tag.bytes_alone == sum(sizes[blob] for blob in alone)
+
+
+TestLives = Lives.TestCase
+TestLives.settings = settings(max_examples=15, stateful_step_count=8)
 
 
 def test_another_run_counts_as_a_user() -> None:

@@ -39,7 +39,7 @@ def _cells(run: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _branch_cells(one: dict[str, Any]) -> tuple[str, ...]:
-    return f"{one['branch']}.*" if one["branch"] else "others", size(one["bytes_blobs"])
+    return f"{one['branch']}.*" if one["branch"] else "others", size(one["bytes_blobs"]), size(one["bytes_bases"])
 
 
 def _step_cells(one: dict[str, Any]) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ _TAGS = (Column("TAG"), Column("CHECKPOINT"), Column("ENDS (UTC)", fixed=True), 
 _BY: dict[str, tuple[tuple[Column, ...], Callable[[dict[str, Any]], tuple[str, ...]]]] = {
     "run": (_COLUMNS, _cells),
     "step": ((*_STEPS, Column("NOTES")), _step_cells),
-    "key": ((Column("KEYS"), *_bytes_of("STORED")), _branch_cells),
+    "key": ((Column("KEYS"), *_bytes_of("STORED", "BASES")), _branch_cells),
     "tag": (_TAGS, _tag_cells),
 }
 _PARTS = {"run": "runs", "step": "steps", "key": "branches", "tag": "tags"}
@@ -113,8 +113,9 @@ def _write(session: Session, output: Path) -> None:
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
     """Show how much the store holds.
 
-    And what its checkpoints would take without sharing. --by key is by the first element of the keys. --keep-last and
-    the other rules of gc are not carried out: what each of them would free is told, were it the only one.
+    And what its checkpoints would take without sharing. --by key is by the first element of the keys;
+    BASES is what visible checkpoints need only because deltas of theirs are told from it. --keep-last and the other
+    rules of gc are not carried out: what each of them would free is told, were it the only one.
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}

@@ -98,7 +98,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("saved", saved),
         *coded(stats),
         ("notes", ", ".join(notes)),
-        ("health", _health(result["health"])),
+        ("health", _health(result["health"], result["tensors"])),
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
         ("thinned", _thinned(result["dropped"])),
@@ -130,11 +130,14 @@ def _few(keys: list[str]) -> str:
     return ", ".join(shortened(keys if len(keys) <= _FEW_VALUES else list(summed(keys))))
 
 
-def _health(found: dict[str, Any] | None) -> str:
-    """What the save found in all tensors; nothing if it was not asked to look."""
+def _health(found: dict[str, Any] | None, tensors: list[dict[str, Any]]) -> str:
+    """What the save found in all tensors, and of how many nobody knows; nothing if it was not asked to look."""
     if found is None:
         return ""
-    return f"{', '.join(unusual(found)) or 'no NaN, none infinite'}{' in ' * bool(found['keys'])}{_few(found['keys'])}"
+    unknown = sum(one["health"] is None and one["dtype"] != "bool" for one in tensors)
+    unlooked = f"; {count(unknown, 'tensor')} not looked at" if unknown else ""
+    told = ", ".join(unusual(found)) or "no NaN, none infinite"
+    return f"{told}{' in ' * bool(found['keys'])}{_few(found['keys'])}{unlooked}"
 
 
 def _cells(one: dict[str, Any], looked: bool) -> tuple[str, ...]:

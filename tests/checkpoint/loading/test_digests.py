@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +69,32 @@ def test_it_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
     found = {one.run: store.digests(one) for one in store.checkpoints()}
     assert sorted(found) == ["file", "r20", "r40", "r41", "whole"]
     assert all(one == expected(state) for one in found.values())
+
+
+def test_it_is_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
+    dtypes = ("bfloat16", "float64", "complex64", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu")
+    state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes} | tensors() | {"t": numbers("t", 90, 70).t()}
+    store = small_folder(tmp_path / "store")
+    store.save(state, step=1, compress="always")
+    casckpt.export(store, "default@1", tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    ends = {key: one["data_offsets"] for key, one in header.items()}
+    assert store.digests("default@1") == {key: hex_digest(body[lo:hi]) for key, (lo, hi) in ends.items()}
+
+
+def test_equal_cells_of_other_places_make_another_tensor() -> None:
+    store, full = small(), numbers("full", 64, 64)
+    left, right = full[:, :32].contiguous(), full[:, 32:].contiguous()
+    other = torch.cat([left.view(32, 64), right.view(32, 64)])
+    columns = [casckpt.Shard(left, (64, 64), (0, 0)), casckpt.Shard(right, (64, 64), (0, 32))]
+    rows = [casckpt.Shard(other[:32], (64, 64), (0, 0)), casckpt.Shard(other[32:], (64, 64), (32, 0))]
+    store.save({"columns": columns, "rows": rows}, step=1)
+    for key, one in (("columns", full), ("rows", other)):
+        assert store.digests("default@1", keys=[key]) == expected({key: one})
 
 
 def test_what_was_computed_is_known_also_of_others_with_these_cells() -> None:

@@ -166,6 +166,38 @@ def test_what_holds_nothing_has_no_health() -> None:
     assert small().save({"a": 1, "none": torch.empty(0, 3)}, step=1, health=True).health == {"none": expected([])}
 
 
+@pytest.mark.parametrize("dedup", ["store", "run"])
+@pytest.mark.parametrize("frozen", [(), ("*",)])
+def test_what_another_run_has_is_looked_at_too(dedup: Any, frozen: Sequence[str]) -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    store.save(tensors, run="a", step=1)
+    saved = store.save(tensors, run="b", step=1, health=True, dedup=dedup, frozen=frozen)
+    assert (saved.stats.blobs_written == 0) == (dedup == "store")
+    assert (saved.healthy, saved.health) == (False, wanted(tensors))
+
+
+def test_what_was_moved_tied_or_thinned_is_known_by_each_name() -> None:
+    store, big = small(), cells(5, 1)
+    big[3] = NAN
+    store.save({"a": big}, step=1, health=True)
+    tensors = {"a": big.flip(0), "b": big, "c": big, "first": big[: CELL // 4], "t": big.view(5, -1).t()}
+    saved = store.save(tensors, step=2, health=True)
+    assert saved.health == wanted(tensors)
+    assert saved.commit.committed.health == Health(nan=5, inf=0, keys=list(tensors))
+    store.thin("default@2", drop="b")
+    assert store.save(tensors, step=3, health=True).health == wanted(tensors)
+
+
+def test_an_overwrite_tells_of_what_it_holds() -> None:
+    store, tensors = small(), state()
+    tensors["big"][3] = NAN
+    store.save(tensors, step=1, health=True)
+    tensors["big"][3] = 1
+    saved = store.save(tensors, step=1, health=True, overwrite=True)
+    assert (saved.healthy, saved.health) == (None, wanted(tensors))
+
+
 def test_equal_bytes_of_another_dtype_are_other_numbers() -> None:
     store, same = small(), cells(2, 1)
     saved = store.save({"a": same, "b": same.view(torch.int32), "c": same.bfloat16().repeat(2)}, step=1, health=True)
