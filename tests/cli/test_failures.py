@@ -132,7 +132,7 @@ def test_no_command_makes_a_store_by_looking_for_one(
     assert command is not None
     more = ["x" for one in command.params if isinstance(one, click.Argument) and one.required][1:]
     given = {
-        "sign": ["a@1", "--key", pair(tmp_path / "keys").private],
+        "sign": ["a@1", "--key", str(pair(tmp_path / "keys").private)],
         "diff": ["a@1", "a@2"],
         "export": ["a@1", "out"],
         "thin": ["--drop", "x", "--keep-last", "1"],

@@ -45,7 +45,7 @@ def test_a_view_that_is_none(tmp_path: Path) -> None:
 
 def test_what_no_file_and_no_address_can_be(tmp_path: Path) -> None:
     assert "give a larger --max-shard-size" in refused(tmp_path, "--max-shard-size", "0")
-    assert "is no address" in refused(tmp_path, "--host", "a..b", "--no-token")
+    assert "cannot be listened at" in refused(tmp_path, "--host", "a..b", "--no-token")
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

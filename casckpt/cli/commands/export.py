@@ -138,8 +138,6 @@ def serve(
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:
         listening = listen(host, port)
-    except UnicodeError as error:
-        raise InvalidInput(f"{host!r:.80} is no address; give --host one of this machine") from error
     except OSError as error:
         raise StorageError(f"{host}:{port} cannot be listened at: {error.strerror}; give another --port") from error
     logging.getLogger("casckpt.frontends.serve").setLevel(logging.INFO)

@@ -83,9 +83,9 @@ class Leases:
                 held.timer.daemon = True
                 held.timer.start()
                 self._held[id] = self._held.pop(id)
-            idle = [(id, one) for id, one in self._held.items() if not one.users]
-        for id, one in idle[:-_MOST_IDLE]:
-            self._end(id, one)
+            idle = [item for item in self._held.items() if not item[1].users]
+        for item in idle[:-_MOST_IDLE]:
+            self._end(*item)
 
     def _end(self, id: str, held: _Held) -> None:
         with self._lock:
