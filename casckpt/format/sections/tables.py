@@ -75,7 +75,7 @@ def decode_table(
     Raises Refused or InvalidInput for anything that does not fit the tensor or the blobs: no number of the returned
     table points outside the tensor, a box, a blob or the digests. Raises too what msgspec does for other bytes.
     """
-    only = _one_row(cells, rows, blob_sizes, shape, itemsize, cell)
+    only = _one_row(cells, rows, blob_sizes, shape, itemsize=itemsize, cell=cell)
     if only is not None:
         return only
     if bool(cells) != bool(rows):
@@ -91,7 +91,7 @@ def decode_table(
 
 
 def _one_row(
-    cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, itemsize: int, cell: int
+    cells: Buffer, rows: Buffer, blob_sizes: Sequence[int], shape: Shape, *, itemsize: int, cell: int
 ) -> ExtentTable | None:
     """Return the table of a tensor that lies in one row, as most do, in a fraction of the time; else None.
 
