@@ -10,6 +10,7 @@ import builtins
 import pkgutil
 import re
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,14 @@ def anchors(page: Path) -> set[str]:
     """What links may name in a page: its headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
+def test_headings_go_down_level_by_level(page: Path) -> None:
+    """Else the site is not built: a warning there is an error."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    assert all(after <= before + 1 for before, after in pairwise([0, *levels]))
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
