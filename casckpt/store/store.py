@@ -465,7 +465,7 @@ class Store:
         """Return all tags and the checkpoints that they name, without those whose records are damaged."""
         found, named = commit_log.list_commits(self.repository), tags.list_tags(self.repository)
         for name in named.damaged:
-            log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", name)
+            log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
         commits = {name: tags.named_by(tag, found) for name, tag in named.tags.items()}
         return {name: Checkpoint(self.repository, commit) for name, commit in commits.items() if commit is not None}
 
