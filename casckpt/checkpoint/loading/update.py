@@ -228,7 +228,7 @@ class _Update:
         planned = [(lot, self._batches(lot)) for lot in lots(in_order, lambda step: step.work, most)]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)
-        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=False)
+        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=lambda: False)
         try:
             run_all(partial(self._run, slots), planned, threads)
         finally:
