@@ -45,6 +45,7 @@ from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
 
 RUNS = ("alpha", "beta/lora")
+ENDS = (signal.SIGINT, signal.SIGTERM)
 TAG, WRONG = "soak", 3
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 CELL = 4096
@@ -116,6 +117,14 @@ class Books:
 
 class Wrong(Exception):
     """An invariant does not hold."""
+
+
+class Ended(Exception):
+    """Somebody ends the soak, by a signal."""
+
+
+def _end(signum: int, frame: object) -> NoReturn:
+    raise Ended
 
 
 @dataclass
@@ -358,12 +367,16 @@ class Soak:
         """Go on for as long as asked; the exit status."""
         ends, began = time.monotonic() + 3600 * self.asked.hours, time.monotonic()
         status = 0
+        for one in ENDS:  # whatever they were: who runs this behind a shell's & ignores SIGINT
+            signal.signal(one, _end)
         try:
             status = self._wait_for(self._start("pause", make))
             while status == 0 and time.monotonic() < ends:
                 status = self._at_work(min(ends, time.monotonic() + PAUSE_EVERY))
                 self._end_all()
                 status = status or self._wait_for(self._start("pause", look))
+        except Ended:
+            pass
         finally:
             self._end_all()
             self._gather(time.monotonic() - began)
@@ -415,6 +428,8 @@ class Soak:
         status = 0
         try:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
+            for one in ENDS:
+                signal.signal(one, signal.SIG_IGN)  # a Ctrl-C is for the parent, who ends this
             os.nice(self.asked.nice)
             worker = self._worker(seed)
             sampled = 0.0
@@ -432,6 +447,8 @@ class Soak:
                     sampled = time.monotonic()
                     self.books.note(f"samples.{os.getpid()}", **_held())
                 time.sleep(worker.random.uniform(0, self.asked.idle))
+        except Ended:  # told to the whole group, before this one ignored it
+            pass
         except BaseException:  # noqa: BLE001 - whatever it is, it is a finding
             self.books.note("failures", role=role, pid=os.getpid(), time=time.time(), text=traceback.format_exc())
             traceback.print_exc()
