@@ -38,7 +38,7 @@ import torch
 
 import casckpt
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import Conflict, MissingKey, NotFound, StorageError
+from casckpt.errors import Conflict, Gone, MissingKey, NotFound, StorageError
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
 from casckpt.repository.commits import list_commits
@@ -158,7 +158,7 @@ class Worker:
         """Load what may be purged, or thinned, meanwhile."""
         try:
             self.load(ref)
-        except (NotFound, Conflict, MissingKey):
+        except (NotFound, MissingKey):
             return False
         return True
 
@@ -210,7 +210,7 @@ def follow(worker: Worker) -> None:
         loaded = state(run, 0) if loaded is None else loaded
         try:
             held = worker.store.update(loaded, ref, held=held)
-        except (NotFound, Conflict, MissingKey):
+        except (NotFound, MissingKey):
             held = loaded = None
             worker.did("update to what was gone")
             continue
@@ -286,7 +286,7 @@ def copy(worker: Worker) -> None:
     """Copy all that is visible, and rotate there."""
     result = worker.store.copy_to(worker.copy, check=False)
     for one in result.failed:
-        if not isinstance(one.error, Conflict):
+        if not isinstance(one.error, Conflict | Gone):
             raise one.error
     worker.did("copy", checkpoints=len(result.copied))
     with suppress(Conflict):

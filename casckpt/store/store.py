@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 from casckpt.checkpoint.handle import Arrival, Checkpoint, html_of, warn_if_forgotten
 from casckpt.checkpoint.keywords import check_keywords
 from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions, usable_compress
-from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.errors import InvalidInput, NotFound, StorageError, Unsupported
 from casckpt.format.names import TxId
 from casckpt.format.sections.index import ATTACHMENT
 from casckpt.plan.difference import Difference, difference
@@ -181,8 +181,8 @@ class Store:
         own shards, whatever ranks and shards it was saved from; ``no_dist``: this process loads alone.
 
         Raises Conflict if ranks give different references, or stores; NotFound, MissingKey, Mismatch or InvalidInput;
-        all before anything changes. Damaged (naming key, blob and checkpoints) or StorageError during the read, after
-        which the contents of ``state`` are undefined.
+        all before anything changes. Damaged (naming key, blob and checkpoints), Gone (a gc purged it meanwhile, which a
+        lease prevents) or StorageError during the read, after which the contents of ``state`` are undefined.
         """
         from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions
 
@@ -307,7 +307,7 @@ class Store:
     def __contains__(self, ref: str | Checkpoint) -> bool:
         try:
             self._resolve(ref)
-        except (NotFound, Conflict):  # a checkpoint that is held may have been purged
+        except NotFound:  # a checkpoint that is held may have been purged
             return False
         return True
 
@@ -434,7 +434,8 @@ class Store:
         """Let ``name`` name a checkpoint; every policy keeps it from then on. A forgotten one is restored.
 
         ``expires``: for so long from now ("12h", a timedelta); then it ends by itself. Such a tag restores nothing.
-        Raises Conflict if the checkpoint was purged; with ``expires`` NotFound, also if it is forgotten.
+        Raises Gone if the checkpoint was purged, Conflict if it is just now; with ``expires`` NotFound, also if it is
+        forgotten.
         """
         if expires is None:
             tags.set_tag(self.repository, name, self._resolve(ref))
@@ -696,8 +697,8 @@ class Store:
         once all others are copied, raise what went wrong; without it, that is in ``failed`` of the result.
         ``progress`` is called with the bytes that are there now.
 
-        Raises Damaged (naming blob and keys), Refused, or Conflict if ``target`` has another checkpoint under the run
-        and step. Nothing of that checkpoint is visible there, and all others are copied. NotFound, StorageError.
+        Raises Damaged (naming blob and keys), Gone, Refused, or Conflict if ``target`` has another checkpoint under the
+        run and step. Nothing of that checkpoint is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
         if compress not in {None, "off", "always"}:

@@ -15,7 +15,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
 from casckpt.format.draft import thinned
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
@@ -156,7 +156,7 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
         used = _sizes(manifest, stays)
         gone = {name: size for name, size in _sizes(manifest, goes).items() if name not in used}
         return Thin(commit, numbers, sum(entry.nbytes for entry in goes), gone, used)
-    except (Conflict, Damaged, InvalidInput) as error:
+    except (Damaged, Gone, InvalidInput) as error:
         return error
 
 
@@ -242,7 +242,7 @@ def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
         kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in one.entries)
         return changed(made, dropped=_dropped(one, drop), **coded_bytes(kept)._asdict())
 
-    with suppress(Conflict):
+    with suppress(Conflict, Gone):
         return rewrite(repo, commit, save)
     return None
 

@@ -21,7 +21,7 @@ from casckpt.checkpoint.loading.coded import Lot
 from casckpt.checkpoint.loading.damage import Lost, damaged_error
 from casckpt.checkpoint.loading.items import Item, Part, Reads, Taker, new_item, part, place, place_of, plan_lots
 from casckpt.checkpoint.loading.transfer import Task, Transfer
-from casckpt.errors import Conflict, Damaged, Refused
+from casckpt.errors import Damaged, Gone, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import normalise
@@ -85,7 +85,7 @@ class Download:
     def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.
 
-        Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit.
+        Raises Damaged (or Gone, if the checkpoint was purged meanwhile) naming what is hit.
         """
         self._run(wants, done, frozenset())
 
@@ -96,7 +96,7 @@ class Download:
         try:
             self._fill(wants, done, finished, is_first=len(tried) == 1)
             return
-        except (Lost, Conflict, Damaged) as error:
+        except (Lost, Gone, Damaged) as error:
             other = self._other(tried)
             if other is None and isinstance(error, Lost):
                 raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
@@ -110,7 +110,7 @@ class Download:
     def _other(self, tried: Set[str]) -> Manifest | None:
         """The manifest of another commit of the checkpoint, with other places."""
         for commit in others(self.repo, self.manifest.id, tried):
-            with suppress(Conflict, Damaged, Refused):
+            with suppress(Gone, Damaged, Refused):
                 return get(self.repo, commit)
         return None
 

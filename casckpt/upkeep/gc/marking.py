@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused
+from casckpt.errors import CasckptError, Damaged, Gone, Refused
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
 from casckpt.repository import manifests
@@ -66,7 +66,7 @@ def candidates(repo: Repository, stock: Stock, commits: CommitList, *, as_purged
     for commit in live:
         try:
             _take_away(sizes, _names_of_live(repo, commit, stock))
-        except Conflict as error:
+        except Gone as error:
             raise Unreadable(str(error)) from error
         except (Damaged, Refused) as error:
             broken.append((commit, error))

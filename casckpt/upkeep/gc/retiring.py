@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from casckpt.errors import Conflict, Damaged, Refused
+from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
@@ -144,7 +144,7 @@ def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
         return False
     try:
         manifests.stored_blobs(repo, commit)
-    except (Conflict, Damaged, Refused):
+    except (Damaged, Gone, Refused):
         return True
     return False
 
