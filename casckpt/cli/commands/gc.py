@@ -87,15 +87,16 @@ class _Teller:
 
 def text(result: dict[str, Any]) -> None:
     """Say what was done, or would be."""
-    forget, purge, delete = ("would forget", "would purge", "would delete")
+    forget, restore, purge, delete = ("would forget", "would restore", "would purge", "would delete")
     if not result["dry_run"]:
-        forget, purge, delete = ("forgot", "purged", "deleted")
+        forget, restore, purge, delete = ("forgot", "restored", "purged", "deleted")
     if result["thin"]:
         thinned_text(result["thin"], with_space=result["dry_run"])
     purged = {one["id"] for one in result["purged"]}
     forgotten = {one["id"]: one for one in result["forgotten"] if one["id"] not in purged}
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
     say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
+    say_some([f"{restore} {name(one)}, which is tagged" for one in result["restored"]])
     say_some([f"{purge} {_OLD if 'replaced' in one else ''}{name(one)}" for one in result["purged"]])
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")

@@ -239,6 +239,21 @@ def thin_some(play: Play, repo: Repository) -> None:
             execute(repo, plan_thin(repo, some, drop=["optim.*"], keep=None if some else LAST, tagged=True))
 
 
+def tag_some(play: Play, repo: Repository, name: str) -> None:
+    """Tag what is visible, one after the other."""
+    for number in range(2):
+        visible = list_commits(repo).visible()
+        with suppress(Conflict):  # it was purged, or changed again at this instant
+            tags.set_tag(repo, f"{name}-{number}", play.draw.choice(visible))
+
+
+def thin_untagged(play: Play, repo: Repository, name: str) -> None:
+    """Leave the optimizer out of what no tag names."""
+    for _ in range(2):
+        with suppress(Conflict, NotFound):
+            execute(repo, plan_thin(repo, [play.draw.choice(list_commits(repo).visible())], drop=["optim.*"]))
+
+
 def undo_some(play: Play, repo: Repository) -> None:
     """Restore what was replaced."""
     for _ in range(4):
