@@ -4,6 +4,7 @@
 
     CasckptError                        kind            exit status
     |-- NotFound       FileNotFoundError  not-found       3   store, checkpoint, tag, attachment or object is absent
+    |   `-- Gone                          gone            3   the checkpoint was purged, perhaps while it was read
     |-- Conflict       FileExistsError    conflict        5   exists already, or was changed by someone else
     |   `-- Revoked                       revoked         5   this save was given up on by a gc
     |-- MissingKey     KeyError           missing-key     3   the checkpoint lacks a key that was asked for
@@ -53,6 +54,12 @@ class NotFound(CasckptError, FileNotFoundError):
 
     kind = "not-found"
     exit_status = 3
+
+
+class Gone(NotFound):
+    """The checkpoint was purged, before it was read or meanwhile. Load another one; a lease keeps what is read."""
+
+    kind = "gone"
 
 
 class Conflict(CasckptError, FileExistsError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,24 @@ def test_a_minute_and_another_one_that_goes_on(tmp_path: Path, seed: int) -> Non
     assert min(second[what] for what in ("save", "gc", "killed", "verify", "copy", "load under a lease", "update")) > 5
     assert second["save"] > first["save"]
     assert second["grown"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
+def test_a_signal_ends_it_with_all_that_was_counted(tmp_path: Path, signum: signal.Signals) -> None:
+    command = [*map(str, SOAK), "1", "--folder", str(tmp_path)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as running:
+        while not (tmp_path / "ledger").exists():  # a save has returned
+            assert running.poll() is None
+            time.sleep(0.1)
+        running.send_signal(signum)
+        told = json.loads(running.communicate(timeout=120)[0])
+    assert running.returncode == 0
+    assert told["save"] >= 1
+    assert told == json.loads((tmp_path / "counts.json").read_text()) | {"grown": []}
 
 
 @pytest.mark.soak

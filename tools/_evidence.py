@@ -22,6 +22,7 @@ ROWS = {
     "models with a mistake in them, in which it is seen": "models that are UNSAFE",
     "SIGKILL right before or behind a call of the storage": "SIGKILL at a call of the storage",
     "SIGKILL right before or behind a system call": "SIGKILL at a system call",
+    "processes stopped (SIGSTOP) right before or behind a call of the storage, and continued": "SIGSTOP at a call",
     "a process that ends before or behind a change of the storage": "change of a storage: killed",
     "a change of the storage whose answer is lost": "change of a storage: no answer",
     "calls that failed before they did anything": "fault: fail before",

@@ -38,13 +38,14 @@ import torch
 
 import casckpt
 from casckpt.checkpoint.saving.options import SaveArguments
-from casckpt.errors import Conflict, MissingKey, NotFound, StorageError
+from casckpt.errors import Conflict, Gone, MissingKey, NotFound, StorageError
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
 from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
 
 RUNS = ("alpha", "beta/lora")
+ENDS = (signal.SIGINT, signal.SIGTERM)
 TAG, WRONG = "soak", 3
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 CELL = 4096
@@ -118,6 +119,14 @@ class Wrong(Exception):
     """An invariant does not hold."""
 
 
+class Ended(Exception):
+    """Somebody ends the soak, by a signal."""
+
+
+def _end(signum: int, frame: object) -> NoReturn:
+    raise Ended
+
+
 @dataclass
 class Worker:
     """What every worker has. ``copy``: URL of the other store."""
@@ -149,7 +158,7 @@ class Worker:
         """Load what may be purged, or thinned, meanwhile."""
         try:
             self.load(ref)
-        except (NotFound, Conflict, MissingKey):
+        except (NotFound, MissingKey):
             return False
         return True
 
@@ -201,7 +210,7 @@ def follow(worker: Worker) -> None:
         loaded = state(run, 0) if loaded is None else loaded
         try:
             held = worker.store.update(loaded, ref, held=held)
-        except (NotFound, Conflict, MissingKey):
+        except (NotFound, MissingKey):
             held = loaded = None
             worker.did("update to what was gone")
             continue
@@ -277,7 +286,7 @@ def copy(worker: Worker) -> None:
     """Copy all that is visible, and rotate there."""
     result = worker.store.copy_to(worker.copy, check=False)
     for one in result.failed:
-        if not isinstance(one.error, Conflict):
+        if not isinstance(one.error, Conflict | Gone):
             raise one.error
     worker.did("copy", checkpoints=len(result.copied))
     with suppress(Conflict):
@@ -358,12 +367,16 @@ class Soak:
         """Go on for as long as asked; the exit status."""
         ends, began = time.monotonic() + 3600 * self.asked.hours, time.monotonic()
         status = 0
+        for one in ENDS:  # whatever they were: who runs this behind a shell's & ignores SIGINT
+            signal.signal(one, _end)
         try:
             status = self._wait_for(self._start("pause", make))
             while status == 0 and time.monotonic() < ends:
                 status = self._at_work(min(ends, time.monotonic() + PAUSE_EVERY))
                 self._end_all()
                 status = status or self._wait_for(self._start("pause", look))
+        except Ended:
+            pass
         finally:
             self._end_all()
             self._gather(time.monotonic() - began)
@@ -415,6 +428,8 @@ class Soak:
         status = 0
         try:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
+            for one in ENDS:
+                signal.signal(one, signal.SIG_IGN)  # a Ctrl-C is for the parent, who ends this
             os.nice(self.asked.nice)
             worker = self._worker(seed)
             sampled = 0.0
@@ -432,6 +447,8 @@ class Soak:
                     sampled = time.monotonic()
                     self.books.note(f"samples.{os.getpid()}", **_held())
                 time.sleep(worker.random.uniform(0, self.asked.idle))
+        except Ended:  # told to the whole group, before this one ignored it
+            pass
         except BaseException:  # noqa: BLE001 - whatever it is, it is a finding
             self.books.note("failures", role=role, pid=os.getpid(), time=time.time(), text=traceback.format_exc())
             traceback.print_exc()

@@ -123,7 +123,7 @@ class Follower:
         try:
             with self.store.lease(checkpoint) as held:
                 self._make(held, folder)
-        except (NotFound, Conflict) as error:
+        except NotFound as error:
             log.info("%s is left out: %s", checkpoint, error)
             return None
         except (Damaged, Unsigned) as error:
@@ -146,7 +146,7 @@ class Follower:
             return None
         try:
             checkpoint = self.store.get(_id_of(spare or current))
-        except (NotFound, Conflict):  # it was purged, and nothing can be compared
+        except NotFound:  # it was purged, and nothing can be compared
             return None
         return Base(checkpoint, current if spare is None else _hidden(spare), spare is not None)
 

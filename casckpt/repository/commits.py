@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import records
 from casckpt.format.keys import commit_key, parse_log
-from casckpt.format.names import TxId
+from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import (
     Committed,
     FirstRecord,
@@ -203,6 +203,16 @@ def commit(repo: Repository, record: Committed, *, seen: int | None = None) -> N
     repo.last_commit = key
     for listener in repo.listeners:
         listener()
+
+
+def gone(named: object, id: ManifestId, when: str, **attributes: object) -> Gone:
+    """Return the error for a checkpoint that was purged, ``when`` in words."""
+    return Gone(
+        f"checkpoint {named} was purged {when}. Load another one (see `casckpt list`); lease=True, or Store.lease, "
+        "keeps a checkpoint as long as it is read",
+        checkpoints=(id,),
+        **attributes,
+    )
 
 
 def append(repo: Repository, commit: Commit, kind: LaterKind) -> Commit:

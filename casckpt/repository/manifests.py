@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.draft import Draft, Encoded, encode
 from casckpt.format.keys import manifest_key
 from casckpt.format.manifest import FRONT, Manifest, decode, decode_front
@@ -25,7 +25,7 @@ from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
 from casckpt.parallel import in_parallel
 from casckpt.repository import blobs
-from casckpt.repository.commits import Commit, list_commits, refresh
+from casckpt.repository.commits import Commit, gone, list_commits, refresh
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import AlreadyExists, Reader, ShortObject
 
@@ -60,7 +60,7 @@ def put_encoded(repo: Repository, txid: TxId, made: Encoded) -> Encoded:
 def get(repo: Repository, commit: Commit) -> Manifest:
     """Return the manifest of a checkpoint, verified; from memory if it was used just now.
 
-    Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Conflict` if the checkpoint
+    Raises `Damaged` if it is gone or not what was written, `Refused` if it is not usable, `Gone` if the checkpoint
     was purged since ``commit`` was read; `StorageError`. So does what is asked of it later.
     """
     found = _unless_purged(repo, commit, lambda: _read(repo, commit))
@@ -99,7 +99,7 @@ def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) 
         tried.add(commit.txid)
         try:
             return act(commit, get(repo, commit))
-        except (Conflict, Damaged):
+        except (Gone, Damaged):
             left = others(repo, commit.id, tried)
             if not left:
                 raise
@@ -118,8 +118,7 @@ def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
         return act()
     except Damaged:
         if commit.live and not refresh(repo, commit).live:
-            message = f"checkpoint {commit} was purged just now; choose another one (`casckpt list`)"
-            raise Conflict(message, checkpoints=(commit.id,)) from None
+            raise gone(commit, commit.id, "just now") from None
         raise
 
 
@@ -204,7 +203,7 @@ def _check_record(record: Committed, manifest: Manifest) -> None:
 def blob_list(repo: Repository, commit: Commit) -> BlobList:
     """Return the blobs of a checkpoint, from the catalogue or the store.
 
-    Raises `Damaged` if the manifest is not the one that the record names, `Refused`, `StorageError`; never `Conflict`.
+    Raises `Damaged` if the manifest is not the one that the record names, `Refused`, `StorageError`; never `Gone`.
     """
     head = commit.committed.head
     known = repo.catalogue.blobs(commit.txid, head)
@@ -217,7 +216,7 @@ def blob_list(repo: Repository, commit: Commit) -> BlobList:
 
 
 def stored_blobs(repo: Repository, commit: Commit) -> BlobList:
-    """Return the same as it is in the store now. Raises `Conflict` too, if the checkpoint was purged meanwhile."""
+    """Return the same as it is in the store now. Raises `Gone` too, if the checkpoint was purged meanwhile."""
     return _unless_purged(repo, commit, lambda: _read_blobs(repo, commit))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from casckpt.errors import Conflict, Damaged
+from casckpt.errors import Damaged
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress
-from casckpt.repository.commits import Commit, refresh
+from casckpt.repository.commits import Commit, gone, refresh
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository
 
@@ -15,7 +15,7 @@ from casckpt.repository.repository import Repository
 def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, threads: int, progress: Progress) -> int:
     """Have all of ``refs``, which ``commit`` needs, in the cache of this host; the bytes that had to be fetched.
 
-    ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Conflict` if the checkpoint was
+    ``progress``: called with the bytes of each blob that is here. Raises `Damaged`, or `Gone` if the checkpoint was
     purged meanwhile; `InvalidInput` if the cache may not hold so much, `StorageError`.
     """
     try:
@@ -23,8 +23,7 @@ def pre_download(repo: Repository, commit: Commit, refs: Sequence[BlobRef], *, t
         return repo.blob_cache.fill(repo.storage, refs, threads, progress)
     except Spoilt as error:
         if not refresh(repo, commit).live:
-            message = f"{commit} was purged while it was fetched; choose another one (`casckpt list`)"
-            raise Conflict(message, checkpoints=(commit.id,)) from error
+            raise gone(commit, commit.id, "while it was fetched") from error
         raise Damaged(
             f"blob {error.ref.hash} is damaged: {error}. Checkpoint {commit} needs it. Run `casckpt verify`, then "
             "`casckpt repair`, on the store",

@@ -17,9 +17,9 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused
+from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits, read_log
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs
 from casckpt.repository.tags import get_tag, named_by, no_tag
@@ -41,10 +41,11 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
     """Find the commit that ``ref`` names; a commit names itself, as it is now.
 
     ``commits``: a listing to look in, None for a new one. Raises `InvalidInput` for what is no reference or is
-    ambiguous, `NotFound` that says what there is instead, `Conflict` for a commit that was purged, `StorageError`.
+    ambiguous, `NotFound` that says what there is instead, `Gone` for what was purged, `StorageError`.
     """
     if isinstance(ref, Commit):
-        return _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
+        now = _by_its_log(repo, ref) if commits is None else None
+        return now or _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
     _check_text(ref)
     run, at, where = ref.rpartition("@")
     if commits is None and not ref.startswith(TAG) and (at or ref == LATEST):
@@ -95,6 +96,15 @@ def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
         return None
 
 
+def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
+    """Return a commit as it is now, in two requests at once; None where its own log does not say all of that."""
+    try:
+        now = read_log(repo, commit.txid)
+    except (Damaged, Refused):
+        return None
+    return now if now is not None and now.live and now.answers else None
+
+
 def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
     if commit.txid in found.damaged:
         return found.commits.get(commit.txid, commit)
@@ -103,7 +113,7 @@ def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
         return now
     other = found.of_id(now.id)  # it was rewritten, or that was undone
     if other is None or not (other.visible or now.live or found.is_rewrite_of(other, now.txid)):
-        raise Conflict(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
+        raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
     return other
 
 
@@ -197,7 +207,7 @@ def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
         return max(hits, key=lambda commit: commit.rank)
     purged = [c for c in found.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
-        raise NotFound(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
+        raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
     raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(found)}")
 
 

@@ -57,7 +57,7 @@ class TagList:
     def raise_damage(self) -> None:
         """Raise the first of ``damaged``, saying what to do."""
         for name, error in self.damaged.items():
-            advice = f"Set the tag anew, or delete it (`casckpt tag STORE --delete {name}`)"
+            advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 
@@ -92,6 +92,8 @@ def get_tag(repo: Repository, name: str) -> Tag | None:
 def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
     """Let ``name`` name ``commit``, without an end. A forgotten checkpoint is restored by that.
 
+    So is one that is thinned at this instant: all is named that ``commit`` has.
+
     Raises `InvalidInput` for a bad name; `Conflict` if the checkpoint was purged, if it is forgotten and cannot be
     restored, or if somebody else moved the tag at this instant; `StorageError`.
     """
@@ -112,6 +114,9 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
     if not now.visible:
         restore(repo, now)
+    elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
+        with suppress(Conflict):  # it was purged: what is left is tagged
+            restore(repo, commit)
     return tag
 
 

@@ -15,7 +15,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the stored name. Raises InvalidInput for what cannot be stored."""
     name = str(dtype).removeprefix("torch.")
     if name not in dtypes.DTYPES:
-        raise InvalidInput(f"tensors of {dtype} cannot be stored")
+        raise InvalidInput(f"tensors of {dtype} cannot be stored; convert them to another dtype first")
     return name
 
 

@@ -2,6 +2,10 @@
 
 Each is a rewrite without the rows of what goes, and without the blobs that only these name: no byte of a tensor is read
 or written. The places of before are purged by a gc, like what is forgotten; until then `restore` brings all back.
+
+A tag that is set meanwhile claims all that was there. So tags are listed again when it is done, and what one names that
+the plan did not know of is restored. Who sets a tag reads the log behind that: one of the two sees the other. If it is
+killed in between, the tag keeps the old places, and a gc restores them later.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, MissingKey, NotFound
 from casckpt.format.draft import thinned
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
@@ -25,7 +29,7 @@ from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Policy, Thinning, patterns_of, plan_forget
 from casckpt.plan.reuse import coded_bytes
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits, restore
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -101,7 +105,7 @@ def plan_thin(
     rule, wanted = patterns_of(drop), list(refs)
     if bool(wanted) is not (keep is None or keep.is_empty):
         raise InvalidInput("name the checkpoints to thin, or give a rule of what stays whole (keep-last), one of both")
-    named = {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
+    named = _barring(repo, tagged=tagged)
     listed = list_commits(repo)
     if wanted:
         chosen = resolve_many(repo, wanted, listed)
@@ -116,6 +120,11 @@ def plan_thin(
     thin = tuple(one for one in found if isinstance(one, Thin) and one.entries)
     failed = tuple(one for one in found if isinstance(one, CasckptError))
     return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged)
+
+
+def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
+    """Return the tags whose checkpoints stay whole."""
+    return {name: tag for name, tag in tags(repo).items() if not tagged or tag.expires is not None}
 
 
 def _rule(commit: Commit) -> frozenset[str]:
@@ -156,7 +165,7 @@ def _plan_one(repo: Repository, rule: frozenset[str], commit: Commit) -> Thin | 
         used = _sizes(manifest, stays)
         gone = {name: size for name, size in _sizes(manifest, goes).items() if name not in used}
         return Thin(commit, numbers, sum(entry.nbytes for entry in goes), gone, used)
-    except (Conflict, Damaged, InvalidInput) as error:
+    except (Damaged, Gone, InvalidInput) as error:
         return error
 
 
@@ -212,6 +221,7 @@ def execute(repo: Repository, plan: ThinPlan) -> tuple[Commit, ...]:
     """
     check_requirements(repo)
     made = [done for one in plan.thin if (done := _thin(repo, one, plan.drop)) is not None]
+    made = _but_tagged(repo, plan.thin, made, _barring(repo, tagged=plan.tagged) if made else {})
     if plan.tagged:
         _move_tags(repo, [*plan.done, *made])
     return tuple(made)
@@ -242,9 +252,27 @@ def _thin(repo: Repository, one: Thin, drop: Iterable[str]) -> Commit | None:
         kept = (manifest.extents(entry) for entry in manifest.held if entry.number not in one.entries)
         return changed(made, dropped=_dropped(one, drop), **coded_bytes(kept)._asdict())
 
-    with suppress(Conflict):
+    with suppress(Conflict, Gone):
         return rewrite(repo, commit, save)
     return None
+
+
+def _but_tagged(
+    repo: Repository, thin: Iterable[Thin], made: Sequence[Commit], named: Mapping[str, Tag]
+) -> list[Commit]:
+    """Restore of what was ``made`` thin what a tag names that was set meanwhile; the others."""
+    found = tagged_txids(named, made)
+    before = {one.commit.id: one.commit for one in thin}
+    left = []
+    for commit in made:
+        try:
+            if commit.txid in found:
+                restore(repo, before[commit.id])
+                continue
+        except Conflict:  # purged by now: so the tag came later, and names what is thin
+            pass
+        left.append(commit)
+    return left
 
 
 def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:
@@ -270,13 +298,15 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
     What a tag names here stays whole, as does what cannot be read. Raises `StorageError`.
     """
     listed, named = list_commits(repo), {tag.manifest for tag in tags(repo).values()}
-    made = []
+    plans, made = [], []
     for other in others:
         here, rule = listed.of_id(other.id), _rule(other)
         if here is not None and here.visible and here.id not in named and not rule <= _rule(here):
             plan = _plan_one(repo, rule, here)
-            made += [] if isinstance(plan, CasckptError) else [_thin(repo, plan, rule)]
-    return [one for one in made if one is not None]
+            if not isinstance(plan, CasckptError) and (done := _thin(repo, plan, rule)) is not None:
+                plans.append(plan)
+                made.append(done)
+    return _but_tagged(repo, plans, made, tags(repo) if made else {})
 
 
 def whole_of(repo: Repository, commit: Commit) -> Commit:

@@ -13,7 +13,7 @@ import torch
 import casckpt
 from casckpt.checkpoint.loading.load_plan import LoadArguments, LoadOptions, MatchArguments, ReadArguments
 from casckpt.checkpoint.saving.options import SaveArguments, SaveOptions
-from casckpt.errors import Conflict, ForgottenWarning, InvalidInput, NotFound
+from casckpt.errors import ForgottenWarning, Gone, InvalidInput, NotFound
 from tests.support.repositories import memory
 from tests.support.saves import small
 
@@ -216,13 +216,13 @@ def test_loading_what_was_forgotten_warns(saved: casckpt.Store) -> None:
     saved.read(id)
 
 
-def test_what_was_purged_while_it_was_held_is_a_conflict(saved: casckpt.Store) -> None:
+def test_what_was_purged_while_it_was_held_is_gone(saved: casckpt.Store) -> None:
     ckpt = saved.get("default@1")
     saved.save({"w": torch.zeros(3)}, step=2)
     saved.forget(ckpt)
     saved.gc(min_age=0)
     for call in (saved.read, lambda ref: saved.load({"w": torch.zeros(3)}, ref), saved.get, saved.verify, saved.forget):
-        with pytest.raises(Conflict, match="purged"):
+        with pytest.raises(Gone, match="purged"):
             call(ckpt)
     assert ckpt not in saved
 

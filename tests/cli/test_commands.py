@@ -18,6 +18,7 @@ import torch
 import casckpt
 from casckpt.cli.text import printable
 from casckpt.plan.sizes import format_size
+from casckpt.repository.commits import forget
 from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
 from tests.support.rewrites import move
@@ -483,6 +484,14 @@ def test_a_tagged_one_is_forgotten_on_demand_only(saved: Path, as_json: AsJson) 
     assert len(as_json("forget", saved, "a@1..3", "--tagged")["forgotten"]) == 3
 
 
+def test_gc_restores_what_is_tagged(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
+    store.tag("best", "a@2")
+    forget(store.repository, store.get("a@2").commit)  # as a gc that was killed leaves it
+    assert "would restore a@2" in run("gc", saved, "--dry-run").stdout
+    assert named(as_json("gc", saved)["restored"]) == ["a@2"]
+    assert "a@2" in run("show", saved, "tag:best").stdout
+
+
 def test_gc_plans_what_it_then_does(saved: Path, as_json: AsJson, run: Run) -> None:
     planned = as_json("gc", saved, "--keep-last", 1, "--min-age", 0, "--dry-run")
     before = set(saved.rglob("*"))
@@ -778,7 +787,7 @@ def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> No
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "a part of a model: from_pretrained would make the rest anew" in said("part", "--keys", "model.w")
+    assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
     assert "these are no names of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
     assert "put that of the model there" in unwanted

@@ -7,6 +7,7 @@ import itertools
 import json
 import mmap
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,7 +15,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -411,6 +414,50 @@ def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool) -> None:
     assert max(heard) > 60, "all calls were counted"
 
 
+@pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
+def test_two_followers_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """As a training saves, and gcs keep its newest alone: each folder is always one version, which loads."""
+    pytest.importorskip("transformers", reason="needs casckpt[transformers]")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    store, model, draw = small_folder(tmp_path / "store"), llama(), random.Random(22)
+    optim, folders = torch.optim.AdamW(model.parameters(), lr=1e-4), [tmp_path / name / "to" for name in "ab"]
+    words, saved = torch.arange(12).view(2, 6), list[tuple[str, Any]]()
+    seen: list[list[int]] = [[] for _ in folders]
+
+    def train() -> None:
+        model(input_ids=words, labels=words).loss.backward()
+        optim.step()
+        made = casckpt.save_model_and_optim_state(store, model, optim, run="run", step=len(saved), compress="auto")
+        saved.append((made.id, deepcopy(model)))
+
+    def look() -> None:
+        for folder, steps in zip(folders, seen, strict=True):
+            if (folder / CURRENT).exists():
+                _, step, id = os.readlink(folder / CURRENT).split("-")
+                assert id == saved[int(step)][0]
+                check_loads(folder / CURRENT, saved[int(step)][1])
+                steps.append(int(step))
+
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        followers = [
+            stack.enter_context(dying(tmp_path / "store", folder, reuse=folder == folders[1])) for folder in folders
+        ]
+        for _ in range(300 if full else 15):
+            train()
+            killed = [pool.submit(one, draw.randrange(1, 80)) for one in followers]
+            store.gc(keep_last=1, min_age=0, wait=0)
+            assert {one.result() for one in killed} <= {False, True}
+            look()
+        assert [one(1 << 30) for one in followers] == [False, False]
+        look()
+    for folder, steps in zip(folders, seen, strict=True):
+        heard = list(map(int, (folder.parent / "told").read_text().split()))
+        assert heard == sorted(heard)
+        assert set(heard) == set(steps)
+        assert steps[-1] == len(saved) - 1
+    assert not store.verify(decode=True).is_damaged
+
+
 # engines
 
 
@@ -418,7 +465,8 @@ class Engine(BaseHTTPRequestHandler):
     """What engines do that load from a folder when they are told to.
 
     SGLang: 400 and "success": false where it cannot. vLLM in its development mode: the method of its workers by its
-    name, 500 where that raises; and what it has of earlier prompts stays until it is told to forget that.
+    name, 500 where that raises, also for a keyword that it does not have; what it has of earlier prompts stays until
+    it is told to forget that.
     """
 
     held: ClassVar[list[dict[str, torch.Tensor]]] = []
@@ -434,9 +482,19 @@ class Engine(BaseHTTPRequestHandler):
             is_there = self.load(asked["model_path"])
             self.answer(200 if is_there else 400, {"success": is_there, "message": ""})
         elif self.path == "/collective_rpc":
-            assert asked["method"] == "reload_weights"
             self.stale.append(True)
-            self.answer(200 if self.load(asked["kwargs"]["weights_path"]) else 500, {"results": [None]})
+            try:
+                self.reload_weights(**{"reload_weights": asked["kwargs"]}[asked["method"]])
+            except (KeyError, TypeError, FileNotFoundError):
+                self.answer(500, {})
+            else:
+                self.answer(200, {"results": [None]})
+
+    def reload_weights(self, weights_path: str, *, is_checkpoint_format: bool = True) -> None:
+        """As the workers of vLLM 0.16 to 0.33 have it."""
+        assert is_checkpoint_format
+        if not self.load(weights_path):
+            raise FileNotFoundError(weights_path)
 
     def load(self, folder: str) -> bool:
         path = Path(folder, "model.safetensors")

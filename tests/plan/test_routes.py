@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import TypeAlias
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.format.digest import cell_digest
-from casckpt.format.extents import Frame, StoredCell
+from casckpt.format.extents import ExtentTable, Frame, StoredCell, build
 from casckpt.format.regions import full_box
-from casckpt.plan.routes import Route, find_route
+from casckpt.plan.routes import Link, Route, Span, Way, common, find_route, find_way, links, within
 
 BOX = full_box((1000,))
 NBYTES = 1000
@@ -70,3 +72,95 @@ def test_no_key_is_read_along_a_chain() -> None:
         assert find_route(other, one) == Route([other], [])
     assert find_route(versions[2], versions[7]) == Route([], versions[3:8])
     assert find_route(versions[4], versions[4]) == Route([], [])
+
+
+# by extents
+
+CELL, SIZE = 100, 2  # elements, and bytes of one
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[ExtentTable]:
+    """Versions of a tensor. Of each some cells are new, told from an earlier version or from none; the others stay."""
+    numel = draw(st.integers(1, 8)) * CELL - draw(st.sampled_from([0, 1]))
+    cut = draw(st.sets(st.integers(1, numel), max_size=2)) - {numel}
+    versions: list[list[StoredCell]] = []
+    for version in range(draw(st.integers(1, 6))):
+        cuts = sorted({*range(0, numel, CELL), *(cut if draw(st.booleans()) else ()), numel})
+        base, at, found = draw(st.sampled_from([None, *versions])), 1000, list[StoredCell]()
+        before = {one[4:6]: one for one in versions[-1]} if versions else {}
+        below = {one[4:6]: one for one in base or ()}
+        for lo, hi in pairwise(cuts):
+            one = before.get((lo, hi))
+            if one is None or draw(st.integers(0, 4)):
+                told = below.get((lo, hi)) if draw(st.integers(0, 9)) else None
+                digest, nbytes = cell_digest(b"%d %d %d" % (version, lo, hi)), (hi - lo) * SIZE
+                frame = None if told is None else Frame(draw(st.integers(1, nbytes)), told)
+                one = StoredCell(version, at, nbytes, full_box((numel,)), lo, hi, digest, frame)
+                at += one.stored
+            found.append(one)
+        versions.append(found)
+    return [build((numel,), SIZE, CELL, cells) for cells in versions]
+
+
+@given(tables(), st.data())
+def test_extents_say_what_their_cells_do(found: list[ExtentTable], data: st.DataObject) -> None:
+    table = data.draw(st.sampled_from(found))
+    numel = table.shape[0]
+    lo = data.draw(st.integers(0, numel - 1))
+    hi = data.draw(st.integers(lo + 1, numel))
+    seen = []
+    for extent in table.extents_in(0, lo, hi):
+        span = within(table, extent, lo, hi)
+        cells = list(table.stored_cells([extent]))
+        cells = [one for one in cells if one.lo < hi and lo < one.hi]
+        assert list(span.bounds) == [(one.lo, one.hi) for one in cells]
+        assert span.size == len(cells)
+        assert span.each_digest(extent) == [one.digest for one in cells]
+        assert span.places(extent) == [(one.blob, one.offset, one.stored) for one in cells]
+        assert set(span.all_links(extent)) == {link for one in cells for link in links(one)}
+        seen += cells
+    assert seen == list(table.cells_in(0, lo, hi))
+
+
+@given(tables(), st.data())
+def test_a_way_of_extents_is_a_route_of_each_cell(found: list[ExtentTable], data: st.DataObject) -> None:
+    held, wanted = (data.draw(st.sampled_from(found)) for _ in "ab")
+    mine, theirs = ({one[4:6]: one for one in table.stored_cells()} for table in (held, wanted))
+    every = sorted({link for one in (*mine.values(), *theirs.values()) for link in links(one)})
+    kept = set(data.draw(st.lists(st.sampled_from(every)))) if every else set()
+    compared = []
+    for extent in wanted.extents:
+        for other, span in common(held.extents, extent, within(wanted, extent, 0, wanted.shape[0])):
+            compared += list(span.bounds)
+            for one in (span, *span.apart()):
+                check_way(find_way(other, extent, one, kept), one, mine, theirs, kept)
+    assert sorted(compared) == sorted(mine.keys() & theirs.keys())
+
+
+Cells: TypeAlias = Mapping[tuple[int, int], StoredCell]
+
+
+def check_way(way: Way | None, span: Span, mine: Cells, theirs: Cells, kept: set[Link]) -> None:
+    """It leads each cell to where it is to go; by itself a cell goes the way that reads the least."""
+    routes = [find_route(mine[place], theirs[place], kept) for place in span.bounds]
+    if way is None:
+        assert span.size > 1 or routes == [None]
+        return
+    undone, decoded = ([span.links(one) for one in extents] for extents in way)
+    for number, place in enumerate(span.bounds):
+        at = mine[place].digest
+        for digest, base in [frames[number] for frames in undone]:
+            assert at == digest
+            at = base
+        for digest, base in [frames[number] for frames in decoded]:
+            assert at == base
+            at = digest
+        assert at == theirs[place].digest
+    if span.size == 1:
+        (route,) = routes
+        frames = [frame for extents in (undone, decoded) for (frame,) in extents]
+        nbytes = [place[2] for extents in way for one in extents for place in span.places(one)]
+        assert route is not None
+        read = sum(size for link, size in zip(frames, nbytes, strict=True) if link not in kept)
+        assert read == route.cost(kept) or not undone, "what is held is a base of what is wanted"

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, Refused, StorageError
+from casckpt.errors import Damaged, Gone, InvalidInput, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.draft import ObjectEntry
 from casckpt.format.extents import StoredCell, build
@@ -135,7 +135,7 @@ def test_a_record_that_is_not_that_of_its_manifest_is_refused(
     assert len(manifests.blob_list(fresh(tmp_path, repo), other)) == 0  # whatever it says, a gc knows what it needs
 
 
-def test_a_checkpoint_purged_meanwhile_is_a_conflict_and_no_damage(
+def test_a_checkpoint_purged_meanwhile_is_gone_and_not_damaged(
     tmp_path: Path, repo: Repository, faults: FaultyStore
 ) -> None:
     commit = save(repo, "sft", 7)
@@ -145,7 +145,7 @@ def test_a_checkpoint_purged_meanwhile_is_a_conflict_and_no_damage(
         faults.inner.delete(key_of(commit))
 
     faults.inject(call_first("get", collect, key="objects/*"))
-    with pytest.raises(Conflict, match=r"sft@7 .* was purged just now"):
+    with pytest.raises(Gone, match=r"sft@7 .* was purged just now"):
         manifests.get(fresh(tmp_path, repo), commit)
 
 
@@ -271,12 +271,12 @@ def test_what_is_damaged_in_a_large_manifest_hits_what_lies_there(tmp_path: Path
     assert len(manifests.stored_blobs(fresh(tmp_path, repo), commit)) == 1
 
 
-def test_a_large_manifest_that_is_purged_while_it_is_read_is_a_conflict(tmp_path: Path, repo: Repository) -> None:
+def test_a_large_manifest_that_is_purged_while_it_is_read_is_gone(tmp_path: Path, repo: Repository) -> None:
     commit = save_large(repo)
     found = manifests.get(fresh(tmp_path, repo), commit)
     purge(repo, forget(repo, commit))
     repo.storage.delete(key_of(commit))
-    with pytest.raises(Conflict, match="was purged just now"):
+    with pytest.raises(Gone, match="was purged just now"):
         found.ready([1])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound
+from casckpt.errors import Damaged, Gone, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
@@ -98,7 +98,7 @@ def test_of_several_commits_of_one_manifest_a_visible_one_answers_then_the_lates
 
 def test_what_was_purged_is_said_to_be_gone(repo: Repository) -> None:
     purged = purge(repo, forget(repo, commit_bare(repo, "a", 1)))
-    with pytest.raises(NotFound, match=r"a@1 .*purged"):
+    with pytest.raises(Gone, match=r"a@1 .*purged"):
         resolve(repo, purged.id)
     other = commit_bare(repo, "a", 2, manifest=an_id(purged.id[:6]))
     assert resolve(repo, purged.id[:6]) == other
@@ -108,7 +108,7 @@ def test_a_commit_that_was_purged_names_the_same_checkpoint_by_another(repo: Rep
     """Who holds it goes on though it was repaired, by a commit of its own, and purged then."""
     commit = commit_bare(repo, "a", 1)
     purge(repo, forget(repo, commit))
-    with pytest.raises(Conflict, match="purged"):
+    with pytest.raises(Gone, match="purged"):
         resolve(repo, commit)
     again = commit_bare(repo, "a", 1, manifest=commit.id)
     assert resolve(repo, commit) == again

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused
+from casckpt.errors import CasckptError, Damaged, Gone, Refused
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.columns import pack
 from casckpt.format.digest import cell_digest
@@ -177,7 +177,7 @@ def test_damaged_attachments_and_parts_of_objects(store: Store) -> None:
     assert template == {"blob": None}
 
 
-def test_a_checkpoint_that_was_purged_meanwhile_is_a_conflict() -> None:
+def test_a_checkpoint_that_was_purged_meanwhile_is_gone() -> None:
     faulty = FaultyStore(memory())
     store = small(faulty)
     ckpt = store.save({"w": cells(3)}, step=1)
@@ -189,7 +189,7 @@ def test_a_checkpoint_that_was_purged_meanwhile_is_a_conflict() -> None:
             faulty.inner.delete(key)
 
     faulty.inject(call_first("open", purge))
-    with pytest.raises(Conflict, match=r"default@1 .* was purged while it was read"):
+    with pytest.raises(Gone, match=r"default@1 .* was purged while it was read"):
         store.read("default@1")
 
 

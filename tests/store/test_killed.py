@@ -8,13 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.format.keys import blob_key, manifest_key
-from casckpt.repository import manifests
-from casckpt.repository.commits import list_commits
-from casckpt.store.store import Store
 from tests.support import killed_thins
-from tests.support.announced import undecided
-from tests.support.killed_saves import WAYS, check_all, open_folder, state
+from tests.support.killed_saves import WAYS, check_all, check_clean, open_folder, state
 from tests.support.saves import same_state, steps
 
 ROOT = Path(__file__).parents[2]
@@ -32,16 +27,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return folder
 
 
-def needed(store: Store) -> set[str]:
-    """Keys of all objects that live checkpoints name."""
-    found = set()
-    for commit in list_commits(store.repository).live():
-        manifest = manifests.get(store.repository, commit)
-        found.add(manifest_key(commit.txid, commit.id))
-        found |= {blob_key(ref.uploader, ref.hash) for ref in manifest.blobs}
-    return found
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
     points = sorted(killed.glob(f"{way}-*"))
@@ -56,7 +41,7 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
         assert not store.verify().is_damaged
         result = store.gc(wait=0, min_age=0)
         assert not result.waiting, point.name  # its process is dead, and that can be proved here
-        _check_clean(store)
+        check_clean(store)
         check_all(store, {("default", step): state(step) for step in (1, 2)})
         store.save(state(3), step=3, compress="auto")
         deltas.add(store.get("default@3").commit.committed.bytes_deltas > 0)
@@ -64,16 +49,6 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
         assert not store.verify().is_damaged
     assert outcomes == {False, True} or way == "timed"
     assert deltas == {True}
-
-
-def _check_clean(store: Store) -> None:
-    """Nothing is left but what is needed."""
-    keys = {entry.key for entry in store.repository.storage.list("")}
-    assert undecided(store.repository) == []
-    assert {key for key in keys if key.startswith("objects/")} == needed(store)
-    assert not {key for key in keys if key.startswith("transactions/")}
-    folder = Path(store.url)
-    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +77,7 @@ def test_thinning_and_its_gc_killed_at_many_instants_lose_nothing(thinned: Path,
             assert same_state(store.read(one, keys=["model.*"] if one.dropped else None), want), point.name
         store.thin(drop=killed_thins.DROP, keep_last=1)
         assert not store.gc(min_age=0, wait=0).waiting
-        _check_clean(store)
+        check_clean(store)
         assert [bool(one.dropped) for one in store.checkpoints()] == [True, True, False]
         last = killed_thins.state(killed_thins.COUNT - 1)
         assert same_state(store.read("latest"), last)
@@ -120,6 +95,6 @@ def test_two_processes_save_while_a_gc_goes_on(tmp_path: Path, saves: int) -> No
     assert not store.verify().is_damaged
     assert int((tmp_path / "deleted").read_text()) > 0
     store.gc(keep_last=1, min_age=0)
-    _check_clean(store)
+    check_clean(store)
     assert len(store.checkpoints()) == 2
     check_all(store, {(run, step): state(step) | {"run": run} for run in ("a", "b") for step in range(saves)})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
+from casckpt.errors import Conflict, Gone, InvalidInput, MissingKey, NotFound, StorageError, Unsupported
 from casckpt.repository.tags import list_tags
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
@@ -52,7 +52,7 @@ def test_what_is_held_is_loaded_whatever_is_collected(store: Store) -> None:
         with pytest.warns(UserWarning, match="forgotten"):
             assert same_state(store.read(ckpt), state(0))
     assert gc(store) == [0]
-    with pytest.raises(Conflict, match="purged"), store.lease(ckpt):
+    with pytest.raises(Gone, match="purged"), store.lease(ckpt):
         pass
     with pytest.raises(NotFound), store.lease(ckpt.id):
         pass

@@ -1,6 +1,6 @@
 """Inputs of importers, bent at random: whatever they are, an import ends well or with an error of casckpt.
 
-``python -m tests.support.fuzz KIND COUNT SEED`` bends one kind so often, with 4 GiB of address space, and prints the
+``python -m tests.support.fuzz KIND COUNT SEED`` bends one kind so often, with 1 GiB of memory, and prints the
 outcomes as JSON: by the name of the error, "ok" among them. What raises anything else, runs what a pickle names, or
 commits what cannot be read afterwards ends it with a traceback, and leaves the input behind.
 """
@@ -31,7 +31,7 @@ from casckpt.frontends.convert import import_any, look_at
 from tests.support.dcp import save
 from tests.support.tally import tally
 
-ADDRESS_SPACE: Final = 4 << 30
+MEMORY: Final = 1 << 30
 sung: list[str] = []
 
 
@@ -213,9 +213,16 @@ class Bender:
         return "ok"
 
 
+def bound_memory(nbytes: int) -> None:
+    """Let this process take no more than so much address space beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + nbytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def main(kind: str, count: int, seed: int) -> None:
     """Bend so many, and print how they ended."""
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    bound_memory(MEMORY)
     warnings.simplefilter("ignore")  # torch warns of protocols and of types that it no longer likes
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="casckpt-fuzz-")

@@ -2,14 +2,13 @@
 
 Where a hash proves the bytes it is made right again, as whoever can write to a store would: so they are decoded at all.
 
-``python -m tests.support.fuzz_decoders KIND COUNT SEED`` bends so many, with 4 GiB of address space;
+``python -m tests.support.fuzz_decoders KIND COUNT SEED`` bends so many, with 256 MiB of memory;
 `tests.support.fuzz_guided` lets atheris choose them by what they reach.
 """
 
 from __future__ import annotations
 
 import re
-import resource
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,11 +29,12 @@ from casckpt.format.extents import ExtentTable
 from casckpt.format.names import ManifestId
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.frontends.dcp.described import read_metadata
-from tests.support.fuzz import ADDRESS_SPACE, bent
+from tests.support.fuzz import bent, bound_memory
 from tests.support.tally import tally
 
 DATA: Final = Path(__file__).resolve().parents[1] / "data"
 STORES: Final = (DATA / "frozen_store", DATA / "frozen_store_coded")
+MEMORY: Final = 256 << 20
 MOST: Final = 1 << 16
 """Bytes of a seed, at most: thousands of them are bent."""
 _VALUES: Final = (
@@ -180,5 +180,5 @@ def decodes(kind: str, data: bytes) -> bool:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    bound_memory(MEMORY)
     print(bend(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))  # noqa: T201 - its parent reads it

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,9 +25,13 @@ from typing import Any, NoReturn
 import torch
 
 from casckpt.errors import NotFound
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository import manifests
+from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
+from tests.support.announced import undecided
 from tests.support.crash import CALLS
 from tests.support.faulty import FaultyStore, Kind
 from tests.support.saves import CELL, cells, same_state, trained
@@ -52,36 +57,45 @@ def open_folder(folder: Path, storage: Any = None) -> Store:
     return store
 
 
-class KillingStore(FaultyStore):
-    """Kills its process right before or right after a call; ``step`` counts both."""
+class Strike:
+    """Sends its own process a signal, at step ``at`` of all that are counted here; at none, if that is 0."""
 
-    def __init__(self, inner: LocalStore, step: int) -> None:
+    def __init__(self, at: int, sends: signal.Signals = signal.SIGKILL) -> None:
+        self.at, self.sends, self.count = at, sends, 0
+        self._lock = threading.Lock()
+
+    def step(self) -> None:
+        with self._lock:
+            self.count += 1
+            is_now = self.count == self.at
+        if is_now:
+            tally(f"{self.sends.name} at a call of the storage")
+            os.kill(os.getpid(), self.sends)
+
+
+class KillingStore(FaultyStore):
+    """Kills its process, or stops it, right before or right after a call; both are steps of ``strike``."""
+
+    def __init__(self, inner: LocalStore, strike: Strike) -> None:
         super().__init__(inner)
-        self.step, self.count_ = step, 0
+        self.strike = strike
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[Kind]]:
-        self._die()
+        self.strike.step()
         yield set()
-        self._die()
-
-    def _die(self) -> None:
-        self.count_ += 1
-        if self.count_ == self.step:
-            tally("SIGKILL at a call of the storage")
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.strike.step()
 
 
 def _save(folder: Path, way: str, at: float) -> int:
     """Save the second step, killed on the way unless ``at`` is 0; how many steps it had."""
-    inner = LocalStore(folder / "store")
-    killing = KillingStore(inner, int(at) if way == "calls" else 0)
-    store = open_folder(folder, killing)
+    strike = Strike(int(at) if way == "calls" else 0)
+    store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
     counted = wrap_system_calls(int(at)) if way == "syscalls" else None
     if way == "timed" and at:
         signal.setitimer(signal.ITIMER_REAL, at)  # whose signal ends the process, since nobody handles it
     store.save(state(2), step=2, threads=2, compress="auto")
-    return counted() if counted else killing.count_
+    return counted() if counted else strike.count
 
 
 def wrap_system_calls(step: int) -> Callable[[], int]:
@@ -112,11 +126,11 @@ def forked(call: Callable[[], object]) -> int:
     """Run in a child; its wait status."""
     child = os.fork()
     if not child:
-        _run_and_exit(call)
+        run_and_exit(call)
     return os.waitpid(child, 0)[1]
 
 
-def _run_and_exit(call: Callable[[], object]) -> NoReturn:
+def run_and_exit(call: Callable[[], object]) -> NoReturn:
     """The rest of a forked child's life: it never returns into what its parent does."""
     try:
         call()
@@ -193,11 +207,31 @@ def race(folder: Path, saves: int) -> None:
     for call in (*calls, partial(_collect, folder, runs)):
         child = os.fork()
         if not child:
-            _run_and_exit(call)
+            run_and_exit(call)
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
     if any(statuses):
         raise SystemExit(f"a process failed: {statuses}")
+
+
+def needed(store: Store) -> set[str]:
+    """Keys of all objects that live checkpoints name."""
+    found = set()
+    for commit in list_commits(store.repository).live():
+        manifest = manifests.get(store.repository, commit)
+        found.add(manifest_key(commit.txid, commit.id))
+        found |= {blob_key(ref.uploader, ref.hash) for ref in manifest.blobs}
+    return found
+
+
+def check_clean(store: Store) -> None:
+    """Nothing is left but what is needed."""
+    keys = {entry.key for entry in store.repository.storage.list("")}
+    assert undecided(store.repository) == []
+    assert {key for key in keys if key.startswith("objects/")} == needed(store)
+    assert not {key for key in keys if key.startswith("transactions/")}
+    folder = Path(store.url)
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
 
 
 def check_all(store: Store, states: dict[tuple[str, int], Any]) -> None:

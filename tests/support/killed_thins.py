@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from casckpt.storage.local.store import LocalStore
-from tests.support.killed_saves import KillingStore, forked, open_folder, wrap_system_calls
+from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, wrap_system_calls
 from tests.support.saves import cells
 
 WAYS = ("calls", "syscalls")
@@ -35,9 +35,9 @@ def state(step: int) -> dict[str, Any]:
 
 def _thin(folder: Path, way: str, at: int, counted: Path | None = None) -> None:
     """Thin all but the last, and collect; killed at step ``at``, unless that is 0."""
-    killing = KillingStore(LocalStore(folder / "store"), at if way == "calls" else 0)
-    store = open_folder(folder, killing)
-    count = wrap_system_calls(at) if way == "syscalls" else lambda: killing.count_
+    strike = Strike(at if way == "calls" else 0)
+    store = open_folder(folder, KillingStore(LocalStore(folder / "store"), strike))
+    count = wrap_system_calls(at) if way == "syscalls" else lambda: strike.count
     store.thin(drop=DROP, keep_last=1)
     store.gc(min_age=0, wait=0)
     if counted is not None:

@@ -16,7 +16,7 @@ def test_names_come_back(name: str) -> None:
 
 
 def test_what_cannot_be_stored() -> None:
-    with pytest.raises(InvalidInput, match=r"torch\.qint8"):
+    with pytest.raises(InvalidInput, match=r"torch\.qint8 cannot be stored; convert"):
         dtype_name(torch.qint8)
 
 

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from casckpt.errors import MissingKey
+from casckpt.errors import MissingKey, StorageError
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, list_commits, restore
 from casckpt.repository.folding import Holdings
+from casckpt.repository.leases import hold
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import delete_tag, set_tag, tags
+from casckpt.repository.tags import delete_tag, set_tag, tags, write_generation
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import key_of_note, lag_of, needed_in_mirror
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
-from casckpt.upkeep.thinning import execute, plan_thin, whole_of
+from casckpt.upkeep.thinning import execute, plan_thin, thin_alike, whole_of
 from tests.support.checkpoints import Arrays, array, content, flip, read_arrays, save_parts
 from tests.support.copies import check_clean, copy, elsewhere
-from tests.support.faulty import FaultyStore, Kind
-from tests.support.gcs import collect, keys
-from tests.support.repositories import Ticks, memory, repository
+from tests.support.faulty import FaultyStore, Kind, call_first, fail_before
+from tests.support.gcs import collect, keys, ticking
+from tests.support.repositories import Ticks, meanwhile, memory, repository
 from tests.support.rewrites import move
-from tests.upkeep.gc.play import Play
+from tests.upkeep.gc.play import Play, tag_some, thin_untagged
 
 DROP = ["optim.*"]
 OPTIM = ("optim.a", "optim.b")
-COUNT = 3
+COUNT, HOUR = 3, 3600.0
 
 
 def fill(repo: Repository) -> Repository:
@@ -126,6 +128,46 @@ def test_beside_rewriters_holders_and_gcs(tmp_path: Path, seed: int, full: bool,
     assert thinned
 
 
+@pytest.mark.parametrize("dies", ["gc", "thinner"])
+def test_what_is_tagged_is_visible_and_whole_in_the_end(tmp_path: Path, seed: int, full: bool, dies: str) -> None:
+    """Beside a rule that forgets, and one who thins, one of whom is killed right behind its first change of a log."""
+    taken_back = 0
+    for round_ in range(400 if full else 40):
+        play = ThinPlay(tmp_path / str(round_), seed + round_)
+        for step in (2, 3):
+            play.save(step)
+        play.gc("gc", runs=1, revoke_after=1e9)
+        play.writer("thinner", thin_untagged)
+        play.writer("tagger", tag_some)
+        choose = play.choices(0.3, 0.5)
+
+        def choose_until_killed(
+            waiting: list[str], play: Play = play, choose: Callable[[list[str]], str] = choose
+        ) -> str:
+            is_dead = any(name == dies and re.fullmatch(r"put commits/.*\.1", call) for name, call in play.stage.log)
+            return choose([name for name in waiting if name != dies or not is_dead] or waiting)
+
+        play.stage.run(choose_until_killed, play.look, killed=frozenset({dies}))
+        before = tags_that_lie(play.watcher)
+        for _ in range(2):
+            collect(play.watcher, min_age=HOUR, revoke_after=0.0)
+        assert tags_that_lie(play.watcher) == []
+        taken_back += len(before)
+        check(play.watcher)
+    assert taken_back
+
+
+def tags_that_lie(repo: Repository) -> list[str]:
+    """Those whose checkpoint is not visible, or lacks what it had where they were set, though that lives."""
+    listed = list_commits(repo)
+    lying = []
+    for name, tag in tags(repo).items():
+        now, then = listed.of_id(tag.manifest), listed.commits[tag.txid]
+        is_whole = now is not None and now.visible and (not then.live or now.dropped in (None, then.dropped))
+        lying += [] if now is None or is_whole else [name]
+    return lying
+
+
 def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None:
     for round_ in range(200 if full else 12):
         play = ThinPlay(tmp_path / str(round_), seed + round_)
@@ -138,6 +180,110 @@ def test_beside_writers_and_users(tmp_path: Path, seed: int, full: bool) -> None
         for name in tags(play.watcher):  # they may hold old places
             delete_tag(play.watcher, name)
         play.clean_up()
+
+
+# beside tags
+
+
+@pytest.fixture
+def faults() -> FaultyStore:
+    return FaultyStore(memory())
+
+
+@pytest.fixture
+def filled(tmp_path: Path, faults: FaultyStore) -> Repository:
+    return fill(repository(tmp_path, faults))
+
+
+TAGS: dict[str, Callable[[Repository], object]] = {
+    "a tag": lambda repo: set_tag(repo, "best", resolve(repo, "run@0")),
+    "a lease": lambda repo: hold(repo, "eval", resolve(repo, "run@0"), HOUR),
+}
+
+
+def tag_right_before(repo: Repository, faults: FaultyStore, what: str) -> None:
+    """It is there when the thin one takes its place, and was not when that was planned."""
+    set_it = meanwhile(lambda: TAGS[what](repo))
+    faults.inject(call_first("put", set_it, key=f"commits/{resolve(repo, 'run@0').txid}.1"))
+
+
+@pytest.mark.parametrize("what", TAGS)
+def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faults: FaultyStore, what: str) -> None:
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, what)
+    assert [one.step for one in thin(filled, "run@0", "run@1")] == [1]
+    assert resolve(filled, "run@0").txid == whole.txid
+    for _ in range(2):
+        collect(filled)
+    check(filled)
+    assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
+
+
+def test_so_it_does_in_a_mirror_that_is_thinned_alike(filled: Repository, faults: FaultyStore, tmp_path: Path) -> None:
+    other = elsewhere(tmp_path / "t")
+    copy(filled, other)
+    thin(other, "run@0", "run@1")
+    tag_right_before(filled, faults, "a tag")
+    thinner = [one for one in list_commits(other).visible() if one.dropped]
+    assert [one.step for one in thin_alike(filled, thinner)] == [1]
+    assert resolve(filled, "tag:best").dropped is None
+
+
+def test_what_is_tagged_is_thinned_where_that_is_wanted(filled: Repository, faults: FaultyStore) -> None:
+    tag_right_before(filled, faults, "a tag")
+    (made,) = execute(filled, plan_thin(filled, ["run@0"], drop=DROP, tagged=True))
+    assert tags(filled)["best"].txid == made.txid
+    collect(filled, revoke_after=0.0)
+    assert resolve(filled, "tag:best").dropped is not None
+
+
+@pytest.mark.parametrize("what", TAGS)
+def test_a_gc_undoes_what_was_killed_before_it_looked_at_tags_again(
+    filled: Repository, faults: FaultyStore, what: str
+) -> None:
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, what)
+    faults.inject(fail_before("put", key=f"commits/{whole.txid}.2"))
+    with pytest.raises(StorageError):
+        thin(filled, "run@0")
+    assert resolve(filled, "run@0").dropped is not None
+    collect(filled)
+    assert resolve(filled, "run@0").dropped is not None  # who thins may be about to move the tag
+    ticking(filled)(HOUR / 2)
+    collect(filled, revoke_after=HOUR / 4)
+    assert resolve(filled, "run@0").txid == whole.txid
+    check(filled)
+
+
+def test_of_several_thinnings_that_is_undone_which_the_tag_came_before(filled: Repository) -> None:
+    (less,) = thin(filled, "run@0")
+    set_tag(filled, "best", less)
+    execute(filled, plan_thin(filled, ["run@0"], drop=["model.b"], tagged=True))
+    moved = tags(filled)["best"]
+    assert moved.txid != less.txid
+    write_generation(filled, "best", moved.generation + 1, less)  # as if it had died before it moved the tag
+    collect(filled, revoke_after=0.0)
+    assert resolve(filled, "tag:best").txid == less.txid
+
+
+def test_who_tags_what_is_thinned_at_this_instant_has_it_whole(filled: Repository, faults: FaultyStore) -> None:
+    whole = resolve(filled, "run@0")
+    faults.inject(call_first("put", meanwhile(lambda: thin(filled, "run@0")), key="tags/best/0"))
+    set_tag(filled, "best", whole)
+    assert resolve(filled, "tag:best").txid == whole.txid
+    check(filled)
+
+
+def test_of_what_is_purged_by_then_the_rest_is_tagged(filled: Repository, faults: FaultyStore) -> None:
+    whole = resolve(filled, "run@0")
+
+    def thinned_and_purged() -> None:
+        thin(filled, "run@0")
+        collect(filled)
+
+    faults.inject(call_first("put", meanwhile(thinned_and_purged), key="tags/best/0"))
+    set_tag(filled, "best", whole)
+    assert resolve(filled, "tag:best").dropped is not None
 
 
 # copies

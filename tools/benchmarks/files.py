@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _PIECE = 8 << 20
+_FIRST = 64 << 10
 _COLD = 0.01  # part of the pages that may be left in the cache for a load that is called cold
 
 
@@ -99,10 +100,16 @@ def _pages(path: Path) -> tuple[int, int]:
 
 
 def bring_into_cache(folder: Path) -> None:
-    """Read every file once through the page cache."""
+    """Read every file twice through the page cache, each from a small read on.
+
+    Twice, because the first read of what was just brought in may be dearer than all later ones. From a small read on,
+    as most programs read, because after a large one Linux keeps the first MiBs of a file in single pages, and a set of
+    many files would be dearer to read than a large one.
+    """
     buffer = bytearray(_PIECE)
-    for path in files_of(folder):
+    for path in files_of(folder) * 2:
         with path.open("rb", buffering=0) as file:
+            file.read(_FIRST)
             while file.readinto(buffer):
                 pass
 

@@ -23,12 +23,13 @@ T = TypeVar("T")
 class BlobReader:
     """One blob of a load, opened by the first thread that reads it: in this host's cache, else in the store."""
 
-    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool) -> None:
+    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
+        """``keep``: have it in the cache of this host. ``cached``: it may be there."""
         self.ref = ref
         self.left = 0  # batches
         self.shared = shared
         self._repo, self._keep = repo, keep
-        self._cached = True
+        self._cached = cached
         self._lock = Lock()
         self._current: Reader | None = None
         self._opened = ExitStack()
@@ -81,7 +82,7 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: there is memory.
+    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: is there memory?
 
     Of a blob that is read for the lesser part nothing is kept: to skip what is between costs the page cache more.
     """
@@ -93,17 +94,20 @@ class BlobReaders:
         batches: Sequence[Batch[T]],
         *,
         shared: bool,
-        stays: bool,
+        stays: Callable[[], bool],
     ) -> None:
         wanted: Counter[int] = Counter()
         for batch in batches:
             wanted[batch.blob] += batch.nbytes
         fills = bool(wanted) and repo.fills_cache
+        cached = bool(wanted) and (fills or repo.blob_cache.is_there)
         self._slots: dict[int, BlobReader] = {}
         for blob, nbytes in wanted.items():
             ref = blob_at(blob)
             most = 2 * nbytes >= ref.size
-            self._slots[blob] = BlobReader(repo, ref, shared=shared or (stays and most), keep=fills and most)
+            self._slots[blob] = BlobReader(
+                repo, ref, shared=shared or (most and stays()), keep=fills and most, cached=cached
+            )
         for batch in batches:
             self._slots[batch.blob].left += 1
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from casckpt.errors import CasckptError, Conflict, Damaged
+from casckpt.errors import CasckptError, Damaged
 from casckpt.format.manifest import Manifest
 from casckpt.format.sections.blobs import BlobRef
-from casckpt.repository.commits import Commit, CommitList, list_commits
+from casckpt.repository.commits import Commit, CommitList, gone, list_commits
 from casckpt.repository.manifests import blobs_of
 from casckpt.repository.repository import Repository
 
@@ -21,13 +21,13 @@ class Lost(Exception):
 
 
 def damaged_error(repo: Repository, manifest: Manifest, ref: BlobRef, key: str, why: str) -> CasckptError:
-    """The error for bytes that are not there as they were written: Conflict if the checkpoint was purged meanwhile."""
+    """The error for bytes that are not there as they were written: Gone if the checkpoint was purged meanwhile."""
     commits = list_commits(repo)
     head = manifest.head.digest  # others of the same id may lie elsewhere
     mine = [c for c in commits.commits.values() if c.last != "revoked" and c.committed.head == head]
     name = f"{manifest.body.run}@{manifest.body.step}"
     if mine and not any(commit.live for commit in mine):
-        return Conflict(f"checkpoint {name} ({manifest.id}) was purged while it was read; load another one", key=key)
+        return gone(f"{name} ({manifest.id})", manifest.id, "while it was read", key=key)
     users = list(checkpoints_using(repo, commits, ref))
     listed = ", ".join(map(str, users[:8])) + (", ..." if len(users) > 8 else "")
     return Damaged(

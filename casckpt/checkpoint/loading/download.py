@@ -10,6 +10,7 @@ import logging
 from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from threading import BoundedSemaphore
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from casckpt.checkpoint.loading.coded import Lot
 from casckpt.checkpoint.loading.damage import Lost, damaged_error
 from casckpt.checkpoint.loading.items import Item, Part, Reads, Taker, new_item, part, place, place_of, plan_lots
 from casckpt.checkpoint.loading.transfer import Task, Transfer
-from casckpt.errors import Conflict, Damaged, Refused
+from casckpt.errors import Damaged, Gone, Refused
 from casckpt.format.extents import ExtentTable
 from casckpt.format.manifest import Manifest
 from casckpt.format.regions import normalise
@@ -84,7 +85,7 @@ class Download:
     def run(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> None:
         """Fill all sinks, but for what is ``done``.
 
-        Raises Damaged (or Conflict, if the checkpoint was purged meanwhile) naming what is hit.
+        Raises Damaged (or Gone, if the checkpoint was purged meanwhile) naming what is hit.
         """
         self._run(wants, done, frozenset())
 
@@ -95,7 +96,7 @@ class Download:
         try:
             self._fill(wants, done, finished, is_first=len(tried) == 1)
             return
-        except (Lost, Conflict, Damaged) as error:
+        except (Lost, Gone, Damaged) as error:
             other = self._other(tried)
             if other is None and isinstance(error, Lost):
                 raise damaged_error(self.repo, self.manifest, error.ref, error.key, str(error)) from error.__cause__
@@ -109,7 +110,7 @@ class Download:
     def _other(self, tried: Set[str]) -> Manifest | None:
         """The manifest of another commit of the checkpoint, with other places."""
         for commit in others(self.repo, self.manifest.id, tried):
-            with suppress(Conflict, Damaged, Refused):
+            with suppress(Gone, Damaged, Refused):
                 return get(self.repo, commit)
         return None
 
@@ -125,14 +126,13 @@ class Download:
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        stays, blob_at = self._stays_in_memory(total), self.manifest.blob
+        stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
-        transfer = Transfer(
-            self.repo, self.manifest, slots, scratches, self.turns, self.progress, finished, self.verify
-        )  # fmt: skip
+        turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
+        transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
         try:
             with collecting_later() if threads == 1 else nullcontext():
                 run_all(transfer.run_all, tasks, threads)
@@ -166,7 +166,12 @@ class Download:
     @cached_property
     def turns(self) -> BoundedSemaphore:
         """What a thread holds while it works for a core, and not while it waits for a disk."""
-        return BoundedSemaphore(min(self.threads, usable_cores(self.ranks_here)))
+        return BoundedSemaphore(self._cores)
+
+    @cached_property
+    def _cores(self) -> int:
+        """How many threads may work for a core."""
+        return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
         """The blobs that `run` would read."""

@@ -44,7 +44,7 @@ def parts_in_order(entry: StreamEntry, cell_bytes: int) -> Iterator[Part]:
 
 
 class RegionReader:
-    """Reads parts of one checkpoint, in lots of about `LOT_BYTES`. Raises Damaged, MissingKey, Conflict, StorageError.
+    """Reads parts of one checkpoint, in lots of about `LOT_BYTES`. Raises Damaged, MissingKey, Gone, StorageError.
 
     ``nbytes``: of all that is read, for ``progress``.
     """

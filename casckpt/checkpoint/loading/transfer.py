@@ -128,15 +128,16 @@ class Transfer:
 
     def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
         """Fill all views, and yield how many are full by now."""
-        if isinstance(reader, LocalReader):
-            yield from reader.fill(offset, views, self.turns)
-        else:
-            reader.read_into(offset, views)
-            yield len(views)
+        return (
+            reader.fill(offset, views, self.turns)
+            if isinstance(reader, LocalReader)
+            else _at_once(reader, offset, views)
+        )
 
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
         for start, item in target.items:
-            data, in_place, unit = target.view[start : start + item.nbytes], target.direct, item.unit
+            in_place, unit = target.direct, item.unit
+            data = target.view if in_place else target.view[start : start + item.nbytes]
             if unit.frame is not None:
                 place = data if in_place else item.takers[0].place
                 into, in_place = (room[: unit.nbytes], False) if place is None else (place, True)
@@ -173,30 +174,38 @@ class _WrongCell(Exception):
         self.item = item
 
 
+def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+    reader.read_into(offset, views)
+    yield len(views)
+
+
 def _is_right(reader: Reader, unit: Unit) -> bool:
     """Is the cell of ``unit`` what was written when it is read once more, into memory that nobody else writes to?"""
     return holds_cell(reader, unit.offset, memoryview(bytearray(unit.nbytes)), unit.digest)
 
 
 def _targets(batch: Batch[Item], scratch: memoryview) -> list[_Target]:
-    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``."""
+    """Consecutive buffers that together are the batch; what has no place of its own goes into ``scratch``.
+
+    There it lies close together, at the begin: memory that was never touched takes long to touch.
+    """
     begin, end = batch.offset, batch.offset + batch.nbytes
     if any(offset < before + nbytes for (before, nbytes, _), (offset, _, _) in pairwise(batch.items)):
         # some overlap: no byte is read twice, so all of the batch shares a buffer
         return [_Target(scratch[: batch.nbytes], [(offset - begin, item) for offset, _, item in batch.items])]
     targets: list[_Target] = []
     loose: list[tuple[int, Item]] = []
-    start = begin
+    start, used = begin, 0
     for offset, nbytes, item in batch.items:
         place = item.place
         if place is None:
             loose.append((offset - start, item))
             continue
         if offset > start:
-            targets.append(_Target(scratch[start - begin : offset - begin], loose))
-            loose = []
+            targets.append(_Target(scratch[used : used + offset - start], loose))
+            loose, used = [], used + offset - start
         targets.append(_Target(place, [(0, item)], direct=True))
         start = offset + nbytes
     if end > start:
-        targets.append(_Target(scratch[start - begin : batch.nbytes], loose))
+        targets.append(_Target(scratch[used : used + end - start], loose))
     return targets

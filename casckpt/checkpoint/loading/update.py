@@ -10,9 +10,12 @@ undone first, and need not be read again.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,20 +24,21 @@ from casckpt.checkpoint.handle import Checkpoint, Frames
 from casckpt.checkpoint.loading.blob_readers import BlobReaders
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.checkpoint.loading.download import Download, StreamRequest
-from casckpt.checkpoint.loading.items import Part, Taker, part, place, place_of
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
+from casckpt.checkpoint.loading.items import Part, Taker, part, place
+from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import decode, undo
 from casckpt.format.encodings.scratch import scratch
-from casckpt.format.extents import ExtentTable, StoredCell
+from casckpt.format.extents import Extent, ExtentTable, StoredCell
 from casckpt.format.manifest import Manifest
-from casckpt.format.regions import normalise
+from casckpt.format.names import CellDigest
+from casckpt.format.regions import Region, normalise
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.format.sections.index import StreamEntry
 from casckpt.parallel import run_all, useful_threads
 from casckpt.plan.lots import lots
 from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
-from casckpt.plan.routes import Link, Route, find_route, links
+from casckpt.plan.routes import Link, Route, Span, common, find_route, find_way, links, within
 from casckpt.repository import manifests
 from casckpt.storage.base import ShortObject
 from casckpt.tensors.memory import Destination, note_writes
@@ -44,7 +48,7 @@ _LEAST_BYTES = 256 << 10
 _WORK = 16  # bytes of a cell that are hashed and decoded for the price of one that is read
 _SPARE_SHARE = 25  # 1/25 of what is wanted may be read in vain, to have fewer requests
 
-_UNKNOWN = (Conflict, Damaged, MissingKey, Refused, NotFound)
+_UNKNOWN = (Damaged, MissingKey, NotFound, Refused)
 """What is raised of a manifest that is gone, thinned, or of no use."""
 
 log = logging.getLogger(__name__)
@@ -79,6 +83,15 @@ class Step:
     def work(self) -> int:
         """What it costs, in bytes that are read."""
         return sum(nbytes for _, _, nbytes in self.ranges) + self.cell.nbytes // _WORK
+
+
+class _Place(NamedTuple):
+    """Where a tensor goes: ``region`` of it, normalised. ``kept``: frames by which what is there is told."""
+
+    key: str
+    sink: Destination
+    region: Region
+    kept: Mapping[Link, bytes]
 
 
 Lot: TypeAlias = "tuple[Sequence[Step], Sequence[Batch[None]]]"
@@ -140,12 +153,14 @@ class _Update:
     check: bool
     decoded: dict[Link, bytes]
     done: set[Part] = field(default_factory=set)
-    _links: dict[str, set[Link]] = field(default_factory=dict)  # of what is wanted
+    _steps: dict[Hashable, Step] = field(default_factory=dict)
+    _links: dict[str, list[Iterator[Link]]] = field(default_factory=dict)  # of what is wanted
     _equal: set[str] = field(default_factory=set)  # keys
+    _cells: Counter[int] = field(default_factory=Counter)  # of each sink, by its id
 
     def run(self, wants: Sequence[StreamRequest]) -> list[StreamRequest]:
         """Do what can be done with what is held; the requests of which something may not be ``done``."""
-        steps, left = dict[Hashable, Step](), list[StreamRequest]()
+        left = list[StreamRequest]()
         note_writes(tensor for want in wants for tensor in want.sink.written)
         for want in wants:
             entry = self.download.manifest.entries[want.entry]
@@ -155,10 +170,12 @@ class _Update:
                 self._equal.add(entry.key)
                 continue
             left.append(want)
-            self._compare(steps, entry.key, want.sink, before, table)
-        if steps:
-            self._take(list(steps.values()))
-        return left
+            region = normalise(want.sink.region, table.shape)
+            self._compare(_Place(entry.key, want.sink, region, self.known.get(entry.key, {})), before, table)
+        if self._steps:
+            self._take(list(self._steps.values()))
+        made = Counter(sink for sink, *_ in self.done)
+        return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 
     def _held_table(self, entry: StreamEntry) -> ExtentTable | None:
         """The extents of what is held of a tensor; None where that is another one, or cannot be known any more."""
@@ -175,39 +192,77 @@ class _Update:
     def frames(self) -> Frames:
         """All frames at hand by which what is wanted is told, by key."""
         found = {key: self.known.get(key, {}) for key in self._equal}
-        for key, wanted in self._links.items():
-            at_hand = self.known.get(key, {}) | self.decoded
-            found[key] = {link: at_hand[link] for link in wanted if link in at_hand}
+        for key, told in self._links.items():
+            known = self.known.get(key, {})
+            at_hand = ((link, known.get(link) or self.decoded.get(link)) for link in chain.from_iterable(told))
+            found[key] = {link: frame for link, frame in at_hand if frame}
         return found
 
-    def _compare(
-        self, steps: dict[Hashable, Step], key: str, sink: Destination, before: ExtentTable | None, table: ExtentTable
-    ) -> None:
+    def _compare(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
         """Plan a step for each cell that differs, or is to be looked at, if there is a way to it."""
-        kept, wanted = self.known.get(key, {}), self._links.setdefault(key, set())
-        region = normalise(sink.region, table.shape)
-        known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, region, verify=True)}
-        for cell in plan_units(table, region, verify=True):
+        if not _are_cut_alike(at.region, before, table):
+            self._compare_cells(at, before, table)
+            return
+        lo, hi, told = at.region.lo, at.region.hi, self._links.setdefault(at.key, [])
+        there = () if before is None else before.extents_in(0, lo, hi)
+        for wanted in table.extents_in(0, lo, hi):
+            span = within(table, wanted, lo, hi)
+            told.append(span.all_links(wanted))
+            self._cells[id(at.sink)] += span.size
+            for held, both in common(there, wanted, span):
+                self._compare_span(at, held, wanted, both)
+
+    def _compare_span(self, at: _Place, held: Extent, wanted: Extent, span: Span) -> None:
+        """The same for cells of two extents, together if they go the same way."""
+        way = find_way(held, wanted, span, at.kept)
+        if way is None:
+            for one in span.apart() if span.size > 1 else ():
+                self._compare_span(at, held, wanted, one)
+            return
+        frames = [self._moves_of(one, span, at.kept, is_undone=True) for one in way.undone]
+        frames += [self._moves_of(one, span, at.kept, is_undone=False) for one in way.decoded]
+        moves = zip(*frames, strict=True) if frames else repeat(())
+        digests = zip(span.each_digest(held), span.each_digest(wanted), strict=True)
+        for (lo, hi), (old, new), mine in zip(span.bounds, digests, moves, strict=False):
+            cell = StoredCell(wanted.blob, 0, (hi - lo) * span.itemsize, at.region.box, lo, hi, new)
+            self._plan(at, old, cell, () if old == new else mine)
+
+    def _compare_cells(self, at: _Place, before: ExtentTable | None, table: ExtentTable) -> None:
+        """The same cell by cell, where they are those of boxes."""
+        told = self._links.setdefault(at.key, [])
+        known = {} if before is None else {unit[3:6]: unit for unit in plan_units(before, at.region, verify=True)}
+        for cell in plan_units(table, at.region, verify=True):
+            self._cells[id(at.sink)] += 1
             old = known.get(cell[3:6])
             if isinstance(cell, StoredCell):
-                wanted.update(links(cell))
-            if not isinstance(old, StoredCell) or not isinstance(cell, StoredCell):
-                continue
-            if old.digest == cell.digest and not self.check:
-                self.done.add(part(sink, cell))
-                continue
-            route = find_route(old, cell, kept) if sink.holds(cell.region) else None
-            if route is not None:
-                step = steps.setdefault((old.digest, place_of(cell)), Step(cell, self._moves(route, kept), []))
-                step.takers.append(Taker(sink, cell, place(sink, region, cell)))
+                told.append(links(cell))
+            if isinstance(old, StoredCell) and isinstance(cell, StoredCell):
+                route = find_route(old, cell, at.kept)
+                if route is not None:
+                    self._plan(at, old.digest, cell, self._moves(route, at.kept))
+
+    def _plan(self, at: _Place, old: CellDigest, cell: StoredCell, moves: Sequence[Move]) -> None:
+        """Plan to make a cell of ``old``, once for all sinks that hold that."""
+        if old == cell.digest and not self.check:
+            self.done.add(part(at.sink, cell))
+        elif at.sink.holds(cell.region):
+            step = self._steps.setdefault((old, cell.digest), Step(cell, moves, []))
+            step.takers.append(Taker(at.sink, cell, place(at.sink, at.region, cell)))
+
+    def _moves_of(self, extent: Extent, span: Span, kept: Mapping[Link, bytes], *, is_undone: bool) -> list[Move]:
+        """What the frames of an extent do to each cell of a span."""
+        first = len(self.download.manifest.blob_sizes) if is_undone else 0
+        pairs = zip(span.links(extent), span.places(extent), strict=True)
+        return [
+            _move(link, (first + blob, at, nbytes), kept, is_undone=is_undone) for link, (blob, at, nbytes) in pairs
+        ]
 
     def _moves(self, route: Route, kept: Mapping[Link, bytes]) -> list[Move]:
         """What is done along a route. The blobs of what is held are counted behind those of what is wanted."""
         behind = len(self.download.manifest.blob_sizes)
 
         def move(cell: StoredCell, first: int, *, is_undone: bool) -> Move:
-            link = next(links(cell))
-            return Move(link, (first + cell.blob, cell.offset, cell.stored), is_undone, kept.get(link))
+            return _move(next(links(cell)), (first + cell.blob, cell.offset, cell.stored), kept, is_undone=is_undone)
 
         undone = [move(cell, behind, is_undone=True) for cell in route.undone]
         return undone + [move(cell, 0, is_undone=False) for cell in route.decoded]
@@ -223,12 +278,14 @@ class _Update:
         download, plain = self.download, sum(step.cell.nbytes for step in steps)
         traits = download.repo.storage.traits
         threads = traits.parallel if traits.remote else useful_threads(download.threads, plain, len(steps))
-        most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(step.work for step in steps) // (2 * threads)))
         in_order = sorted(steps, key=lambda step: step.moves[-1].where if step.moves else (-1, 0, 0))
-        planned = [(lot, self._batches(lot)) for lot in lots(in_order, lambda step: step.work, most)]
+        weighed = [(step.work, step) for step in in_order]
+        most = min(_LOT_BYTES, max(_LEAST_BYTES, sum(work for work, _ in weighed) // (2 * threads)))
+        each = ([step for _, step in lot] for lot in lots(weighed, itemgetter(0), most))
+        planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)
-        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=False)
+        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=lambda: False)
         try:
             run_all(partial(self._run, slots), planned, threads)
         finally:
@@ -252,6 +309,17 @@ class _Update:
                         for one in step.moves if one.kept is None and not one.is_undone
                     })  # fmt: skip
         self.download.progress(sum(step.cell.nbytes for step in steps))
+
+
+def _move(link: Link, where: Range, kept: Mapping[Link, bytes], *, is_undone: bool) -> Move:
+    return Move(link, where, is_undone, kept.get(link))
+
+
+def _are_cut_alike(region: Region, before: ExtentTable | None, table: ExtentTable) -> bool:
+    """Are all cells those of one box, that of the region, and held ones cut as those that are wanted?"""
+    if table.boxes != (region.box,):
+        return False
+    return before is None or (before.boxes, before.cell) == (table.boxes, table.cell)
 
 
 def _are_equal(one: ExtentTable, other: ExtentTable) -> bool:

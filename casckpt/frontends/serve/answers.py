@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse, Response
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsigned
+from casckpt.errors import CasckptError, Damaged, InvalidInput, MissingKey, NotFound, StorageError, Unsigned
 
 
 class Refusal(Exception):
@@ -44,7 +44,7 @@ def refusal_of(error: CasckptError) -> Refusal:
         return Refusal(500, "", str(error))
     if isinstance(error, Unsigned):
         return Refusal(403, "", str(error))
-    if isinstance(error, NotFound | Conflict):
+    if isinstance(error, NotFound):
         return Refusal(404, "RevisionNotFound", str(error))
     if isinstance(error, InvalidInput | MissingKey):
         return Refusal(422, "", str(error))

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Final, TypeAlias
 
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import Conflict, InvalidInput, NotFound
+from casckpt.errors import InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.frontends.safetensors.files import NAMES
 from casckpt.frontends.safetensors.layout import plan_shards
@@ -70,7 +70,7 @@ class Hub:
         ref = reference(run, revision)
         try:
             found = None if ref is None else self.store.get(ref)
-        except (NotFound, Conflict, InvalidInput):
+        except (NotFound, InvalidInput):
             found = None
         if found is not None and found.run == run:
             return found

@@ -89,7 +89,7 @@ class RangeReader:
     def read(self, window: Window, buffer: Buffer) -> memoryview:
         """The bytes of a window, in ``buffer`` until that is used again.
 
-        Raises Damaged, Conflict, StorageError; then nothing of the window is given.
+        Raises Damaged, Gone, StorageError; then nothing of the window is given.
         """
         tables = self._learn(window.sources)
         fill(self._download, window.sources, buffer.data, tables)

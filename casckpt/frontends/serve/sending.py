@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from casckpt.errors import CasckptError, Conflict, Damaged
+from casckpt.errors import CasckptError, Damaged, Gone
 from casckpt.frontends.serve.answers import refusal_of
 from casckpt.frontends.serve.folders import File, Folder, Folders
 from casckpt.frontends.serve.leases import Leases
@@ -170,7 +170,7 @@ class RangeResponse:
             log.warning("%s: ended after %d bytes: the client does not read", self._what(scope), self._sent)
             _abort(scope)
         except CasckptError as error:
-            if isinstance(error, Damaged | Conflict):
+            if isinstance(error, Damaged | Gone):
                 desk.note_wrong(self._folder, self._file, self._span.start + self._sent, error)
             if self._begun:
                 log.error("%s: ended short after %d bytes: %s", self._what(scope), self._sent, error)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, StorageError
+from casckpt.errors import Damaged, InvalidInput, NotFound, Refused, StorageError
 from casckpt.format.keys import announcement_key, check_run, commit_key, parse_log, parse_txid, run_hash
 from casckpt.format.names import ManifestId, TxId
 from casckpt.repository.caches import RunCache
@@ -307,7 +307,7 @@ def _resolved(repo: Repository, ref: str) -> Commit:
     """Return what a reference names, or named before that was forgotten or purged."""
     try:
         return resolve(repo, ref)
-    except (NotFound, Conflict):
+    except NotFound:
         ended = [one for one in list_commits(repo).commits.values() if one.last != "revoked"]
         named = [one for one in ended if ref == f"{one.run}@{one.step}" or one.id.startswith(ref.lower())]
         if not named:

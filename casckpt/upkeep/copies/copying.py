@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
@@ -31,7 +31,7 @@ from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.recoding import poor_blobs
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
-_NOT_COPIED = (Conflict, Damaged, Refused)
+_NOT_COPIED = (Conflict, Damaged, Gone, Refused)
 
 T = TypeVar("T")
 

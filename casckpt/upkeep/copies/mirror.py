@@ -11,7 +11,7 @@ import logging
 import threading
 from dataclasses import dataclass, field
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused, StorageError
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, StorageError
 from casckpt.format.keys import MARKER
 from casckpt.repository.commits import Commit, CommitList, forget, list_commits
 from casckpt.repository.folding import Holdings
@@ -161,7 +161,7 @@ class Mirror:
                 break
             try:
                 self._copy(commit, is_there=commit in (lives if commit.is_forgotten else visible))
-            except Conflict as error:  # purged meanwhile, or given up on by gcs of the mirror
+            except (Conflict, Gone) as error:  # purged meanwhile, or given up on by gcs of the mirror
                 log.info("%s", error)
             except (Damaged, Refused) as error:
                 log.error("%s is not mirrored: %s", commit, error)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, Revoked
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import manifest as format_manifest
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, commit_key, copied_txid, manifest_key, parse_txid, run_hash, uploader_folder
@@ -81,8 +81,8 @@ class Replica:
 def replicate(source: Repository, target: Repository, commit: Commit, work: Work) -> Replica:
     """Copy one checkpoint, and return once it is durable and visible in ``target``, which must exist.
 
-    Raises `Damaged` or `Refused` if the source does not hold what was written, naming blob and keys; `Conflict` if it
-    was purged there meanwhile, or if another checkpoint has its run and step in ``target``. Then nothing of it is
+    Raises `Damaged` or `Refused` if the source does not hold what was written, naming blob and keys; `Gone` if it was
+    purged there meanwhile, `Conflict` if another checkpoint has its run and step in ``target``. Then nothing of it is
     visible. After a `StorageError` too, but the next call goes on where this one ended.
     """
     data = manifests.get(source, commit).encoded()  # all of it, proved before anything is put
@@ -152,9 +152,9 @@ def repack(repo: Repository, commit: Commit, moving: frozenset[int], work: Work)
 
 
 def _gone(source: Repository, commit: Commit, why: str, **attributes: object) -> CasckptError:
-    """Return `Damaged`, or `Conflict` if the checkpoint was purged meanwhile."""
+    """Return `Damaged`, or `Gone` if the checkpoint was purged meanwhile."""
     if not refresh(source, commit).live:
-        return Conflict(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
+        return Gone(f"{commit} was purged from {source.storage.url} while it was copied; copy another one")
     return Damaged(
         f"{why}. Checkpoint {commit} of {source.storage.url} needs it, and was not copied. Run `casckpt verify` and "
         "`casckpt repair` on that store, then copy again",
@@ -197,7 +197,7 @@ class _Copy:
                 found = self._commit(started)
             else:
                 self.transaction.abort("the checkpoint is there already")
-        except (Damaged, Refused, Conflict) as error:
+        except (Conflict, Damaged, Gone, Refused) as error:
             if isinstance(error, Revoked):
                 raise
             self.transaction.abort(f"{type(error).__name__}: {error}")

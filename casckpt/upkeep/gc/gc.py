@@ -3,7 +3,7 @@
 Writers and other gcs may run meanwhile, pause, and wake at any time: no lock is held, and no clock decides about
 safety. The steps are those of "How objects are deleted" in docs/format.md; tests/model walks all their interleavings.
 
-1. purge what was forgotten long enough ago
+1. restore what is tagged, and purge what was forgotten long enough ago
 2. list objects, without those that a live commit guards
 3. list commits: candidates for deletion are the objects that no live commit names
 4. then list open transactions
@@ -41,7 +41,7 @@ from casckpt.repository.transactions import OpenTransaction, open_transactions, 
 from casckpt.upkeep.gc import paused as paused_state
 from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.paused import Paused
-from casckpt.upkeep.gc.retiring import GcPlan, Waiting, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.upkeep.gc.retiring import GcPlan, Waiting, bring_back, min_age_of, plan_retiring, retire, waiting_for
 from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.lost import check_recorded
@@ -65,10 +65,12 @@ class GcResult:
     ``later_blobs``, ``later_bytes``: of what stays, what is freed once the forgotten checkpoints that are too young are
     purged. ``waiting``: what is left for a later gc, and why. ``revoked``: transactions that were given up on.
     ``foreign``: keys under objects/ that no casckpt made, which are left alone. ``thin``: what was thinned before, or
-    would be, and not counted in the rest; None without such a rule.
+    would be, and not counted in the rest; None without such a rule. ``restored``: what an earlier gc had forgotten
+    when somebody tagged it, and was killed before it could take that back.
     """
 
     forgotten: tuple[Commit, ...] = ()
+    restored: tuple[Commit, ...] = ()
     purged: tuple[Commit, ...] = ()
     deleted_blobs: int = 0
     deleted_bytes: int = 0
@@ -100,6 +102,7 @@ class _Tally:
         *,
         forgotten: tuple[Commit, ...],
         purged: tuple[Commit, ...],
+        restored: tuple[Commit, ...],
         waiting: tuple[Waiting, ...],
         dry_run: bool = False,
     ) -> GcResult:
@@ -117,6 +120,7 @@ class _Tally:
             foreign=tuple(self.stock.foreign),
             forgotten=forgotten,
             purged=purged,
+            restored=restored,
             waiting=waiting,
             dry_run=dry_run,
         )
@@ -157,6 +161,7 @@ def preview(repo: Repository, plan: GcPlan) -> GcResult:
         plan,
         forgotten=plan.forget,
         purged=plan.purge,
+        restored=plan.restore,
         waiting=(*plan.waiting, *map(waiting_for, opened)),
         dry_run=True,
     )
@@ -194,13 +199,16 @@ def execute(
     if plan.forget or plan.purge:  # chosen from what is listed; if that is not all, it is not for a policy to choose
         commits = commits_without_doubt(repo)
         check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)
+    restored = bring_back(repo, plan)
     forgotten, purged = retire(repo, plan)
     gc = _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
     gc.run()
     _tidy(repo, gc.tally)
     settle(repo, revoke_after)
     waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
-    return gc.tally.result(repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), waiting=waiting)
+    return gc.tally.result(
+        repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), restored=tuple(restored), waiting=waiting
+    )
 
 
 def _check_seconds(what: str, seconds: Any) -> None:

@@ -1,10 +1,14 @@
-"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten or rewritten ones that are purged.
+"""Step 1 of a gc: checkpoints that a policy forgets, and forgotten or rewritten ones that are purged or restored.
 
 A plan is made first, from what the store says; the very same plan is then carried out. What changed in between stays
 as somebody else left it: forget, restore and purge race for the next record of a log, and tags are listed again. For a
 purge the order is: read the `forgotten` record, then the clock, then list tags, then take the number right behind that
 record. A tag that was granted meanwhile is seen, or has taken the number; so has a restore, even one before another
 forget.
+
+A gc that has forgotten what was tagged meanwhile restores it. If it was killed before that, the next one does so: it
+reads logs, then lists tags, then takes the number right behind `forgotten`. Whoever forgets a checkpoint by its name
+ends such tags first; so what a person has forgotten stays forgotten.
 """
 
 from __future__ import annotations
@@ -14,16 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from casckpt.errors import Conflict, Damaged, Refused
+from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format import records
 from casckpt.format.keys import parse_txid
 from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
-from casckpt.format.records import Settings, time_of
+from casckpt.format.records import Restored, Settings, time_of
 from casckpt.parallel import in_parallel
 from casckpt.plan.retention import Kept, Policy, plan_forget
 from casckpt.repository import manifests
-from casckpt.repository.commits import Commit, CommitList, announce_all, forget, list_commits, purge, restore
+from casckpt.repository.commits import Commit, CommitList, announce_all, append, forget, list_commits, purge, restore
 from casckpt.repository.folding import STANDS, VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
@@ -68,13 +72,15 @@ class GcPlan:
     """What a gc will do. ``forget``: chosen by the policy. ``purge``: forgotten or replaced for long enough.
 
     What is about to be forgotten may be purged, too. ``waiting``: checkpoints that stay yet, and why; ``young``: those
-    of them that are gone from sight, or will be, but not for long enough. All are oldest first.
+    of them that are gone from sight, or will be, but not for long enough. ``restore``: forgotten, though a tag without
+    an end names them. All are oldest first.
     """
 
     forget: tuple[Commit, ...]
     purge: tuple[Commit, ...]
     waiting: tuple[Waiting, ...] = ()
     young: tuple[Commit, ...] = ()
+    restore: tuple[Commit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,10 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     forgets = [visible[one.txid] for one in plan_forget(kept, policy, now, tagged=tagged, run=run)]
     purges, waiting, young = [], [], []
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
-    unsafe = _unsafe(repo, [*forgotten, *forgets], mirror_to_wait_for(repo))
-    for commit in sorted([*forgotten, *forgets], key=lambda commit: commit.order):
+    back = _forgotten_though_tagged(named, commits, forgotten)
+    gone = [commit for commit in [*forgotten, *forgets] if commit not in back]
+    unsafe = _unsafe(repo, gone, mirror_to_wait_for(repo))
+    for commit in sorted(gone, key=lambda commit: commit.order):
         until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
         if commit.txid in unsafe:
             waiting.append(_waits(commit, "unmirrored"))
@@ -128,7 +136,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             young.append(commit)
         else:
             purges.append(commit)
-    return GcPlan(tuple(c for c in forgets if c.txid not in unsafe), tuple(purges), tuple(waiting), tuple(young))
+    chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
+    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back))
 
 
 def kept_of(commit: Commit) -> Kept:
@@ -138,13 +147,52 @@ def kept_of(commit: Commit) -> Kept:
     return Kept(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
 
 
+def _forgotten_though_tagged(
+    named: Mapping[str, Tag], commits: CommitList, forgotten: Iterable[Commit]
+) -> list[Commit]:
+    """Return which of ``forgotten`` a tag without an end names, and nothing is visible in their place; one of an id."""
+    taken = {(commit.run, commit.step) for commit in commits.visible()}
+    tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
+    found = [one for one in forgotten if one.is_forgotten and one.txid in tagged and (one.run, one.step) not in taken]
+    return list({commit.id: commit for commit in found}.values())
+
+
+def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
+    return {name: tag for name, tag in named.items() if tag.expires is None}
+
+
+def bring_back(repo: Repository, plan: GcPlan) -> list[Commit]:
+    """Restore what ``plan`` says; what was restored. What somebody has untagged or changed since is left alone.
+
+    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    """
+    tagged = tagged_txids(_without_end(_tags_now(repo)), plan.restore) if plan.restore else set()
+    wanted = [commit for commit in plan.restore if commit.txid in tagged]
+    return _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted)
+
+
+def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
+    """Return what was thinned before ``since``, though a tag claims all of it; of each id what lacks least.
+
+    Who thins looks at tags again when it is done, and restores what was tagged meanwhile. So it was killed before that.
+    Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
+    """
+    seen = {commit.id for commit in listed.visible()}
+    replaced = (one for one in listed.standing() if one.last == "replaced" and one.changed_at <= since)
+    wanted = [one for one in replaced if one.id in seen]
+    found = tags(repo) if wanted else {}
+    claimed = _claimed(found, listed, wanted) - _free(listed, wanted)
+    most = sorted((one for one in wanted if one.txid in claimed), key=lambda one: one.bytes_held)
+    return list({commit.id: commit for commit in most}.values())
+
+
 def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
     """Tell whether a commit was rewritten without a loss, and its manifest is damaged: no gc deletes while it lives."""
     if commits.standin(commit) is commit:
         return False
     try:
         manifests.stored_blobs(repo, commit)
-    except (Conflict, Damaged, Refused):
+    except (Damaged, Gone, Refused):
         return True
     return False
 

@@ -13,12 +13,14 @@ from contextlib import suppress
 from casckpt.errors import Conflict
 from casckpt.format.keys import announcement_key, commit_key, parse_txid, transaction_key
 from casckpt.format.names import TxId
+from casckpt.format.records import Restored
 from casckpt.repository.caches import RunCache
-from casckpt.repository.commits import CommitList, forget, keep, list_commits, refresh
+from casckpt.repository.commits import CommitList, append, forget, keep, list_commits, refresh
 from casckpt.repository.folding import UNSETTLED, VOID
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import announce, fill, look, read_back, runs
 from casckpt.repository.transactions import revoke
+from casckpt.upkeep.gc.retiring import thinned_though_claimed
 
 _UNREADABLE = (
     "it is missing or damaged, and who follows its run lists all of commits/ instead. Put it back from a copy of the "
@@ -33,16 +35,22 @@ def settle(repo: Repository, seconds: float) -> None:
     """Take each number that was announced ``seconds`` ago and never came, and announce what nobody has announced.
 
     Both are safe at any time: who comes after all finds the number taken, and announces the next one. Reads each
-    announcement once ever per host. Raises `StorageError`.
+    announcement once ever per host. And restores what somebody thinned so long ago although a tag claims it. Raises
+    `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     listed = list_commits(repo)  # first: whatever it shows was announced before
-    _settle_rewrites(repo, listed, repo.clock() - round(1e6 * seconds))
+    since = repo.clock() - round(1e6 * seconds)
+    _settle_rewrites(repo, listed, since)
+    for commit in thinned_though_claimed(repo, listed, since):
+        log.warning("%s was thinned while it was tagged, by a process that died: it is whole again", commit)
+        with suppress(Conflict):  # somebody else was first with another record
+            append(repo, commit, Restored)
     for run in _hashes(repo, listed):
         look(repo, run)
         known = read_back(repo, run)
         for number in sorted(known.unreadable):
             fill(repo, run, number)
-        for txid, number in _undecided(known, listed, repo.clock() - round(1e6 * seconds)):
+        for txid, number in _undecided(known, listed, since):
             if number:
                 keep(repo, txid, number)
             elif repo.storage.size(transaction_key(txid)) is None:  # else it is revoked as one that shows no life

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from casckpt.errors import Conflict, Damaged, NotFound, Refused
+from casckpt.errors import Damaged, Gone, NotFound, Refused
 from casckpt.format.encodings.chains import decoded
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
@@ -97,7 +97,7 @@ def _coded(repo: Repository, commit: Commit, right: Container[str]) -> Iterator[
             every = (one for one in table.extents if one.coding and all(known[link.blob] for link in one.chain))
             for cell in table.stored_cells(every):
                 yield locate(repo, manifest, cell)
-    except (Conflict, Damaged, Refused):
+    except (Damaged, Gone, Refused):
         return  # others tell of it
 
 

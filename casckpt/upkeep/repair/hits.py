@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.errors import Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
 from casckpt.format.manifest import Manifest
@@ -77,7 +77,7 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
             if not named or not refresh(repo, commit).live:
                 continue
             manifest.ready(objects=())
-        except (Conflict, Damaged, Refused):
+        except (Damaged, Gone, Refused):
             continue
         used |= set(named.values())
         _collect(repo, manifest, {number: every[name] for number, name in named.items()})

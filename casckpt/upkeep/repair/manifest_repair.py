@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Refused
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused
 from casckpt.format.draft import placed
 from casckpt.format.keys import manifest_key, parse_object, uploader_folder
 from casckpt.format.manifest import Manifest
@@ -47,7 +47,7 @@ def _mend(repo: Repository, commit: Commit, sources: Sequence[Repository]) -> bo
             data = _same_bytes(repo, commit, manifest)
             if data is None:
                 return _rewrite(repo, commit, source, manifest)
-        except (Damaged, Refused, Conflict):  # of the source, or somebody forgot the checkpoint just now
+        except (Conflict, Damaged, Gone, Refused):  # of the source, or somebody forgot the checkpoint just now
             continue
         repo.storage.sweep(uploader_folder(commit.txid))  # of a repair that was killed
         repo.storage.replace(manifest_key(commit.txid, commit.id), data)

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from casckpt.errors import Conflict, Damaged, Refused
+from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format.keys import blob_key, uploader_folder
 from casckpt.format.names import CellDigest, TxId
 from casckpt.format.sections.blobs import BlobRef
@@ -195,7 +195,7 @@ def _relocate(
         commit = hit[txid]
         try:
             new = relocation.relocate(commit, lost)
-        except (Conflict, Damaged, Refused):
+        except (Conflict, Damaged, Gone, Refused):
             continue  # somebody changed it just now; or its manifest is damaged where nobody has looked yet
         if new is not None:
             done[txid] = Rewritten(commit.run, commit.step, commit.id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.blob_writer import LEAF_BYTES
 from casckpt.format.extents import StoredCell
 from casckpt.format.keys import blob_key
@@ -34,7 +34,7 @@ def wrong_rows(
     for commit in commits if proofs else ():
         try:
             _compare(repo, manifests.get(repo, commit), proofs)
-        except (Conflict, Damaged):
+        except (Damaged, Gone):
             continue  # of a manifest that is damaged others tell
         except Refused as error:
             yield commit, error

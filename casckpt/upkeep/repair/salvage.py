@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.errors import CasckptError, Damaged, Gone, NotFound, Refused, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.encodings import undo
 from casckpt.format.encodings.chains import decode_chain
@@ -204,7 +204,7 @@ def readable(repo: Repository, commits: Iterable[Commit]) -> Iterator[tuple[Comm
             found = manifests.get(repo, commit)
             found.ready(objects=())
             yield commit, found
-        except (Conflict, Damaged, Refused):
+        except (Damaged, Gone, Refused):
             continue
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Refused
 from casckpt.format.keys import blob_key, commit_key
 from casckpt.format.manifest import Manifest
 from casckpt.format.names import BlobHash, TxId
@@ -181,7 +181,7 @@ def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = 
         try:
             manifest = manifests.get(reader, commit)
             wrong = _look_into(manifest, commit, with_extents)
-        except Conflict:
+        except Gone:
             continue
         except (Damaged, Refused) as error:
             found.broken.append((commit, error))
@@ -195,7 +195,7 @@ def survey(repo: Repository, commits: Iterable[Commit], *, with_extents: bool = 
 
 
 def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damaged | None:
-    """Look at all of a manifest; what is damaged in a part of it. Raises `Refused`, `Conflict`, `StorageError`."""
+    """Look at all of a manifest; what is damaged in a part of it. Raises `Refused`, `Gone`, `StorageError`."""
     faults = manifest.faults()
     if faults:
         return Damaged(f"the manifest of {commit} is damaged: {'; '.join(faults)}", checkpoints=(commit.id,))

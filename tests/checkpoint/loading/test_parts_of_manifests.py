@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from casckpt.errors import Conflict, Damaged
+from casckpt.errors import Damaged, Gone
 from casckpt.format.keys import manifest_key
 from casckpt.format.sections.head import decode_head
 from casckpt.repository import commits, manifests
@@ -114,7 +114,7 @@ def test_what_is_damaged_elsewhere_does_not_stop_a_part() -> None:
 
 
 @pytest.mark.usefixtures("_large")
-def test_a_checkpoint_that_is_purged_while_its_parts_are_read_is_a_conflict() -> None:
+def test_a_checkpoint_that_is_purged_while_its_parts_are_read_is_gone() -> None:
     store = small(faulty := FaultyStore(small().repository.storage))
     ckpt = store.save({"a": torch.ones(9)}, step=1)
     key = manifest_key(ckpt.commit.txid, ckpt.commit.id)
@@ -125,5 +125,5 @@ def test_a_checkpoint_that_is_purged_while_its_parts_are_read_is_a_conflict() ->
 
     again = reopened(store)
     faulty.inject(call_first("open", purge, at=2, key=key))  # after the head and what is in front
-    with pytest.raises(Conflict, match="purged just now"):
+    with pytest.raises(Gone, match="purged just now"):
         again.read("default@1")

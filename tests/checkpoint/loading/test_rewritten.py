@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from casckpt.errors import Conflict, Damaged
+from casckpt.errors import Damaged, Gone
 from casckpt.repository import manifests
 from casckpt.repository.commits import forget, list_commits, restore
 from casckpt.repository.repository import Repository
@@ -164,7 +164,7 @@ def test_what_was_forgotten_and_purged_is_said_to_be_gone(store: Store, faults: 
         collect(repo)
 
     faults.inject(call_first("read_into", meanwhile(change), key="objects/*"))
-    with pytest.raises(Conflict, match="was purged while it was read"):
+    with pytest.raises(Gone, match="was purged while it was read"):
         store.load(zeros(), "default@1")
 
 

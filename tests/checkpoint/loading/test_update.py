@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import casckpt
 from casckpt.checkpoint.handle import Checkpoint
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Mismatch, NotFound, StorageError
+from casckpt.errors import CasckptError, Damaged, Gone, InvalidInput, Mismatch, NotFound, StorageError
 from casckpt.plan.routes import find_route
 from casckpt.store.store import Store
 from tests.support.coded import Stored
@@ -290,7 +290,7 @@ def test_what_is_held_may_be_gone() -> None:
     gone = Checkpoint(later.repository, held.commit)
     later.update(state, ref(2), held=gone)
     assert same_state(state, found[2])
-    with pytest.raises((NotFound, Conflict)):
+    with pytest.raises(Gone):
         later.update(state, gone, held=later.get(ref(2)))
     with pytest.raises(NotFound):
         later.update(state, ref(0), held=later.get(ref(2)))

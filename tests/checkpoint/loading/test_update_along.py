@@ -13,9 +13,11 @@ import torch
 
 import casckpt
 from casckpt.checkpoint.handle import Checkpoint
+from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.checkpoint.loading.test_update import ref
 from tests.support.coded import Stored
+from tests.support.faulty import FaultyStore
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, same_state, small, small_folder, trained
 from tests.support.together import emptied
@@ -163,3 +165,22 @@ def test_a_jump_reads_no_key(tmp_path: Path, first: int, then: int) -> None:
         store.update(found, ref(then), held=held)
     assert same_state(found, state(then))
     assert sum(read) < new + 8 * CELL
+
+
+def test_what_a_watch_told_of_costs_requests_for_what_is_new() -> None:
+    """However long the run is: no listing, and no record of another checkpoint."""
+    faulty = FaultyStore(small().repository.storage)
+    run(Store(Repository(faulty.inner)), 12)
+    store, found = Store(Repository(faulty)), emptied(state(0))
+    held = store.update(found, ref(7), held=None)
+    for new in store.watch("default", after=8, timeout="0s"):
+        before = len(faulty.calls)
+        held = store.update(found, new.checkpoint, held=held)
+        calls = faulty.calls[before:]
+        assert same_state(found, state(held.step))
+        assert not [call for call in calls if call.method == "list"]
+        txid = new.checkpoint.commit.txid
+        records = [call.key for call in calls if call.method == "get"]
+        assert len(records) == 3, "its log, what may come behind, and its manifest"
+        assert all(txid in key for key in records)
+    assert held.step == 11

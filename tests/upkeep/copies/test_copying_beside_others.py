@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import Conflict
+from casckpt.errors import Conflict, Gone
 from casckpt.format.records import Committed
 from casckpt.repository import tags
 from casckpt.repository.commits import list_commits
@@ -47,7 +47,7 @@ class Copier:
         for commit in list_commits(self.source).live():
             try:
                 replicate(self.source, repo, commit, work)
-            except Conflict:
+            except (Conflict, Gone):
                 self.conflicts += 1  # given up on again and again
 
     def check(self, repo: Repository) -> None:

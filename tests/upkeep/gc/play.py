@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from casckpt.errors import Conflict, NotFound, Revoked
+from casckpt.errors import Conflict, Gone, NotFound, Revoked
 from casckpt.format.draft import Encoded, placed
 from casckpt.format.keys import blob_key, manifest_key
 from casckpt.format.names import TxId
@@ -187,7 +187,7 @@ def draw_from_log(play: Play, repo: Repository) -> list[BlobRef]:
     newest = newest_reusable(repo, "run", anew=True)
     try:
         refs = [] if newest is None else list(manifests.get(repo, newest).blobs)
-    except Conflict:
+    except Gone:
         return []
     return play.draw.sample(refs, play.draw.randint(0, len(refs)))
 
@@ -199,7 +199,7 @@ def draw_known(play: Play, repo: Repository) -> list[BlobRef]:
         return []
     try:
         refs = list(manifests.get(repo, play.draw.choice(live)).blobs)
-    except Conflict:
+    except Gone:
         return []
     return play.draw.sample(refs, play.draw.randint(0, len(refs)))
 
@@ -226,7 +226,7 @@ def rewrite_some(play: Play, repo: Repository) -> None:
                 return record_of(repo, txid, commit, made)
 
             rewrite(repo, commit, save)
-        except Conflict:
+        except (Conflict, Gone):
             continue
 
 
@@ -237,6 +237,21 @@ def thin_some(play: Play, repo: Repository) -> None:
         with suppress(Conflict, NotFound):  # it is held, or gone
             some = play.draw.sample(visible, min(1, len(visible)))
             execute(repo, plan_thin(repo, some, drop=["optim.*"], keep=None if some else LAST, tagged=True))
+
+
+def tag_some(play: Play, repo: Repository, name: str) -> None:
+    """Tag what is visible, one after the other."""
+    for number in range(2):
+        visible = list_commits(repo).visible()
+        with suppress(Conflict):  # it was purged, or changed again at this instant
+            tags.set_tag(repo, f"{name}-{number}", play.draw.choice(visible))
+
+
+def thin_untagged(play: Play, repo: Repository, name: str) -> None:
+    """Leave the optimizer out of what no tag names."""
+    for _ in range(2):
+        with suppress(Conflict, NotFound):
+            execute(repo, plan_thin(repo, [play.draw.choice(list_commits(repo).visible())], drop=["optim.*"]))
 
 
 def undo_some(play: Play, repo: Repository) -> None:

@@ -17,6 +17,7 @@ from casckpt.plan.progress import Progress
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, manifests, tags, transactions
 from casckpt.repository.commits import list_commits
+from casckpt.repository.leases import hold
 from casckpt.repository.repository import Repository
 from casckpt.storage.local import syscalls
 from casckpt.storage.local.newfile import Naming, temporary_name
@@ -192,7 +193,7 @@ def test_age_counts_from_the_forgetting(remote: Repository) -> None:
 def test_tagged_ones_are_neither_forgotten_nor_purged(repo: Repository) -> None:
     old = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     tags.set_tag(repo, "best", old[0])
-    tags.set_tag(repo, "gone", old[1])
+    hold(repo, "gone", old[1], 3600.0)
     commits.forget(repo, old[1])
     result = run_gc(repo, LAST)
     assert (result.forgotten, result.purged) == ((), ())

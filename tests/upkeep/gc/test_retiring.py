@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from casckpt.errors import NotFound, Unsupported
+from casckpt.errors import NotFound, StorageError, Unsupported
 from casckpt.format.records import Dropped, changed
 from casckpt.plan.retention import Policy
 from casckpt.repository import commits, tags
@@ -15,12 +15,15 @@ from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.leases import hold, renew
 from casckpt.repository.refs import resolve
 from casckpt.repository.repository import Repository
+from casckpt.upkeep.gc import forgetting
 from casckpt.upkeep.gc.gc import execute, plan_gc
 from casckpt.upkeep.gc.retiring import GcPlan, retire_now
-from tests.support.faulty import FaultyStore, call_first
-from tests.support.gcs import LAST, begin_elsewhere, keys, run_gc, snapshot, steps, ticking
+from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.gcs import LAST, begin_elsewhere, collect, keys, run_gc, snapshot, steps, ticking
 from tests.support.repositories import (
     commit_bare,
+    commit_draft,
+    draft,
     half_rewrite,
     meanwhile,
     memory,
@@ -52,6 +55,11 @@ def first(repo: Repository) -> Commit:
     return list_commits(repo).live()[0]
 
 
+def in_its_place(repo: Repository) -> Commit:
+    """Another checkpoint of run@0."""
+    return commit_draft(repo, repo.new_txid("run", 0), draft([], "run", 0, created_at=repo.clock()))
+
+
 def test_a_tag_that_expires_keeps_until_its_end_and_an_hour(repo: Repository) -> None:
     hold(repo, "eval", first(repo), HOUR)
     assert run_gc(repo, LAST).forgotten == ()
@@ -72,6 +80,7 @@ def test_one_with_an_end_and_one_without_have_none(repo: Repository) -> None:
     commit = first(repo)
     tags.set_tag(repo, "best", commit)
     commits.forget(repo, commit)
+    in_its_place(repo)  # so it is not restored
     (waiting,) = run_gc(repo).waiting
     assert (waiting.tags, waiting.until) == (("best", "eval"), None)
 
@@ -114,15 +123,16 @@ def twin_of(repo: Repository, commit: Commit) -> Commit:
 
 def test_a_tag_does_not_bar_what_is_visible_by_another_commit(repo: Repository) -> None:
     commit = first(repo)
-    hold(repo, "eval", commit, HOUR)
+    tag, _ = hold(repo, "eval", commit, HOUR)
     tags.set_tag(repo, "best", commit)
     twin = twin_of(repo, commit)
     assert [one.txid for one in plan_gc(repo, min_age=0.0).purge] == [commit.txid]
     assert [one.txid for one in run_gc(repo).purged] == [commit.txid]
     assert resolve(repo, "tag:best").txid == twin.txid
+    tags.delete_tag(repo, "best")
     commits.forget(repo, twin)
     (waiting,) = run_gc(repo).waiting
-    assert (waiting.txid, waiting.reason, waiting.tags) == (twin.txid, "tagged", ("best", "eval"))
+    assert (waiting.txid, waiting.reason, waiting.tags) == (twin.txid, "tagged", (tag.name,))
 
 
 def test_a_twin_that_is_forgotten_itself_frees_nothing(repo: Repository) -> None:
@@ -181,7 +191,7 @@ def test_what_was_replaced_and_cannot_be_read_goes_at_once(repo: Repository) -> 
 @pytest.mark.parametrize("is_forgotten", [False, True])
 def test_a_tag_bars_what_was_replaced_only_if_something_was_dropped(repo: Repository, is_forgotten: bool) -> None:
     commit = first(repo)
-    tags.set_tag(repo, "best", commit)
+    hold(repo, "best", commit, HOUR)
     moved = move(repo, commit)
     thin = move(repo, moved, dropped=THIN)
     again = move(repo, thin)
@@ -209,7 +219,7 @@ def test_a_rewrite_that_is_void_goes_whatever_names_its_id(repo: Repository) -> 
 def test_a_rewrite_that_is_void_goes_though_its_base_is_forgotten_and_held(repo: Repository) -> None:
     commit = first(repo)
     made = half_rewrite(repo, commit)
-    tags.set_tag(repo, "best", commit)
+    hold(repo, "best", commit, HOUR)
     commits.forget(repo, commit)
     run_gc(repo)
     assert [(one.txid, one.reason) for one in run_gc(repo).waiting] == [(commit.txid, "tagged")]
@@ -337,6 +347,108 @@ def test_a_gc_cleans_up_behind_leases(repo: Repository) -> None:
     ticking(repo)(2 * HOUR + 1)
     run_gc(repo)
     assert keys(repo, "tags/") == {"tags/eval/1"}
+
+
+# what a gc forgot that was killed before it looked at tags again
+
+
+def left_forgotten(repo: Repository, faults: FaultyStore) -> Commit:
+    """run@0, forgotten by a gc beside a new tag, and the gc ended before it could take that back."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+    set_best = meanwhile(lambda: tags.set_tag(repo, "best", commit))
+    faults.inject(call_first("put", set_best, key=f"commits/{commit.txid}.1"))
+    faults.inject(fail_before("put", key=f"commits/{commit.txid}.2"))
+    with pytest.raises(StorageError):
+        execute(repo, plan)
+    faults.heal()
+    (forgotten,) = (one for one in list_commits(repo).live() if one.is_forgotten)
+    assert forgotten.txid == commit.txid
+    return forgotten
+
+
+def test_the_next_gc_restores_what_is_tagged(repo: Repository, faults: FaultyStore) -> None:
+    commit = left_forgotten(repo, faults)
+    seen = collect(repo, dry_run=True)
+    assert ([one.txid for one in seen.restored], seen.waiting) == ([commit.txid], ())
+    result = run_gc(repo)
+    assert ([one.txid for one in result.restored], result.purged, result.waiting) == ([commit.txid], (), ())
+    assert resolve(repo, "tag:best").txid == commit.txid
+    assert run_gc(repo, LAST).restored == ()
+    assert steps(list_commits(repo).visible()) == [0, 1]
+
+
+def test_what_is_forgotten_by_its_name_stays_so(repo: Repository) -> None:
+    tags.set_tag(repo, "best", first(repo))
+    hold(repo, "eval", first(repo), HOUR)
+    forgetting.forget(repo, [first(repo)])
+    result = run_gc(repo)
+    assert (result.restored, [one.reason for one in result.waiting]) == ((), ["tagged"])
+
+
+def test_a_tag_that_is_deleted_since_the_plan_restores_nothing(repo: Repository, faults: FaultyStore) -> None:
+    left_forgotten(repo, faults)
+    plan = plan_gc(repo, min_age=0.0)
+    assert steps(plan.restore) == [0]
+    tags.delete_tag(repo, "best")
+    assert execute(repo, plan).restored == ()
+    assert not first(repo).visible
+
+
+def test_it_takes_the_very_next_number(repo: Repository, faults: FaultyStore) -> None:
+    """Restored by somebody, untagged and forgotten by name behind the gc's listing of tags: that stays forgotten."""
+    left_forgotten(repo, faults)
+    plan = plan_gc(repo, min_age=0.0)
+    commit = first(repo)
+    faults.calls.clear()
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            commits.restore(repo, commit)
+            forgetting.forget(repo, [first(repo)])
+
+    faults.inject(call_first("list", forget, key="commits/", times=9))
+    faults.inject(call_first("put", forget, key=f"commits/{commit.txid}.2"))
+    assert execute(repo, plan).restored == ()
+    assert (first(repo).last, tags.tags(repo)) == ("forgotten", {})
+
+
+def test_logs_are_read_before_tags_are_listed(repo: Repository, faults: FaultyStore) -> None:
+    """Else what is untagged and forgotten in between looks like a gc's."""
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    faults.calls.clear()
+
+    def forget(_: object) -> None:
+        if faults.count("list", "tags/"):
+            faults.heal()
+            forgetting.forget(repo, [commit])
+
+    faults.inject(call_first("list", forget, key="commits/", times=9))
+    assert plan_gc(repo).restore == ()
+
+
+def test_nothing_comes_back_where_another_is_visible_in_its_place(repo: Repository, faults: FaultyStore) -> None:
+    commit = left_forgotten(repo, faults)
+    in_its_place(repo)
+    result = run_gc(repo)
+    assert (result.restored, [one.txid for one in result.waiting]) == ((), [commit.txid])
+
+
+def test_of_two_twins_one_comes_back(repo: Repository) -> None:
+    commit = first(repo)
+    twin = committed_again(repo, commit)
+    tags.set_tag(repo, "best", commit)
+    for one in (commit, twin):
+        commits.forget(repo, one)
+    assert [one.txid for one in run_gc(repo).restored] == [twin.txid]
+    assert [one.txid for one in list_commits(repo).visible() if one.step == 0] == [twin.txid]
+
+
+def test_a_gc_of_another_run_leaves_it(repo: Repository, faults: FaultyStore) -> None:
+    left_forgotten(repo, faults)
+    assert run_gc(repo, run="other").restored == ()
+    assert steps(run_gc(repo, run="run").restored) == [0]
 
 
 # demands on writers

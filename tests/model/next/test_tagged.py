@@ -1,0 +1,50 @@
+"""Tags beside rules that forget and thin: what is tagged is there in the end, whoever was killed on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.next.checks import Setups, check_dies, check_holds
+from tests.model.next.tagged import MUTANTS, SEEN, STAYS, model
+
+SAFE: Setups = {
+    "forgotten by a rule": {"settles": False, "mortal": False},
+    "thinned": {"takes": ("thinner",), "settles": False, "mortal": False},
+    "forgotten by a rule, killed": {"gcs": 1, "torn": True},
+    "thinned, killed": {"takes": ("thinner",), "gcs": 1, "torn": True},
+    "thinned, and forgotten": {"takes": ("thinner", "ruler")},
+    "by a person, and a rule": {"takes": ("ruler", "person"), "gcs": 1, "repeats": 2},
+    "by a person, tagged": {"takes": ("person",), "is_tagged": True, "gcs": 1},
+}
+LARGE: Setups = {
+    "all of it": {"takes": ("thinner", "ruler", "person"), "gcs": 1, "repeats": 2},
+    "all of it, torn": {"takes": ("thinner", "ruler"), "gcs": 2, "torn": True},
+}
+DIES = {
+    "looks_once": ("forgotten by a rule", SEEN),
+    "thins_and_goes": ("thinned", SEEN),
+    "believes_its_tag": ("forgotten by a rule", SEEN),
+    "takes_what_is_thin": ("thinned", SEEN),
+    "leaves_forgotten": ("forgotten by a rule, killed", SEEN),
+    "leaves_thin": ("thinned, killed", SEEN),
+    "tags_first": ("by a person, tagged", STAYS),
+    "later_number": ("by a person, and a rule", STAYS),
+}
+
+
+@pytest.mark.parametrize("setup", SAFE)
+def test_what_is_tagged_is_there_in_the_end(setup: str) -> None:
+    check_holds(model(**SAFE[setup]), ("= restored",))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setup", LARGE)
+def test_what_is_tagged_is_there_in_the_end_in_larger_models(setup: str) -> None:
+    check_holds(model(**LARGE[setup]), ("= restored",), limit=4_000_000)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_small_change_is_seen(mutant: str) -> None:
+    setup, says = DIES[mutant]
+    check_dies(model(mutant, **SAFE[setup]), says)

@@ -1,0 +1,96 @@
+"""What is stopped at any call, and goes on much later, or is killed there, does no harm, whatever others do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from casckpt.frontends.follow import CURRENT
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.killed_saves import check_clean, open_folder
+from tests.support.saves import same_state
+from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Scene, state
+
+ROOT = Path(__file__).parents[2]
+POINTS = 3  # of each kind, in each way
+CAN_END = {
+    "gc": {"Conflict"},  # others were faster, again and again
+    "copy": {"Conflict", "Revoked"},  # what it was at was purged, or it was given up on
+    "thin": {"Conflict"},  # what it had chosen was purged
+}
+"""Errors with which it may end that was stopped, where it need not end well."""
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with a store for each point at which something was killed or stopped."""
+    folder, full = tmp_path_factory.mktemp("struck"), bool(request.config.getoption("--full"))
+    seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
+    command = [sys.executable, "-m", "tests.support.struck", str(folder), str(0 if full else POINTS), seed]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def check_whole(store: Store) -> None:
+    """All that is visible is what was saved, or has what was not thinned away."""
+    for one in store.checkpoints():
+        want = state(one.step)
+        keys = ["model.*"] if one.dropped else None
+        assert same_state(store.read(one, keys=keys), {"model": want["model"]} if one.dropped else want), one
+
+
+def flattened(nested: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {f"{part}.{name}": tensor for part, held in nested.items() for name, tensor in held.items()}
+
+
+def check_what_it_did(scene: Scene, name: str) -> None:
+    """The next one of the same kind has done all that was left to do."""
+    here = {(one.run, one.step) for one in scene.store.checkpoints()}
+    wanted = {*KEPT, LATER} | ({NEW} if name == "save" else set())
+    assert here == {("default", step) for step in wanted}
+    if name in ("copy", "mirror"):
+        away = Store(Repository(LocalStore(scene.folder / "away"), scene.folder / "cache"))
+        away.gc(min_age=0, wait=0, revoke_after=0)
+        assert here <= {(one.run, one.step) for one in away.checkpoints()}
+        check_whole(away)
+        assert not away.verify().is_damaged
+        check_clean(away)
+    if name == "thin":
+        assert [bool(one.dropped) for one in scene.store.checkpoints()] == [True, True, False]
+    if name == "follow":
+        held = load_file(scene.folder / "to" / CURRENT / "model.safetensors")
+        want = flattened(state(LATER))
+        assert held.keys() == want.keys()
+        assert all(torch.equal(held[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"), [*((one, "SIGSTOP") for one in RUNS), *((one, "SIGKILL") for one in KILLED)]
+)
+def test_nothing_is_lost_or_half_there_and_the_next_one_goes_on(struck: Path, name: str, sends: str) -> None:
+    points = sorted(struck.glob(f"{name}-{sends}-*"))
+    assert len(points) >= POINTS
+    for point in points:
+        ended = (point / "ended").read_text() if (point / "ended").exists() else ""
+        assert (ended == "") == (sends == "SIGKILL"), point.name
+        assert ended in {"well", ""} | CAN_END.get(name, set()), (point.name, ended)
+        store = open_folder(point)
+        if name != "repair":
+            check_whole(store)
+            assert not store.verify().is_damaged, point.name
+        scene = Scene(point)
+        if name != "save" or NEW not in {one.step for one in store.checkpoints()}:
+            RUNS[name](scene)
+        check_whole(open_folder(point))
+        check_what_it_did(scene, name)
+        assert not open_folder(point).verify(decode=True).is_damaged, point.name
+        assert not store.gc(min_age=0, wait=0, revoke_after=0).waiting, point.name
+        check_clean(store)

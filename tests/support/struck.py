@@ -1,0 +1,181 @@
+"""What runs on a store, killed or stopped at a call of a storage, while others go on: in processes of their own.
+
+``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process comes to its call, and
+is killed or stopped there. Then somebody forgets, saves, and collects garbage at once, without any patience for whoever
+seems dead. Then the one that was stopped goes on. POINTS of each kind, or 0 for all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casckpt.errors import CasckptError
+from casckpt.format.keys import blob_key
+from casckpt.frontends.follow import Follower
+from casckpt.repository import manifests
+from casckpt.repository.repository import Repository
+from casckpt.storage.local.store import LocalStore
+from casckpt.store.store import Store
+from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit
+from tests.support.saves import cells, trained
+
+DROP = "optim.*"
+KEPT, NEW, LATER = (2, 3), 9, 20
+"""Steps: those that nobody forgets, that of the save which is struck, and that of somebody else behind it."""
+PATIENCE = 120  # seconds until what hangs is killed
+
+
+def state(step: int) -> dict[str, Any]:
+    """Of two steps some is the same, some is told by what changed, and some is new."""
+    model = {"kept": cells(9, seed=1), "new": cells(5, seed=step), "told": trained(8, step)}
+    return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
+
+
+class Scene:
+    """A store in a folder, a copy of it to be made, a folder that follows it; all calls are steps of one strike."""
+
+    def __init__(self, folder: Path, at: int = 0, sends: signal.Signals = signal.SIGKILL) -> None:
+        self.folder, self.strike = folder, Strike(at, sends)
+        self.store = open_folder(folder, self._striking("store"))
+
+    def _striking(self, name: str) -> KillingStore:
+        return KillingStore(LocalStore(self.folder / name), self.strike)
+
+    def away(self) -> Repository:
+        return Repository(self._striking("away"), self.folder / "cache")
+
+
+def _save(scene: Scene) -> None:
+    scene.store.save(state(NEW), step=NEW, threads=2, compress="auto")
+
+
+def _gc(scene: Scene) -> None:
+    scene.store.gc(min_age=0, wait=0)
+
+
+def _verify(scene: Scene) -> None:
+    found = scene.store.verify()
+    if found.is_damaged or found.failed:
+        raise SystemExit(f"verify: {found}")
+
+
+def _copy(scene: Scene) -> None:
+    for one in scene.store.copy_to(Store(scene.away()), check=False).failed:
+        raise one.error
+
+
+def _mirror(scene: Scene) -> None:
+    Store(scene.store.repository, scene.away()).wait_for_mirror(PATIENCE / 2)
+
+
+def _repair(scene: Scene) -> None:
+    scene.store.repair(scene.folder.parent / "base" / "store")
+
+
+def _thin(scene: Scene) -> None:
+    scene.store.thin(drop=DROP, keep_last=1)
+
+
+def _follow(scene: Scene) -> None:
+    list(Follower(scene.store, "default", scene.folder / "to").follow(once=True))
+
+
+RUNS: dict[str, Callable[[Scene], None]] = {
+    "save": _save, "gc": _gc, "verify": _verify, "copy": _copy, "mirror": _mirror, "repair": _repair, "thin": _thin,
+    "follow": _follow,
+}  # fmt: skip
+KILLED = ("gc", "verify", "copy", "mirror", "repair")
+"""Those whose deaths have no sweep of their own."""
+
+
+def _fill(folder: Path) -> None:
+    store = open_folder(folder)
+    for step in (0, 1, *KEPT):
+        store.save(state(step), step=step, compress="auto")
+
+
+def _prepare(folder: Path, name: str) -> None:
+    """What there is to be done: something forgotten to collect, something damaged to repair."""
+    store = open_folder(folder)
+    store.forget("default@0")
+    if name == "repair":
+        *_, ref = manifests.get(store.repository, store.get(f"default@{KEPT[0]}").commit).blobs
+        store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
+        store.verify()
+
+
+def _act(folder: Path, name: str, at: int, sends: signal.Signals, counted: Path | None = None) -> None:
+    """One of `RUNS`; how it ended stands in a file, unless it did not."""
+    scene, ended = Scene(folder, at, sends), "well"
+    try:
+        RUNS[name](scene)
+    except CasckptError as error:
+        ended = type(error).__name__
+    (folder / "ended").write_text(ended)
+    if counted is not None:
+        counted.write_text(str(scene.strike.count))
+
+
+def others(folder: Path) -> None:
+    """Somebody else: what is forgotten goes at once, and whoever has not committed by now is given up on."""
+    signal.alarm(PATIENCE)
+    store = open_folder(folder)
+    store.forget("default@1")
+    store.save(state(LATER), step=LATER, compress="auto")
+    store.gc(min_age=0, wait=0, revoke_after=0)
+    if (folder / "away" / "casckpt.json").exists():
+        Store(Repository(LocalStore(folder / "away"), folder / "cache")).gc(min_age=0, wait=0, revoke_after=0)
+
+
+def _strike(folder: Path, name: str, at: int, sends: signal.Signals) -> None:
+    child = os.fork()
+    if not child:
+        signal.alarm(PATIENCE)
+        run_and_exit(partial(_act, folder, name, at, sends))
+    status = os.waitpid(child, os.WUNTRACED)[1]
+    if os.WIFEXITED(status):  # it took other steps than when they were counted
+        _check(folder, status)
+    _check(folder, forked(partial(others, folder)))
+    if os.WIFSTOPPED(status):
+        os.kill(child, signal.SIGCONT)
+        _check(folder, os.waitpid(child, 0)[1])
+
+
+def _check(folder: Path, status: int) -> None:
+    if status:
+        raise SystemExit(f"{folder.name}: a process ended with {status}")
+
+
+def sweep(folder: Path, points: int, seed: int) -> None:
+    """Strike each of them at ``points`` of its steps in each way, or at all."""
+    draw = random.Random(seed)
+    _check(folder, forked(partial(_fill, folder / "base")))
+    for name in RUNS:
+        ready = folder / f"ready {name}"
+        shutil.copytree(folder / "base", ready)
+        _check(ready, forked(partial(_prepare, ready, name)))
+        count = folder / "count"
+        shutil.copytree(ready, count)
+        _check(ready, forked(partial(_act, count, name, 0, signal.SIGKILL, folder / "steps")))
+        shutil.rmtree(count)
+        every = range(1, int((folder / "steps").read_text()) + 1)
+        for sends in (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else [])):
+            for at in draw.sample(every, min(points or len(every), len(every))):
+                point = folder / f"{name}-{sends.name}-{at}"
+                shutil.copytree(ready, point)
+                _strike(point, name, at, sends)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # no threads before the forks
+    sweep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
