@@ -15,7 +15,8 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from tests.support.dying import Dying, Killed
+from casckpt.upkeep.copies import mirror
+from tests.support.dying import WAYS, Dying, Killed
 from tests.support.far import FarStore
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import memory
@@ -58,7 +59,7 @@ def objects() -> dict[str, bytes]:
     return {entry.key: storage.get(entry.key, limit=1 << 30) for entry in storage.list("")}
 
 
-@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], way: str) -> None:
     at, ended = 0, False
     while not ended:
@@ -79,7 +80,7 @@ def test_a_gc_that_forgets_keys_is_cut_off_anywhere(objects: dict[str, bytes], w
     assert at > STEPS
 
 
-@pytest.mark.parametrize("way", ["killed before", "killed after", "no answer before", "no answer after"])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_copy_of_one_that_is_told_from_others_takes_these_along(objects: dict[str, bytes], way: str) -> None:
     """It alone, into an empty store, cut off anywhere: whole or not there, and the next copy ends it."""
     source, at, ended = Store(Repository(again(objects))), 0, False
@@ -155,3 +156,47 @@ def test_a_mirror_behind_such_saves(tmp_path: Path, at: int) -> None:
     check(away, [step for _, step in steps(away)])
     assert {STEPS - 2, STEPS - 1} <= {step for _, step in steps(away)}
     assert {ckpt.id for ckpt in store.checkpoints()} <= {ckpt.id for ckpt in away.checkpoints()}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mirror_that_is_cut_off_anywhere_shows_only_what_is_whole(
+    objects: dict[str, bytes], way: str, seed: int, monkeypatch: pytest.MonkeyPatch, *, full: bool
+) -> None:
+    """At any change, of the store or of the mirror; and then a gc here purges nothing that is not safe there."""
+    monkeypatch.setattr(mirror, "JOBS", 1)
+    stride = 1 if full else 7
+    at, ended, shown = seed % stride, False, set[int]()
+    while not ended:
+        at += stride
+        storage, away = again(objects), memory()
+        near = Dying(storage, at, way)
+        Store(Repository(storage)).change_settings(mirror=away.url)
+        with suppress(Killed, CasckptError):
+            caught_up(near, Dying(away, at, way, beside=near))
+        ended = near.changes < at
+        there = steps_of(away)
+        shown.add(len(there))
+        assert there == list(range(len(there))), "oldest first"
+        Store(Repository(storage)).gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
+        left = steps_of(storage)
+        assert set(left) | set(there) == set(range(STEPS))
+        caught_up(storage, away)
+        assert steps_of(away) == list(range(STEPS))
+        Store(Repository(storage)).gc(keep_last=1, min_age=0, wait=0, revoke_after=0)
+        assert steps_of(storage) == [STEPS - 1]
+    assert len(shown) == STEPS + 1 or not full
+
+
+def caught_up(storage: ObjectStore, away: ObjectStore) -> None:
+    """One pass of a mirror."""
+    mirror.Mirror(Repository(storage), Repository(away))._catch_up(mirror._State())
+
+
+def steps_of(storage: ObjectStore) -> list[int]:
+    """What is visible, all of it whole and proved."""
+    store = Store(Repository(storage))
+    found = [step for _, step in steps(store)] if store.repository.exists() else []
+    if found:
+        check(store, found)
+    return found

@@ -19,17 +19,26 @@ class Killed(BaseException):
 
 
 class Dying(FaultyStore):
-    """Fails at its change number ``at``; a process that is killed there makes no call after it."""
+    """Fails at its change number ``at``; a process that is killed there makes no call after it.
 
-    def __init__(self, inner: ObjectStore, at: int, way: str) -> None:
+    ``beside``: another storage of the same process, whose changes count together with those of this one.
+    """
+
+    def __init__(self, inner: ObjectStore, at: int, way: str, beside: Dying | None = None) -> None:
         super().__init__(inner)
-        self.at, self.way, self.changes = at, way, 0
+        self.at, self.way = at, way
+        self._count: list[int] = [0] if beside is None else beside._count
+
+    @property
+    def changes(self) -> int:
+        """How many there were."""
+        return self._count[0]
 
     @contextmanager
     def faults(self, method: str, key: str) -> Iterator[set[object]]:  # type: ignore[override]  # there are none
         if self.way.startswith("killed") and self.changes >= self.at:
             raise Killed
-        self.changes += method in _CHANGES
+        self._count[0] += method in _CHANGES
         is_now = method in _CHANGES and self.changes == self.at
         if is_now:
             tally(f"change of a storage: {self.way}")

@@ -32,14 +32,13 @@ from casckpt.plan.bases import choose_base
 from casckpt.plan.reuse import KnownCells
 from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
-from casckpt.tensors.memory import copy_bytes
 
 log = logging.getLogger(__name__)
 
 _HALVES = frozenset({"bfloat16", "float16"})
 _CODER_RATE = 0.8e9  # bytes that a core encodes in a second, as planes
 _TRIES = 8  # cells of a stream, one where all of them were in vain before
-_PAUSE = 8  # saves until a stream is tried again
+_PAUSE, _LONGEST_PAUSE = 8, 64  # saves until a stream is tried again; twice as many each time that it is in vain
 _SAVED = 0.2  # share of the bytes that planes save of most states
 
 
@@ -116,7 +115,7 @@ class Coder:
     def takes(self, source: Source, cell: Cell) -> bool:
         """Is a cell worth a try?"""
         asked = source.dtype in self.deltas or (self.alone and source.dtype in dtypes.FLOATS)
-        return asked and cell.nbytes >= MIN_CELL and self.kept.in_vain.get(source.name, 0) <= self.kept.saves
+        return asked and cell.nbytes >= MIN_CELL and not self.kept.pauses(source.name)
 
     def encode(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest) -> Coded | None:
         """Encode a cell that is to be stored, with its bytes ``plain``; None to store these."""
@@ -125,7 +124,8 @@ class Coder:
             coded = self._delta(source, cell, plain, width, digest)
             if coded is not None:
                 return coded
-            self.kept.held.keep(_name(source, cell), digest, plain)
+            if not self.kept.pauses(source.name):  # or nobody asks for it soon
+                self.kept.held.keep(_name(source, cell), digest, plain)
         frame = self._tried(source, encode_planes(plain, width)) if self.alone else None
         found = scratch("version", plain.nbytes).data
         return Coded(frame, None) if frame is not None and _decodes(frame, found, plain) else None
@@ -137,7 +137,7 @@ class Coder:
         if tries < 0:
             self.kept.in_vain.pop(name, None)
         elif name in self.kept.in_vain or tries >= min(_TRIES, self._counts.get(name, 0)):
-            self.kept.in_vain[name] = self.kept.saves + _PAUSE
+            self.kept.pause(name, _PAUSE, _LONGEST_PAUSE)
         return frame
 
     def note_known(self, source: Source, cell: Cell, plain: memoryview, digest: CellDigest, *, is_coded: bool) -> None:
@@ -164,19 +164,19 @@ class Coder:
             held = self._read(old)
         if held is None:
             return None
-        base = memoryview(held.plain) if not link else _older(held, chain[1 : link + 1])
-        frame = None if base is None else self._tried(source, encode_delta(plain, width, base))
-        if base is None or frame is None:
+        older = held if not link else _older(held, chain[1 : link + 1])
+        if older is None:
             self.kept.held.put(name, held)
+            return None
+        base = memoryview(older.plain)
+        frame = self._tried(source, encode_delta(plain, width, base))
+        if frame is None:
+            self.kept.held.put(name, older)
             return None
         if not _decodes(frame, base, plain):
             return None
-        frames = held.next_frames(frame, link, chain[link].digest)
-        if not link:  # what is held has become the new version, in place
-            self.kept.held.put(name, HeldCell(digest, held.plain, frames))
-        else:
-            self.kept.held.put(name, held)
-            self.kept.held.keep(name, digest, plain, frames)
+        frames = (HeldFrame(frame, older.digest), *older.frames)
+        self.kept.held.put(name, HeldCell(digest, older.plain, frames))  # it has become the new version, in place
         return Coded(frame, chain[link])
 
     def _link(self, source: Source, cell: Cell) -> int | None:
@@ -242,16 +242,18 @@ def _name(source: Source, cell: Cell) -> CellName:
     return source.name, cell.group.box, cell.cut.lo, cell.cut.hi
 
 
-def _older(held: HeldCell, bases: Sequence[StoredCell]) -> memoryview | None:
-    """Return a copy of the last of the versions that one goes back through, if what is held came by the same ones."""
+def _older(held: HeldCell, bases: Sequence[StoredCell]) -> HeldCell | None:
+    """Make of what is held the last of the versions that one goes back through, in place.
+
+    None, and nothing is changed, if what is held did not come by the same ones.
+    """
     frames = held.frames[: len(bases)]
     if [one.base for one in frames] != [one.digest for one in bases]:
         return None
-    base = scratch("version", len(held.plain)).data
-    copy_bytes(base, memoryview(held.plain))
+    np.bitwise_or.reduce(np.frombuffer(held.plain, np.uint8))  # read in order, or each element waits for memory
     for frame in frames:
-        undo(memoryview(frame.data), base)
-    return base
+        undo(memoryview(frame.data), memoryview(held.plain))
+    return HeldCell(bases[-1].digest, held.plain, held.frames[len(bases) :])
 
 
 def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
@@ -267,5 +269,6 @@ def _decodes(frame: bytes, base: memoryview, plain: memoryview) -> bool:
 def _equal(one: memoryview, other: memoryview) -> bool:
     """Are the bytes the same? Eight at a time, and without the GIL."""
     words = one.nbytes // 8
-    same = np.array_equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words))
-    return same and one[8 * words :] == other[8 * words :]
+    same = scratch("flags", words).view(bool)
+    np.equal(np.frombuffer(one, "<u8", words), np.frombuffer(other, "<u8", words), out=same)
+    return bool(same.all()) and one[8 * words :] == other[8 * words :]

@@ -35,10 +35,6 @@ class HeldCell:
     plain: bytearray
     frames: tuple[HeldFrame, ...] = ()
 
-    def next_frames(self, data: bytes, link: int, base: CellDigest) -> tuple[HeldFrame, ...]:
-        """Return those of a version that ``data`` tells from what stands so many links before this one."""
-        return (HeldFrame(data, base), *self.frames[link:])
-
 
 @dataclass
 class HeldCells:

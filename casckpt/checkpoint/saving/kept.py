@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import NamedTuple
 
 from casckpt.checkpoint.saving.held import HeldCells
 from casckpt.format.sections.index import Name
@@ -35,17 +36,37 @@ class PutRate:
         return self.nbytes / self.seconds if self.seconds else float("inf")
 
 
+class Pause(NamedTuple):
+    """How long a stream is left alone. ``until``: the number of the save that tries it again."""
+
+    until: int
+    saves: int
+
+
 @dataclass
 class Kept:
     """What is kept of one run. ``saves``: how many it was kept for.
 
-    ``in_vain``: streams of which no cell that was tried was worth it, and the number of the save that tries them again.
+    ``in_vain``: streams of which no cell that was tried was worth it.
     """
 
     rate: PutRate
     held: HeldCells = field(default_factory=HeldCells)
     saves: int = 0
-    in_vain: dict[Name, int] = field(default_factory=dict)
+    in_vain: dict[Name, Pause] = field(default_factory=dict)
+
+    def pauses(self, name: Name) -> bool:
+        """Tell whether a stream is left alone in this save."""
+        return name in self.in_vain and self.in_vain[name].until > self.saves
+
+    def pause(self, name: Name, saves: int, most: int) -> None:
+        """Leave a stream alone for so many saves; for twice as many as the last time, up to ``most``, if it was."""
+        last = self.in_vain.get(name)
+        if last is None:
+            self.in_vain[name] = Pause(self.saves + saves, saves)
+        elif last.until <= self.saves:  # else another thread has just done this
+            again = min(2 * last.saves, most)
+            self.in_vain[name] = Pause(self.saves + again, again)
 
 
 class _Runs:

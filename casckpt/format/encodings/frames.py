@@ -23,7 +23,7 @@ import numpy as np
 from casckpt.errors import InvalidInput, Refused
 from casckpt.format.digest import Buffer
 from casckpt.format.encodings.differences import unzigzag, zigzag
-from casckpt.format.encodings.gaps import Indices, changed, check_gaps, decode_gaps, encode_gaps
+from casckpt.format.encodings.gaps import Changes, Indices, changed, check_gaps, decode_gaps, encode_gaps
 from casckpt.format.encodings.parts import Part, Reader, encode_part
 from casckpt.format.encodings.planes import BLOCK, encode_parts, foresee, join, read_parts, sample
 from casckpt.format.encodings.scratch import Bytes, Unsigned, scratch
@@ -89,24 +89,19 @@ def _encode_delta(plain: memoryview, width: int, base: memoryview, *, or_planes:
     if not _is_fit(plain, width):
         return None
     elements, others = _elements(plain, width), _elements(base, width)
+    changes = changed(elements, others, _DENSE)
+    if changes is not None:
+        return _worthwhile(plain, _sparse(elements, changes))
     some, of_base = sample(elements), sample(others)
-    indices = None if _nearly_all(some, of_base) else changed(elements, others, int(_DENSE * elements.size))
-    if indices is not None:
-        return _worthwhile(plain, _sparse(elements, others, indices))
     outlook = foresee(_zigzag(some, of_base))
     if outlook.share > (foresee(some, rotated=_signs_vary(elements)).share if or_planes else WORTH):
         return None
     return _worthwhile(plain, [_head(Form.DIFF, elements), *encode_parts(_zigzag(elements, others), outlook.noise)])
 
 
-def _nearly_all(some: Unsigned, of_base: Unsigned) -> bool:
-    """Did so many elements of a sample change that to look for those that did is in vain?"""
-    return bool(2 * np.count_nonzero(some != of_base) > (1 + _DENSE) * some.size)
-
-
-def _sparse(elements: Unsigned, base: Unsigned, indices: Indices) -> list[Buffer]:
-    gaps, differences = encode_gaps(indices), _zigzag(elements[indices], base[indices])
-    head = _head(Form.SPARSE, elements) + _SPARSE.pack(indices.size, gaps.size)
+def _sparse(elements: Unsigned, changes: Changes) -> list[Buffer]:
+    gaps, differences = encode_gaps(changes.indices), _zigzag(changes.new, changes.old)
+    head = _head(Form.SPARSE, elements) + _SPARSE.pack(differences.size, gaps.size)
     return [head, *encode_part(gaps), *encode_parts(differences)]
 
 

@@ -52,10 +52,12 @@ def _narrow(block: Unsigned, place: int, plane: Bytes, *, rotated: bool) -> None
 def join(planes: Sequence[Part], begin: int, out: Unsigned, *, rotated: bool) -> None:
     """Write the elements from ``begin`` on that ``planes`` are of, as many as ``out`` has (at most `BLOCK`)."""
     other = scratch("other", out.nbytes).view(out.dtype)
-    for place, plane in reversed(list(enumerate(planes))):
+    is_zero = True  # above the plane at hand, as the upper ones of small differences are
+    for plane in reversed(planes):
         part = plane if isinstance(plane, int) else plane[begin : begin + out.size]
-        if place == len(planes) - 1:
+        if is_zero:
             np.copyto(out, part)
+            is_zero = isinstance(plane, int) and not plane
             continue
         np.left_shift(out, 8, out=out)
         np.copyto(other, part)
@@ -80,12 +82,17 @@ def foresee(some: Unsigned, *, rotated: bool = False) -> Outlook:
     return Outlook(float(np.where(noise, 8.0, bits).mean()) / 8, noise.tolist())
 
 
-def sample(elements: Unsigned) -> Unsigned:
-    """Take `SAMPLE` elements, in pieces from all over; all of them where there are no more."""
+def some_of(elements: Unsigned) -> Unsigned:
+    """View `SAMPLE` elements in place, in pieces from all over; all of them where there are no more."""
     if elements.size <= SAMPLE:
         return elements
     rows = elements[: elements.size // _PIECES * _PIECES].reshape(_PIECES, -1)
-    return rows[:, : SAMPLE // _PIECES].reshape(-1)
+    return rows[:, : SAMPLE // _PIECES]
+
+
+def sample(elements: Unsigned) -> Unsigned:
+    """Copy those that `some_of` views."""
+    return some_of(elements).reshape(-1)
 
 
 def entropy(planes: Bytes) -> npt.NDArray[np.float64]:

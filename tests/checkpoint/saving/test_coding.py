@@ -308,9 +308,10 @@ def test_an_older_version_is_what_the_manifest_says_or_none() -> None:
         StoredCell(0, 0, CELL, full_box((CELL // 2,)), 0, CELL // 2, cell_digest(one)) for one in (first, second)
     )
     held = HeldCell(now.digest, second, (HeldFrame(frame, was.digest),))
-    assert bytes(coding._older(held, [was]) or b"") == first
     assert coding._older(held, [now]) is None
     assert coding._older(held, [was, was]) is None
+    assert coding._older(held, [was]) == HeldCell(was.digest, first)
+    assert held.plain == first, "in place"
 
 
 def test_blobs_of_frames_are_never_worn(store: Store) -> None:

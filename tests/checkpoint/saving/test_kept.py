@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from casckpt.checkpoint.saving.kept import MAX_RUNS, held_bytes, kept_of
+from casckpt.checkpoint.saving.kept import MAX_RUNS, Kept, PutRate, held_bytes, kept_of
 from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
@@ -175,3 +175,14 @@ def test_how_fast_a_storage_is_is_known_of_each_of_its_runs(storage: FarStore) -
         assert kept_of(repo, "default").rate.nbytes > 0
         assert kept_of(repo, "another").rate is kept_of(repo, "default").rate
         assert kept_of(other, "default").rate.bytes_per_second == float("inf")
+
+
+def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
+    stream, tried = ("tensor", "w", 0, None), list[int]()
+    kept = Kept(PutRate())
+    for kept.saves in range(1, 200):
+        if not kept.pauses(stream):
+            tried.append(kept.saves)
+            for _ in range(2):  # by two threads at once
+                kept.pause(stream, 8, 64)
+    assert tried == [1, 9, 25, 57, 121, 185]
