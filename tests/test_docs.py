@@ -144,6 +144,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
+OUTSIDE = {"https://filesystem-spec.readthedocs.io", "https://s3fs.readthedocs.io"}
+"""All links to other sites: look at them by hand when this list changes, as tests have no network."""
+
+
+def test_links_to_other_sites_are_listed() -> None:
+    found = {link for page in EVERY_PAGE for link in re.findall(r"\]\((\w+:[^)]*)\)|<(\w+://[^>]*)>", page.read_text())}
+    assert {one or other for one, other in found} == OUTSIDE
+    assert all(re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/\S*)?", link) for link in OUTSIDE)
+
+
 def anchors(page: Path) -> set[str]:
     """What links may name in a page: its headings, as GitHub names them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)

@@ -77,7 +77,7 @@ def check_reused(repo: Repository, txid: TxId, refs: Iterable[BlobRef]) -> list[
     """
     lost = check(repo, refs)
     if lost and repo.storage.size(commit_key(txid)) is not None:
-        raise Revoked("a gc took this for dead, and deleted what it reused; begin anew", key=commit_key(txid))
+        raise Revoked("a gc took this for dead, and deleted what it reused; start again", key=commit_key(txid))
     for ref in lost:
         log.warning("blob %s is gone or cut short; its cells are stored again", ref.hash)
         mark_damaged(repo, ref.uploader, ref.hash, "missing or of another size when it was to be reused")

@@ -57,7 +57,7 @@ class TagList:
     def raise_damage(self) -> None:
         """Raise the first of ``damaged``, saying what to do."""
         for name, error in self.damaged.items():
-            advice = f"Set the tag anew, or delete it (`casckpt tag STORE --delete {name}`)"
+            advice = f"Set the tag again, or delete it (`casckpt tag STORE --delete {name}`)"
             raise type(error)(f"{error}. {advice}", key=error.key) from error
 
 

@@ -27,20 +27,19 @@ def open(
 ) -> Store:
     """Open a store: a path, ``s3://bucket/prefix``, ``memory://`` or another URL that fsspec knows.
 
-    Creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
+    It creates nothing; the first save does. ``http://`` and ``https://`` can only be read.
 
-    ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: where what is learnt of the store
-    is kept on this host (default: the user's cache folder). If it is given, and the store is far away, loads also keep
-    there the files that they read for the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half of
-    what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store, to which what is
-    committed here is copied in the background; see `Store.wait_for_mirror`. ``single_writer``: your word that nobody
-    else writes to the store at the same time, which makes storages usable that cannot create exclusively.
-    ``page_cache``, of a store in a folder: True leaves what is saved and loaded in the host's memory for whoever loads
-    it next, False leaves nothing there; by default a load does where that costs nothing: memory is plenty, and the
-    file system fills its cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password),
-    with which each save is signed before its commit, as `Store.sign` does it later. ``require_signature``: a public
-    key, or several; of checkpoints that none of them has signed nothing is loaded, exported or served: that raises
-    Unsigned.
+    ``storage_options``: passed on to the storage's client (fsspec's). ``cache_dir``: the folder where this host keeps
+    what it knows of the store (default: the user's cache folder). If it is given, and the store is remote, loads also
+    keep there the files of which they read the greater part, at most ``cache_bytes`` of them ("200GiB"; default: half
+    of what is free on that disk; 0 for none); see `Store.pre_download`. ``mirror``: another store; what is committed
+    here is copied there in the background; see `Store.wait_for_mirror`. ``single_writer``: your promise that nobody
+    else writes to the store at the same time. It makes storages usable that cannot create exclusively. ``page_cache``,
+    of a store in a folder: True leaves what is saved and loaded in the host's memory for the next load, False leaves
+    nothing there. By default a load does where that costs nothing: memory is plenty, and the file system fills its
+    cache in large pieces. ``sign_with``: a file with a private key (Ed25519, without a password), which signs each save
+    before its commit, as `Store.sign` does later. ``require_signature``: a public key, or several. What none of them
+    has signed is not loaded, exported or served, and raises Unsigned.
 
     Raises InvalidInput or Unsupported for a URL that cannot be used, NotFound for a key that is not there.
     """

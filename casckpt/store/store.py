@@ -108,7 +108,7 @@ class Store:
     def save(self, state: State, *, run: str = "default", step: int, **options: Unpack[SaveArguments]) -> Checkpoint:
         """Save ``state``, a nested mapping of tensors and plain data, and return once it is durable and visible.
 
-        ``state`` may be a function that makes it: then its errors reach all ranks.
+        ``state`` may be a function that makes it. Then its errors reach all ranks.
 
         Every rank of ``process_group`` (default: all, where torch.distributed is initialised) makes the call with its
         own state: shards (DTensor, `casckpt.Shard`), replicas that it shares with others, keys that only it has.
@@ -147,17 +147,17 @@ class Store:
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once ``state`` has been copied; it may change from then on.
 
-        Saves of one store run one after the other, and there is memory for one copy: while one runs, a second call
+        Saves of one store run one after the other, and there is memory for one copy. While one runs, a second call
         waits for its end (``when_busy="wait"``), or raises Conflict on every rank if one runs on any ("refuse").
 
-        What fails shows in the future; a failure that nobody asked the future for is raised by the next call, once.
-        What `save` raises for its arguments shows in the future too.
+        The future raises what failed, and also what `save` raises for its arguments. If nobody asks the future, the
+        next call raises the error, once.
         """
         check_keywords("Store.save_async", options, SaveArguments)
         return self._saver.get().save_async(state, SaveOptions(run=run, step=step, **options), when_busy)
 
     def warm_up(self, state: State, *, process_group: ProcessGroup | None = None, no_dist: bool = False) -> None:
-        """Make ready for `save_async` of such a state: the memory for its copy, and the connections between ranks.
+        """Prepare for `save_async` of such a state: allocate the memory for its copy, and connect the ranks.
 
         Without it the first call of `save_async` does that. Every rank makes the call. Raises InvalidInput as `save`.
         """
@@ -237,7 +237,7 @@ class Store:
         device: str | torch.device = "cpu",
         **options: Unpack[ReadArguments],
     ) -> Any:
-        """The state, nested as it was saved, in new tensors on ``device``. ``keys``: fnmatch patterns on flat keys.
+        """Return the state, nested as it was saved, in new tensors on ``device``. ``keys``: patterns on flat keys.
 
         ``verify``, ``allow_pickle``, ``threads``, ``progress``: as for `load`.
         """
@@ -260,12 +260,12 @@ class Store:
         threads: int | None = None,
         progress: Shown | None = None,
     ) -> int:
-        """Fetch what a checkpoint needs into the cache of this host, where loads find it; the bytes that were fetched.
+        """Fetch what a checkpoint needs into the cache of this host, where loads find it. Return the bytes fetched.
 
-        With ``state``: only what a load into it needs, as this rank's part; it is not changed. ``rename``,
-        ``strict``, ``ignore_mismatched``: as for `load`. Each rank calls it by itself; of those of one host one
-        fetches what several want. What is fetched is compared with its hash. ``progress`` is called with bytes that
-        are here.
+        With ``state``: only what a load into it needs, which is the part of this rank. It is not changed. ``rename``,
+        ``strict``, ``ignore_mismatched``: as for `load`. Each rank calls it by itself. If several ranks of a host want
+        the same, one of them fetches it. What is fetched is compared with its hash. ``progress`` is called with the
+        bytes that are here.
 
         Raises NotFound, Damaged (naming the blob), InvalidInput if the cache may not hold so much (``cache_bytes`` of
         `open`), StorageError.
@@ -294,13 +294,13 @@ class Store:
     # looking
 
     def create(self, **sizes: int) -> bool:
-        """Make the store now, with ``cell_bytes`` and ``blob_bytes`` of one's own; False if it is there already."""
+        """Make the store now, with your own ``cell_bytes`` and ``blob_bytes``. Return False if it exists already."""
         return self.repository.create(**sizes)
 
     def get(self, ref: str | Checkpoint) -> Checkpoint:
-        """The checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
+        """Return the checkpoint that ``ref`` names. Raises NotFound, InvalidInput.
 
-        An id (or 6 hex digits and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME.
+        A reference is an id (or its first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME.
         """
         return Checkpoint(self.repository, self._resolve(ref))
 
@@ -312,13 +312,13 @@ class Store:
         return True
 
     def checkpoints(self, run: str | None = None, *, forgotten: bool = False) -> list[Checkpoint]:
-        """All checkpoints, oldest first; of one run if it is given. ``forgotten``: also those, and old places."""
+        """Return all checkpoints, oldest first, or those of one run. ``forgotten``: also those, and old places."""
         found = commit_log.list_commits(self.repository)
         chosen = found.standing() if forgotten else found.current()
         return [Checkpoint(self.repository, commit) for commit in chosen if run is None or commit.run == run]
 
     def runs(self) -> list[str]:
-        """The names of all runs that have a visible checkpoint, sorted. Raises NotFound where there is no store."""
+        """Return the names of all runs that have a visible checkpoint, sorted. Raises NotFound if there is no store."""
         return sorted({commit.run for commit in commit_log.list_commits(self.repository).current()})
 
     def watch(
@@ -330,19 +330,19 @@ class Store:
         timeout: Duration | None = None,
         poll: Duration = "1s",
     ) -> Iterator[Arrival]:
-        """New checkpoints of ``run``, each once and never before its commit, in the order in which they were announced.
+        """Yield new checkpoints of ``run``, each once and never before its commit, in the order of their announcements.
 
         ``after``: None for what is committed once this has returned; "start" for all there are; a step or another
-        reference to one of the run, be it forgotten or purged since, for those announced behind it. ``latest_only``:
-        of several that are new only the one saved last, and none that is late. A rewrite or a restored checkpoint is
-        not told again.
+        reference to one of the run, even if it was forgotten or purged since, for those announced behind it.
+        ``latest_only``: of several new ones only the one saved last, and none that is late. A rewritten or restored
+        checkpoint does not come again.
 
-        It asks each ``poll`` (0.1s or more): one small request, and more only for what is new. Ends once nothing new
-        has come for ``timeout``. There need be neither store nor run yet; a storage that fails is a warning in the
-        log, and asked again. Nothing is held: what was told may be forgotten before it is loaded.
+        It asks every ``poll`` (0.1s or more): one small request, and more only for what is new. It ends once nothing
+        new has come for ``timeout``. Neither the store nor the run has to exist yet. If the storage fails, it logs a
+        warning and asks again. It holds nothing: a checkpoint may be gone before you load it.
 
-        Raises InvalidInput, NotFound for a reference to nothing, StorageError; from the iteration StorageError where
-        the storage still fails at its end, Damaged or Refused for a store that cannot be read.
+        Raises InvalidInput, NotFound for a reference to nothing, StorageError. The iteration raises StorageError if the
+        storage still fails at its end, and Damaged or Refused for a store that cannot be read.
         """
         seconds, limit = seconds_of(poll, "poll"), _optional(timeout, "timeout")
         if seconds < _MOST_OFTEN:
@@ -353,7 +353,7 @@ class Store:
         return (Arrival(Checkpoint(self.repository, one.commit), one.late) for one in told)
 
     def diff(self, old: str | Checkpoint, new: str | Checkpoint) -> Difference:
-        """Which tensors were added, removed, changed, and left as they were, from the manifests alone."""
+        """Return which tensors were added, removed, changed, and left as they were. It reads only the manifests."""
         one, other = (manifests.get(self.repository, self._resolve(ref)) for ref in (old, new))
         for manifest in (one, other):
             manifest.ready(objects=())
@@ -362,12 +362,12 @@ class Store:
     def digests(
         self, ref: str | Checkpoint, *, keys: Sequence[str] | None = None, progress: Shown | None = None
     ) -> dict[str, str]:
-        """The BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key; ``keys``: fnmatch patterns.
+        """Return the BLAKE3 of each tensor's bytes in row-major order, 64 hex digits, by key. ``keys``: patterns.
 
         It does not depend on how the tensor was saved, by how many ranks, in which shards. Of a value that each rank
-        has, that of the lowest. What this host's catalogue does not know is read and verified: ``progress`` counts
-        that; what was thinned away by then is left out. Raises MissingKey for a pattern that matches nothing, Damaged,
-        StorageError.
+        has for itself, it is that of the lowest rank. What this host's catalogue does not know is read and verified,
+        and ``progress`` counts that. What was thinned away by then is left out. Raises MissingKey for a pattern that
+        matches nothing, Damaged, StorageError.
         """
         from casckpt.checkpoint.loading.digests import digests_of
 
@@ -381,12 +381,13 @@ class Store:
         process_group: ProcessGroup | None = None,
         no_dist: bool = False,
     ) -> Comparison:
-        """Which tensors of a live ``state`` are not, to the bit, what a checkpoint has; on which ranks, and where.
+        """Return which tensors of a live ``state`` differ from a checkpoint in any bit, on which ranks, and where.
 
-        Every rank of ``process_group`` makes the call, with its own shards, under whatever topology it was saved;
-        ``no_dist``: this process alone. Each hashes all that it holds, replicas too, and reads only what differs, or
-        what lies across its shards. Nothing is changed. Leaves that are no tensors, and what only the checkpoint has,
-        are not looked at. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput, StorageError.
+        Every rank of ``process_group`` makes the call with its own shards, whatever topology the checkpoint was saved
+        under. ``no_dist``: this process alone. Each rank hashes everything that it holds, including replicas, and reads
+        only what differs or lies across its shards. Nothing changes. It does not look at leaves other than tensors, or
+        at what only the checkpoint has. Raises NotFound, Damaged, MissingKey for what was thinned away, InvalidInput,
+        StorageError.
         """
         from casckpt.checkpoint.comparing import compare_together
         from casckpt.checkpoint.ranks import open_ranks
@@ -395,32 +396,32 @@ class Store:
         return compare_together(self.repository, ranks, state, ref, lambda: self._resolve(ref))
 
     def stats(self) -> StoreStats:
-        """How many checkpoints and blobs there are, and their bytes."""
+        """Return how many checkpoints and blobs there are, and their bytes."""
         return measure(self.repository)
 
     def report(self) -> StoreUsage:
-        """Where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
+        """Return where the bytes are: those of each run, shared or not, and those that no checkpoint needs."""
         return usage(self.repository)
 
     def footprint(self, run: str | None = None, *, branches: bool = False, **keep: Unpack[KeepRules]) -> Footprint:
-        """What holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
+        """Return what holds the bytes: each checkpoint and tag, used and alone, and what is forgotten until when.
 
-        ``run``: of this one alone. ``branches``: also what has one first element in its keys, and what only
-        deltas need of that, for which manifests are read that this host has not looked at yet. ``keep_last=2`` and the
-        other rules of `gc`: what each of them would free, were it the only one. Raises InvalidInput,
-        NotFound, Damaged, StorageError.
+        ``run``: only of this run. ``branches``: also by the first element of the keys, and what only deltas need of
+        that; this reads the manifests that this host has not looked at yet. ``keep_last=2`` and the other rules of
+        `gc`: what each of them would free if it were the only one. Raises InvalidInput, NotFound, Damaged,
+        StorageError.
         """
         check_keywords("Store.footprint", keep, KeepRules)
         return footprint(self.repository, run=run, branches=branches, policy=Policy(**keep))
 
     def attachments(self, ref: str | Checkpoint) -> dict[str, int]:
-        """Names of the files that were saved along, and their sizes in bytes."""
+        """Return the names of the attachments, and their sizes in bytes."""
         manifest = manifests.get(self.repository, self._resolve(ref))
         short = {one.key: manifest.size(one) for one in manifest.body.attachments}
         return short | {entry.key: entry.nbytes for entry in manifest.entries if entry.kind == ATTACHMENT}
 
     def read_attachment(self, ref: str | Checkpoint, name: str) -> bytes:
-        """The contents of one of them. Raises NotFound."""
+        """Return the contents of an attachment. Raises NotFound."""
         from casckpt.checkpoint.loading.load import read_attachment
         from casckpt.checkpoint.loading.load_plan import LoadOptions
 
@@ -443,11 +444,11 @@ class Store:
 
     @contextmanager
     def lease(self, ref: str | Checkpoint, *, expires: Duration = "1h") -> Iterator[Checkpoint]:
-        """Hold a checkpoint for a block: whatever is forgotten and collected meanwhile, what it needs stays.
+        """Hold a checkpoint for a block. Whatever is forgotten and collected meanwhile, what it needs stays.
 
-        It is a tag with a name of its own that ends ``expires`` from now. A thread renews it until the block ends,
-        which ends it; after a kill it ends by itself. What keeps it from being renewed is told in the log: as a warning
-        while it is tried again, as an error when the lease is lost. Raises NotFound if the checkpoint is not visible.
+        A lease is a tag with a name of its own that ends ``expires`` from now. A thread renews it until the block ends.
+        After a kill it ends by itself. If a renewal fails, the log has a warning while it is tried again, and an error
+        when the lease is lost. Raises NotFound if the checkpoint is not visible.
         """
         with self._lease(ref, seconds_of(expires, "expires")) as held:
             yield Checkpoint(self.repository, held.commit)
@@ -462,10 +463,10 @@ class Store:
         return self._lease(ref, seconds)  # RUN@latest is another one by now
 
     def tags(self) -> dict[str, Checkpoint]:
-        """All tags, and the checkpoints that they name; without those whose records are damaged."""
+        """Return all tags and the checkpoints that they name, without those whose records are damaged."""
         found, named = commit_log.list_commits(self.repository), tags.list_tags(self.repository)
         for name in named.damaged:
-            log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", name)
+            log.warning("the record of tag %s cannot be read: set the tag again, or delete it", name)
         commits = {name: tags.named_by(tag, found) for name, tag in named.tags.items()}
         return {name: Checkpoint(self.repository, commit) for name, commit in commits.items() if commit is not None}
 
@@ -476,11 +477,11 @@ class Store:
     def sign(
         self, *named: str | Checkpoint, key: KeyFile | Ed25519PrivateKey, password: bytes | None = None
     ) -> list[Checkpoint]:
-        """Vouch for checkpoints, ranges of steps too: put a signature of each one's id beside it, which travels along.
+        """Sign checkpoints, or ranges of steps: put a signature of each one's id beside it, which copies take along.
 
-        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or one of the package cryptography;
-        ``password``: of the file. Sign what a save of this process has returned: its id was made of your memory. Of
-        another one `verify` says whether the store has what its id says, and nothing whose it is.
+        ``key``: a file with an Ed25519 key as OpenSSL or ssh-keygen writes it, or a key of the package cryptography.
+        ``password``: of the file. Sign what a save of this process has returned, because its id was computed from your
+        memory. For another checkpoint, `verify` says whether the store has what the id says, but not whose it is.
 
         Raises NotFound, InvalidInput, Damaged, StorageError; Unsupported without that package.
         """
@@ -491,11 +492,11 @@ class Store:
         return [Checkpoint(self.repository, commit) for commit in chosen]
 
     def forget(self, *refs: str | Checkpoint, tagged: bool = False, dry_run: bool = False) -> list[Checkpoint]:
-        """Make checkpoints invisible, until they are restored, or purged by a gc; those named, ranges of steps too.
+        """Make checkpoints, or ranges of steps, invisible, until they are restored, or purged by a gc.
 
-        ``tagged``: also those that a tag names, and the tags go too, but for those that expire, which a gc heeds until
-        then; without it they are a Conflict, and nothing is forgotten. ``dry_run``: only say which. Raises NotFound,
-        InvalidInput, Conflict.
+        ``tagged``: also those that a tag names. The tags go, too, except those that expire, which a gc respects until
+        then. Without it, a tagged one is a Conflict, and nothing is forgotten. ``dry_run``: only return which. Raises
+        NotFound, InvalidInput, Conflict.
         """
         chosen = plan_forget(self.repository, map(_plain, refs), tagged=tagged)
         if not dry_run:
@@ -511,15 +512,17 @@ class Store:
         dry_run: bool = False,
         **keep: Unpack[KeepRules],
     ) -> ThinResult:
-        """Leave tensors out of checkpoints for good, such as those of an optimizer; all else stays, under the same id.
+        """Drop tensors, such as those of an optimizer, from checkpoints. All else stays, under the same id.
 
-        ``drop``: fnmatch patterns on flat keys of tensors. ``refs``: of which checkpoints, ranges of steps too. Else of
-        all but what ``keep_last=2`` or another rule of `gc` keeps whole; of ``run``, if it is given; the newest of a
-        run stays whole then, and what is tagged, unless ``tagged``. No byte of a tensor is moved. Space is freed by a
-        gc that purges the old places; until then `restore` of these (`checkpoints` with ``forgotten``) has all back.
+        ``drop``: fnmatch patterns on flat keys of tensors. ``refs``: checkpoints or ranges of steps. Without them: all
+        checkpoints, or those of ``run``, except what ``keep_last=2`` or another rule of `gc` keeps whole; the newest
+        of a run stays whole then, and so does what is tagged, unless ``tagged``. No byte of a tensor is moved. A gc
+        that purges the old places frees the space. Until then `restore` of these (`checkpoints` with ``forgotten``)
+        brings everything back.
 
-        Raises InvalidInput, NotFound, MissingKey if nothing matches, Conflict if one of ``refs`` is tagged. What cannot
-        be thinned, as it is damaged, keeps nothing else from it, and is raised in the end. StorageError.
+        Raises InvalidInput, NotFound, MissingKey if nothing matches, Conflict if one of ``refs`` is tagged,
+        StorageError. If one cannot be thinned because it is damaged, the others still are, and that is raised at the
+        end.
         """
         check_keywords("Store.thin", keep, KeepRules)
         policy = Policy(**keep)
@@ -531,8 +534,9 @@ class Store:
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.
 
-        What `checkpoints` shows as ``replaced`` is had back in place of what it was rewritten to, as long as it lives.
-        ``whole``: have back what `thin` left out of a checkpoint. Raises NotFound once a gc has purged that.
+        A checkpoint that `checkpoints` shows as ``replaced`` comes back in place of what it was rewritten to, as long
+        as it lives. ``whole``: bring back what `thin` dropped from a checkpoint. Raises NotFound once a gc has purged
+        that.
         """
         if whole:
             return self.restore(Checkpoint(self.repository, whole_of(self.repository, self._resolve(ref))))
@@ -591,11 +595,11 @@ class Store:
 
     @property
     def settings(self) -> StoreSettings:
-        """The settings of the store, read anew each time. Raises NotFound where there is no store."""
+        """The settings of the store, read each time. Raises NotFound if there is no store."""
         return settings_from(self.repository.settings)
 
     def change_settings(self, **changes: Unpack[SettingChanges]) -> StoreSettings:
-        """Change some settings, for all who use the store from now on; the others stay. None unsets one.
+        """Change some settings, for everybody who uses the store from now on. None unsets one.
 
         Durations are a timedelta or text with a unit ("7d", "90s"). See `StoreSettings` for what there is. Raises
         InvalidInput, which names the setting; NotFound where there is no store; StorageError.
@@ -614,7 +618,7 @@ class Store:
         return settings_from(self.repository.change_settings(**fields))
 
     def transactions(self) -> list[SaveInProgress]:
-        """The saves in progress, oldest first. Raises NotFound where there is no store."""
+        """Return the saves in progress, oldest first. Raises NotFound if there is no store."""
         return saves_in_progress(self.repository)
 
     def revoke(self, txid: str) -> None:
@@ -622,7 +626,7 @@ class Store:
         revoke_save(self.repository, TxId(txid))
 
     def give_up(self, txid: str) -> None:
-        """End a transaction whose record is lost or cannot be read: its checkpoint is lost. Raises NotFound, Conflict.
+        """End a transaction whose record, and so its checkpoint, is lost or unreadable. Raises NotFound, Conflict.
 
         Until then no gc deletes anything.
         """
@@ -631,11 +635,11 @@ class Store:
     # checking and copying
 
     def doctor(self) -> Iterator[Finding]:
-        """Find out whether the storage is safe for a store, check by check; there need not be a store yet."""
+        """Find out whether the storage is safe for a store, check by check. It needs no store there."""
         return examine(self.repository)
 
     def reindex(self) -> int:
-        """Make this host's catalogue of the store anew; how many checkpoints it knows then. Raises StorageError."""
+        """Rebuild this host's catalogue of the store. Return how many checkpoints it knows. Raises StorageError."""
         return manifests.reindex(self.repository)
 
     def verify(
@@ -646,12 +650,12 @@ class Store:
         decode: bool = False,
         progress: Shown | None = None,
     ) -> VerifyResult:
-        """Check all that live checkpoints need, or those that ``refs`` name; damaged blobs are marked in the store.
+        """Check everything that live checkpoints need, or those that ``refs`` name. Mark damaged blobs in the store.
 
         ``mode``: "full" reads every blob and compares its hash, "exists" looks at presence and size. ``sample``: the
         fraction of the blobs to look at, drawn at random. ``decode``: decode coded cells, too, and compare them.
-        ``progress`` is called with the bytes read so far, and all that are to be read. What is damaged stands in the
-        result. Raises NotFound, InvalidInput, StorageError.
+        ``progress`` is called with the bytes read so far, and the bytes in all. The result lists what is damaged.
+        Raises NotFound, InvalidInput, StorageError.
         """
         chosen = [_plain(ref) for ref in refs] or None
         told = Progress(progress)
@@ -661,7 +665,7 @@ class Store:
         """Put right bytes back where `verify`, or a save, found damage, or where blobs are gone.
 
         They come from other copies in this store, or in ``sources``, which are only read. ``progress`` is called with
-        the bytes put back. What cannot be repaired stands in the result. Raises NotFound, StorageError.
+        the bytes put back. The result lists what cannot be repaired. Raises NotFound, StorageError.
         """
         others = [repository_of(one, self.repository.cache_dir) for one in sources]
         return repair(self.repository, sources=others, progress=Progress(progress))
@@ -682,19 +686,19 @@ class Store:
     ) -> CopyResult:
         """Copy what ``refs`` name (ranges of steps too), or all that is visible, into another store.
 
-        Only what it lacks is moved. Copies keep ids, times and order. Each is verified on the way, and visible in
-        ``target`` once it is whole and durable there. ``target`` is made, with the cell and blob size of this store, if
-        there is none. What it has forgotten stays forgotten, unless it is named. A copy that was killed goes on where
-        it was. ``run``: only of this run. ``tags``: set the tags there too. ``jobs``: files on their way at once.
-        ``part``: (rank, number of ranks), where several processes share the work. ``blob_bytes``: pack what is copied
-        anew, into files of so many bytes (what is stored as what changed keeps its files); then ``target`` may be this
-        very store, of which small and worn files are packed together. ``compress``: "always" stores floats in fewer
-        bytes (a checkpoint of which some are so stored stays as it is); "off" and None store them as they are here.
-        ``check``: raise what went wrong once all others are copied; else it stands in ``failed`` of the result.
-        ``progress`` is called with bytes that are there now.
+        It transfers only what ``target`` lacks. Copies keep ids, times and order. Each is verified on the way, and
+        visible in ``target`` once it is complete and durable there. If ``target`` does not exist, it is made, with the
+        cell and blob size of this store. What it has forgotten stays forgotten, unless you name it. After a kill, the
+        next copy continues where this one stopped. ``run``: only of this run. ``tags``: set the tags there, too.
+        ``jobs``: files to copy at once. ``part``: (rank, number of ranks), if several processes share the work.
+        ``blob_bytes``: repack into files of this many bytes (deltas keep their files); then ``target`` may be this very
+        store, whose small and worn files are packed together. ``compress``: "always" stores floats in fewer bytes (a
+        checkpoint that is stored so in part stays as it is); "off" and None store them as they are here. ``check``:
+        once all others are copied, raise what went wrong; without it, that is in ``failed`` of the result.
+        ``progress`` is called with the bytes that are there now.
 
         Raises Damaged (naming blob and keys), Gone, Refused, or Conflict if ``target`` has another checkpoint under the
-        run and step: of that checkpoint nothing is visible there, and all others are copied. NotFound, StorageError.
+        run and step. Nothing of that checkpoint is visible there, and all others are copied. NotFound, StorageError.
         """
         other = repository_of(target, self.repository.cache_dir)
         if compress not in {None, "off", "always"}:
@@ -711,17 +715,18 @@ class Store:
         return result
 
     def mirror_lag(self) -> MirrorLag:
-        """How far the mirror is behind: checkpoints and bytes that are not safe there, and the age of the oldest.
+        """Return how far the mirror is behind: checkpoints and bytes not safe there yet, and the age of the oldest.
 
         Raises InvalidInput for a store that was opened without one, StorageError.
         """
         return self._its_mirror().lag()
 
     def wait_for_mirror(self, timeout: float | None = None) -> None:
-        """Return once all that is committed now is safe in the mirror: before a program ends, for instance.
+        """Wait until everything that is committed now is safe in the mirror, before a program ends for instance.
 
-        What is not copied when it ends, or dies, is copied when the store is opened with its mirror again. Raises what
-        stands in the way (StorageError, Damaged, ...) after one more attempt; StorageError after ``timeout`` seconds.
+        What is not copied when the program ends, or dies, is copied when the store is opened with its mirror again.
+        After one more attempt it raises what stands in the way (StorageError, Damaged, ...); StorageError after
+        ``timeout`` seconds.
         """
         self._its_mirror().wait(timeout)
 
@@ -746,7 +751,7 @@ class Store:
         try:
             commit = held.enter_context(self.lease(ref)).commit
         except (StorageError, Unsupported) as error:
-            more = "A lease is a small record in tags/; where that cannot be written, load without lease=True"
+            more = "A lease is a small record in tags/; if you cannot write there, load without lease=True"
             raise type(error)(f"{error}. {more}", **error.__dict__) from error
         return self._trusted(commit)
 

@@ -45,7 +45,7 @@ def check_recorded(repo: Repository, keys: Iterable[str], ended: Container[TxId]
         named = ", ".join(commit_key(txid) for txid in lost[:_NAMED_AT_MOST])
         more = f" and {len(lost) - _NAMED_AT_MOST} more" if lost[_NAMED_AT_MOST:] else ""
         raise Damaged(
-            f"gc deletes nothing, for records are missing from {repo.storage.url}: {named}{more}; there are manifests "
-            f"under objects/ that nothing else knows of. {ADVICE}",
+            f"gc deletes nothing, because records are missing from {repo.storage.url}: {named}{more}; there are "
+            f"manifests under objects/ that nothing else knows of. {ADVICE}",
             key=commit_key(lost[0]),
         )

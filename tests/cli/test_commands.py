@@ -778,7 +778,7 @@ def test_an_export_says_why_a_config_is_left_out(tmp_path: Path, run: Run) -> No
     def said(out: str, *options: str) -> str:
         return run("export", tmp_path / "s", "latest", tmp_path / out, *options).stdout
 
-    assert "a part of a model: from_pretrained would make the rest anew" in said("part", "--keys", "model.w")
+    assert "a part of a model: from_pretrained would fill the rest" in said("part", "--keys", "model.w")
     assert "these are no names of a model" in said("all", "--format", "safetensors")
     unwanted = said("unwanted", "--no-attachments")
     assert "put that of the model there" in unwanted

@@ -200,7 +200,7 @@ def test_a_damaged_tag_spoils_no_listing_but_stops_who_must_know(repo: Repositor
 def test_a_damaged_tag_can_be_deleted_and_its_error_says_so(repo: Repository) -> None:
     set_tag(repo, "bad", commit_bare(repo))
     repo.storage.replace(tag_key("bad", 0), b"torn")
-    with pytest.raises(Damaged, match=r"Set the tag anew, or delete it .*--delete bad"):
+    with pytest.raises(Damaged, match=r"Set the tag again, or delete it .*--delete bad"):
         tags(repo)
     delete_tag(repo, "bad")
     assert tags(repo) == {}

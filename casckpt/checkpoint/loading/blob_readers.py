@@ -82,7 +82,7 @@ class BlobReader:
 
 
 class BlobReaders:
-    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: there is memory.
+    """The blobs of a load; by number: ``blob_at``. ``shared``: others here read the same; ``stays``: is there memory?
 
     Of a blob that is read for the lesser part nothing is kept: to skip what is between costs the page cache more.
     """
@@ -94,7 +94,7 @@ class BlobReaders:
         batches: Sequence[Batch[T]],
         *,
         shared: bool,
-        stays: bool,
+        stays: Callable[[], bool],
     ) -> None:
         wanted: Counter[int] = Counter()
         for batch in batches:
@@ -106,7 +106,7 @@ class BlobReaders:
             ref = blob_at(blob)
             most = 2 * nbytes >= ref.size
             self._slots[blob] = BlobReader(
-                repo, ref, shared=shared or (stays and most), keep=fills and most, cached=cached
+                repo, ref, shared=shared or (most and stays()), keep=fills and most, cached=cached
             )
         for batch in batches:
             self._slots[batch.blob].left += 1

@@ -33,13 +33,15 @@ class Lot:
     def __init__(
         self, frames: Sequence[Batch[Item]] = (), users: int = 0, decoded: dict[Link, bytes] | None = None
     ) -> None:
-        self._unread, self._decoded = deque(frames), decoded
+        self._unread, self._decoded, self._has_frames = deque(frames), decoded, bool(frames)
         self._reading, self._failed, self._users = 0, False, users
         self._held: dict[tuple[int, int], memoryview] = {}
         self._changed = Condition()
 
     def fetch(self, read: Callable[[Batch[Item]], memoryview]) -> bool:
         """Have all frames here; False if another thread failed to read one. Raises what ``read`` does."""
+        if not self._has_frames:
+            return True
         while (batch := self._next()) is not None:
             found: Sequence[tuple[tuple[int, int], memoryview]] | None = None
             try:
@@ -79,6 +81,8 @@ class Lot:
 
     def done(self) -> None:
         """One batch is done with; the last one gives the memory back."""
+        if not self._has_frames:
+            return
         with self._changed:
             self._users -= 1
             if not self._users:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Hashable, Iterable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from threading import BoundedSemaphore
 from typing import NamedTuple
@@ -125,7 +126,7 @@ class Download:
         total = sum(batch.nbytes for batch in reads.every)
         # ranks that want more than their part want the same bytes, and on one host a cache serves them all
         together = self.ranks > 1 and 2 * total * self.ranks > 3 * sum(self.manifest.blob_sizes)
-        stays, blob_at = self._stays_in_memory(total), self.manifest.blob
+        stays, blob_at = cache(partial(self._stays_in_memory, total)), self.manifest.blob
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)

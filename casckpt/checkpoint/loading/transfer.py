@@ -128,15 +128,16 @@ class Transfer:
 
     def _filling(self, reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
         """Fill all views, and yield how many are full by now."""
-        if isinstance(reader, LocalReader):
-            yield from reader.fill(offset, views, self.turns)
-        else:
-            reader.read_into(offset, views)
-            yield len(views)
+        return (
+            reader.fill(offset, views, self.turns)
+            if isinstance(reader, LocalReader)
+            else _at_once(reader, offset, views)
+        )
 
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
         for start, item in target.items:
-            data, in_place, unit = target.view[start : start + item.nbytes], target.direct, item.unit
+            in_place, unit = target.direct, item.unit
+            data = target.view if in_place else target.view[start : start + item.nbytes]
             if unit.frame is not None:
                 place = data if in_place else item.takers[0].place
                 into, in_place = (room[: unit.nbytes], False) if place is None else (place, True)
@@ -171,6 +172,11 @@ class _WrongCell(Exception):
         unit = item.unit
         super().__init__(f"its bytes {unit.offset} to {unit.offset + unit.nbytes} are not what was written")
         self.item = item
+
+
+def _at_once(reader: Reader, offset: int, views: Sequence[memoryview]) -> Generator[int, None, None]:
+    reader.read_into(offset, views)
+    yield len(views)
 
 
 def _is_right(reader: Reader, unit: Unit) -> bool:

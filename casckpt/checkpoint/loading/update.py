@@ -285,7 +285,7 @@ class _Update:
         planned = [(lot, self._batches(lot)) for lot in each]
         batches = [batch for _, batches in planned for batch in batches]
         download.progress.expect(plain)
-        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=False)
+        slots = BlobReaders(download.repo, self._blob, batches, shared=False, stays=lambda: False)
         try:
             run_all(partial(self._run, slots), planned, threads)
         finally:

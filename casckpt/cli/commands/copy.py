@@ -81,7 +81,7 @@ def _part() -> tuple[int, int]:
     try:
         number, total = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     except ValueError as error:
-        raise click.UsageError(f"RANK and WORLD_SIZE in the environment are to be numbers: {error}") from error
+        raise click.UsageError(f"RANK and WORLD_SIZE in the environment must be numbers: {error}") from error
     if not 0 <= number < total:
         raise click.UsageError(f"RANK={number} and WORLD_SIZE={total} in the environment do not fit: unset them")
     return number, total

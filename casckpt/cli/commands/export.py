@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST = 8
 _NO_MODEL = {
     "safetensors": "these are no names of a model; for a folder that from_pretrained loads: --format hf",
-    "hf": "this is a part of a model: from_pretrained would make the rest anew, of random weights",
+    "hf": "this is a part of a model: from_pretrained would fill the rest with random weights",
 }
 """Why a config.json that travelled along is not in a folder."""
 

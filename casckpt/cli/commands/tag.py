@@ -68,7 +68,7 @@ def _rows(session: Session, only: str | None = None) -> list[dict[str, Any]]:
     session.repository.check_exists()  # no store is not the same as no tags
     found, commits = list_tags(session.repository), list_commits(session.repository)
     for tag in found.damaged:
-        log.warning("the record of tag %s cannot be read: set the tag anew, or delete it", tag)
+        log.warning("the record of tag %s cannot be read: set the tag again, or delete it", tag)
     rows = []
     for tag, one in found.tags.items():
         commit = named_by(one, commits)

@@ -99,7 +99,7 @@ def _to_do(result: dict[str, Any]) -> list[str]:
         lines.append(f"{count(len(result['failed']), 'blob')} could not be read: try again")
     if result["records"]:
         records = count(len(result["records"]), "record")
-        lines.append(f"{records} damaged: put the files back from a copy of the store; without one, set the tags anew,")
+        lines.append(f"{records} damaged: put the files back from a copy of the store; without one, set tags again,")
         lines.append("and give up the saves with `casckpt transactions STORE --give-up`")
     if damaged := len(result["damaged"]) + len(result["manifests"]):
         lines.append(f"{damaged} damaged: run `casckpt repair`")

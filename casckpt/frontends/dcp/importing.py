@@ -67,7 +67,7 @@ def small_files(files: Files) -> dict[str, bytes]:
         if not is_attachment_name(name):
             log.warning("left out, for an attachment cannot have its name: %r", name)
         elif files.size(name) > MAX_ATTACHMENT_BYTES:
-            log.warning("left out, for it is larger than 64 MiB: %s", name)
+            log.warning("left out, because it is larger than 64 MiB: %s", name)
         else:
             found[name] = files.read(name)
     return found

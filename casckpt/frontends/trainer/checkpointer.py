@@ -148,9 +148,8 @@ class Checkpointer(OneRun):
     ) -> Future[Checkpoint]:
         """Like `save`, but returns once the state is copied; it may change from then on. One save runs at a time.
 
-        What goes wrong before that is raised; what goes wrong after it shows in the future, is reported in the log by
-        the next save or load, and raised by `wait` and `close`. A Conflict, over a step that is saved already, is
-        raised by the next save, too.
+        It raises what goes wrong before that. What goes wrong later, the future raises, the next save or load logs, and
+        `wait` and `close` raise. The next save also raises a Conflict over a step that is already saved.
         """
         check_keywords("Checkpointer.save_async", options, StepArguments)
         begun = time.monotonic()
@@ -176,7 +175,7 @@ class Checkpointer(OneRun):
         return done
 
     def due(self, step: int) -> Kind | None:
-        """Say as what ``step`` is to be saved, if it is; the same on every rank. See `TrainerSettings.due`."""
+        """Say whether ``step`` is to be saved, and as what; the same on every rank. See `TrainerSettings.due`."""
         return self.config.due(check_step(step), self.last_step)
 
     def save_if_due(
@@ -187,10 +186,10 @@ class Checkpointer(OneRun):
         train_state: AnyTrainState = None,
         **options: Unpack[DueArguments],
     ) -> Future[Checkpoint] | None:
-        """`save_async`, if ``step`` is due; else None. To be called after each step.
+        """Call `save_async` if ``step`` is due; otherwise return None. Call it after each step.
 
-        With ``max_steps_at_risk`` it raises what the save in the background failed with, once the next step would be
-        one too many: the training stops, rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
+        With ``max_steps_at_risk`` it raises the error of the save in the background once the next step would be one too
+        many. The training stops rather than put more at risk. ``metadata``, ``metrics``, ``healthy``: as for
         `Store.save`.
         """
         check_keywords("Checkpointer.save_if_due", options, DueArguments)
@@ -201,10 +200,10 @@ class Checkpointer(OneRun):
         return saving
 
     def write_file(self, name: str, contents: str | bytes, *, step: int | None = None) -> None:
-        """Let a file travel with the next save, as an attachment. Rank 0's count.
+        """Attach a file to the next save. Rank 0's files count.
 
-        ``step``: the step that it is meant for. Raises Conflict if that is saved already: a checkpoint never changes.
-        Raises InvalidInput for a name that is no relative path.
+        ``step``: the step that it is meant for. Raises Conflict if that is already saved, because a checkpoint never
+        changes. Raises InvalidInput for a name that is not a relative path.
         """
         if step is not None and f"{self.run}@{step}" in self.store:
             raise Conflict(
@@ -222,7 +221,7 @@ class Checkpointer(OneRun):
             raise error
 
     def close(self) -> None:
-        """`wait`, and for a gc that runs."""
+        """`wait`, and also wait for a gc that is running."""
         try:
             self.wait()
         finally:
@@ -241,11 +240,11 @@ class Checkpointer(OneRun):
         unread: Unread = "warn",
         **match: Unpack[MatchArguments],
     ) -> Any:
-        """Load into ``model`` and ``optim``; gives this rank's train state, that of rank 0 if there are more ranks now.
+        """Load into ``model`` and ``optim``. Return this rank's train state, or rank 0's if there are more ranks now.
 
-        ``load_optim_state``, ``load_trainer_state``: True: it must be there, else NotFound; None: if it is there, else
-        None is returned, and a warning in the log tells of an optimizer that was given in vain; False: it is not read.
-        A checkpoint of weights alone loads. ``unread``: what else is left, as whole subtrees, is told of in the log, or
+        ``load_optim_state``, ``load_trainer_state``: True: raise NotFound if it is not there. None: load it if it is
+        there; otherwise return None, and warn in the log of an optimizer that was passed in vain. False: do not read
+        it. A checkpoint of weights alone loads. ``unread``: the log names whole subtrees that are left, unless
         "ignore". ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
         `Store.load` does.
         """
@@ -266,12 +265,12 @@ class Checkpointer(OneRun):
         unread: Unread = "warn",
         healthy: bool = False,
     ) -> Checkpoint | None:
-        """Load the newest checkpoint of the run, if there is one: all ranks the same. ``train_state`` is set, too.
+        """Load the newest checkpoint of the run, if there is one, the same on all ranks. Set ``train_state``, too.
 
-        ``healthy``: the newest that was not saved with ``healthy=False``; if there are only such ones, NotFound.
-        ``missing``: of an optimizer or a train state that is given, but cannot be restored: "raise" NotFound or
-        MissingKey, or "warn" in the log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and
-        InvalidInput for a train state without load_state_dict.
+        ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if an
+        optimizer or a train state that you pass cannot be restored, "raise" NotFound or MissingKey, or "warn" in the
+        log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and InvalidInput for a train
+        state without load_state_dict.
         """
         found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:

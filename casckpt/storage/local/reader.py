@@ -28,6 +28,7 @@ _MAX_BUFFERS = 1024  # IOV_MAX of Linux
 _LARGE = 512 << 10  # bytes: below it, a read is not worth a second system call
 _WORTH_A_CALL = 256 << 10  # bytes
 _BOUNCE = 2 << 20
+_FIRST = 64 << 10  # bytes; after a smaller read the pieces become so large that memory for them may be dear to get
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _MOST = 0.75  # of a file's pages: with so many in the cache, it is read from there
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -149,14 +150,14 @@ class LocalReader(Reader):
                 yield full
 
     def _begin(self) -> None:
-        """Read one byte of a file that may have to come from the disk through the cache, before all else.
+        """Read a little of a file that may have to come from the disk through the cache, before all else.
 
         Linux reads ahead in steps, and fills the cache in larger pieces from one step to the next. After a first read
         of a whole cell the first step is as long as may be, some MiB, all in single pages: dear to fill, and to read.
         """
         if not self._is_begun:
             self._is_begun = True
-            os.pread(self._fd, 1, 0)
+            os.pread(self._fd, _FIRST, 0)
 
     def _fill(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> None:
         """Fill all of ``buffers``, which have ``nbytes`` bytes, however short the reads are."""

@@ -45,7 +45,7 @@ def commits_without_doubt(repo: Repository, *, anew: bool = False) -> CommitList
         names = sorted(found.damaged)
         more = f" and {len(names) - 1} more" if names[1:] else ""
         message = (
-            f"gc deletes nothing, for the records of transaction {names[0]}{more} cannot be read: "
+            f"gc deletes nothing, because the records of transaction {names[0]}{more} cannot be read: "
             f"{found.damaged[names[0]]}. Put the file back from a copy of the store, or give the checkpoint up with "
             f"`casckpt transactions STORE --give-up {names[0]}`"
         )
@@ -129,6 +129,6 @@ def _cannot_read(broken: list[tuple[Commit, CasckptError]]) -> Damaged:
     lines = [str(error) for _, error in broken[:_NAMED_AT_MOST]]
     more = f" (and {len(broken) - _NAMED_AT_MOST} more)" if len(broken) > _NAMED_AT_MOST else ""
     return Damaged(
-        f"gc deletes nothing, for nobody knows what these checkpoints need{more}: {'; '.join(lines)}",
+        f"gc deletes nothing, because nobody knows what these checkpoints need{more}: {'; '.join(lines)}",
         checkpoints=tuple(commit.id for commit, _ in broken),
     )

@@ -107,7 +107,7 @@ def test_what_goes_through_the_cache_begins_with_a_small_read(
         for offset in (4096, 8192):
             reader.read_into(offset, [memoryview(target)])
             assert target == data[offset : offset + (1 << 20)]
-    assert asked == [(1, 0), (1 << 20, 4096), (1 << 20, 8192)]
+    assert asked == [(64 << 10, 0), (1 << 20, 4096), (1 << 20, 8192)]
 
 
 def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:

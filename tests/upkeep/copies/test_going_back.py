@@ -127,7 +127,7 @@ def test_tags_that_are_gone_protect_what_they_named_until_somebody_decides(store
     for entry in list(store.storage.list("tags/")):
         store.storage.delete(entry.key)
     for again in (repo, store.seen_from("host", seed=2)):
-        with pytest.raises(Damaged, match=r"tags/t/0 is missing.*Set the tag anew, or delete it"):
+        with pytest.raises(Damaged, match=r"tags/t/0 is missing.*Set the tag again, or delete it"):
             run_gc(again, LAST, min_age=0)
         assert len(list_commits(again).live()) == 3
         assert [key for key, _ in verify(again).records] == ["tags/t"]
