@@ -232,7 +232,7 @@ def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
     loss = model(torch.randn(4, 8)).square().mean()
     loss.backward()
     optim.step()
-    return loss.item()
+    return float(loss.item())
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:
