@@ -10,6 +10,7 @@ import builtins
 import pkgutil
 import re
 from contextlib import chdir
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -150,8 +151,40 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
+def test_headings_go_down_level_by_level(page: Path) -> None:
+    """Else the site is not built: a warning there is an error."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    levels = [len(found) for found in re.findall(r"^(#+) ", text, re.MULTILINE)]
+    assert all(after <= before + 1 for before, after in pairwise([0, *levels]))
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.stem))
 def test_a_page_with_examples_is_run(page: Path) -> None:
     assert page in (*PAGES, REMOTE, HUB, SERVING) or not blocks(page), f"{page.name} has examples: add it to PAGES"
+
+
+# README.md
+
+TRIED = {  # what the README adds up -> rows of the evidence
+    "states of the protocol's models, each looked at": r"states of the protocol's models",
+    "processes killed at a chosen call": r"SIGKILL right|a process that ends before",
+    "calls and requests that failed, or were lost, cut, late, throttled or refused": (
+        r"a change of the storage whose answer is lost|calls that failed|requests|answers"
+    ),
+    "reads cut short, or with a wrong byte": r"reads (cut|with)",
+    "bent bytes and files, given to decoders and importers": r"bent",
+    "bugs planted in the code, which the default test run has to kill": r"planted bugs",
+}
+
+
+def test_the_readme_says_no_more_than_the_evidence() -> None:
+    counted = re.findall(r"^\| (.*?) \| ([\d,]+) \|", (DOCS / "reliability.md").read_text(), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text().partition("## How reliable")[2].partition("\n## ")[0]
+    said = dict(re.findall(r"^\| (.*?) \| ([\d,]+) \|", readme, re.MULTILINE))
+    assert said.keys() == TRIED.keys()
+    for name, pattern in TRIED.items():
+        found = sum(int(count.replace(",", "")) for row, count in counted if re.match(pattern, row))
+        assert 0 < int(said[name].replace(",", "")) <= found, f"{name}: {found}"
 
 
 # the pages with examples
@@ -181,7 +214,15 @@ def test_every_example_on_buckets_does_what_the_page_says(
 def model_and_optimizer() -> dict[str, object]:
     """What the README takes for granted; other pages make their own."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
-    return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    return {"model": model, "optim": torch.optim.AdamW(model.parameters()), "train_step": train_step}
+
+
+def train_step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> float:
+    optim.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optim.step()
+    return float(loss)
 
 
 def on_rank(rank: int, size: int, block: Block, folder: Path) -> None:

@@ -77,6 +77,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_version_is_one() -> None:
     assert casckpt.__version__ == importlib.metadata.version("casckpt")
     assert re.fullmatch(r"\d+\.\d+\.\d+(?:(?:a|b|rc|\.dev)\d+)?", casckpt.__version__)
+    readme = (ROOT / "README.md").read_text()
+    assert f"version {casckpt.__version__}" in readme
+    assert f"version = {{{casckpt.__version__}}}" in readme
+    assert f"\n## {casckpt.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_package_says_that_it_is_typed() -> None:

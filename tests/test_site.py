@@ -10,23 +10,34 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pictures
 import pytest
 import reference
 
 from casckpt import errors
+from casckpt.checkpoint.saving.options import SaveOptions
+from casckpt.cli.commands.settings import _DEFAULTS
 from casckpt.cli.completion import ENV_STORE
+from casckpt.format.records import Marker
+from casckpt.frontends.follow import Follower
+from casckpt.frontends.trainer import CheckpointerConfig
+from casckpt.plan.sizes import parse_size
 from casckpt.repository.opening import CACHE_VARIABLE
+from casckpt.store.opening import open as open_store
+from casckpt.store.settings import NAMES
 from tests.support.pages import commands_in, pattern
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
 FRONTENDS = ("accelerate", "convert", "dcp", "lightning", "megatron", "torchtitan", "trainer", "transformers")
+NONE = (MISSING, inspect.Parameter.empty)
 NEEDS = {"lightning_fit": "lightning", "transformers_trainer": "transformers"}
 
 
@@ -101,8 +112,54 @@ def test_the_table_of_errors_is_that_of_the_code() -> None:
 
 
 def test_each_variable_of_the_environment_is_described() -> None:
-    described = set(re.findall(r"^\| `(CASCKPT_\w+)` \|", (DOCS / "environment.md").read_text(), re.MULTILINE))
-    assert described == {ENV_STORE, CACHE_VARIABLE}
+    text = "".join(path.read_text() for path in (ROOT / "casckpt").rglob("*.py"))
+    named = set(re.findall(r"os\.environ(?:\.get\(|\[)([A-Z_]+)\b", text))
+    assert named == {"ENV_STORE", "CACHE_VARIABLE"}
+    read = set(re.findall(r'os\.environ(?:\.get\(|\[)"(\w+)"|"(\w+)" in os\.environ', text))
+    of_itself, for_commands = (DOCS / "environment.md").read_text().split("`casckpt follow --exec` sets")
+    described = {name for row in re.findall(r"^\| (`.*?`) \|", of_itself, re.MULTILINE) for name in quoted(row)}
+    assert described == {ENV_STORE, CACHE_VARIABLE, *("".join(one) for one in read)}
+    assert set(re.findall(r"^\| `(\w+)` \|", for_commands, re.MULTILINE)) == set(
+        re.findall(r"CASCKPT_\w+", inspect.getdoc(Follower) or "")
+    )
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in back quotes."""
+    return re.findall(r"`([^`]+)`", text)
+
+
+def settings(heading: str) -> dict[str, str]:
+    """The names of a table of docs/settings.md, with their defaults."""
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (DOCS / "settings.md").read_text(), re.M | re.S)
+    assert found, f"docs/settings.md has no section {heading!r}"
+    return dict(re.findall(r"^\| `(\w+)`(?: \(.*?\))? \| ?(?:`(.*?)`)? \|", found[1], re.MULTILINE))
+
+
+def test_the_settings_of_a_store_are_those_of_the_code() -> None:
+    assert settings("Of a store") == _DEFAULTS
+    assert list(_DEFAULTS) == list(NAMES)
+
+
+def test_the_settings_of_a_new_store_are_those_of_the_code() -> None:
+    fields = {field.name: field.default for field in msgspec.structs.fields(Marker)}
+    sizes = {name: parse_size(default) for name, default in settings("Of a new store").items()}
+    assert sizes == {name: fields[name] for name in ("cell_bytes", "blob_bytes")}
+
+
+def as_written(values: dict[str, Any]) -> dict[str, str]:
+    """Defaults, as a page has them; one without a default is empty."""
+    return {name: "" if value in NONE else repr(value).replace("'", '"') for name, value in values.items()}
+
+
+def test_the_arguments_of_open_are_those_of_the_code() -> None:
+    parameters = [*inspect.signature(open_store).parameters.values()][1:]
+    assert settings("Of an open store") == as_written({one.name: one.default for one in parameters})
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("Of a save", SaveOptions), ("Of a Checkpointer", CheckpointerConfig)])
+def test_the_settings_of_what_saves_are_those_of_the_code(heading: str, kind: Any) -> None:
+    assert settings(heading) == as_written({field.name: field.default for field in fields(kind)})
 
 
 @pytest.mark.process

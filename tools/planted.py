@@ -1184,6 +1184,20 @@ PLANTED = (
         "tests/checkpoint/loading/test_digests.py",
     ),
     Planted(
+        "a table in one row may lie outside its blob",
+        "casckpt/format/sections/tables.py",
+        "    if offset < DATA_OFFSET or offset + numel * itemsize > blob_sizes[blob]:\n        return None\n",
+        "    if offset < DATA_OFFSET:\n        return None\n",
+        "tests/format/sections/test_tables.py",
+    ),
+    Planted(
+        "what is copied out of one read lies in one place",
+        "casckpt/checkpoint/loading/transfer.py",
+        "loose, used = [], used + offset - start",
+        "loose, used = [], 0",
+        "tests/checkpoint/loading/test_read_bytes.py",
+    ),
+    Planted(
         "a comparison tells places in the cell, not in the tensor",
         "casckpt/checkpoint/comparing.py",
         "(part.region.lo + int(place) for place in (places[0], places[-1]))",

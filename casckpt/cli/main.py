@@ -88,11 +88,11 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Keep PyTorch checkpoints in one store, which stores equal bytes once.
+    """Keep PyTorch checkpoints in a store that holds equal bytes once.
 
-    STORE is a folder or a URL; with -s or CASCKPT_STORE it is left out. REF names a checkpoint: an id (or 6 hex digits
-    and more of it), RUN@STEP, RUN@latest, latest, or tag:NAME; RUN@501.. and RUN@100..500 name ranges where several are
-    taken.
+    STORE is a folder or a URL. Leave it out if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its
+    first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@501.. and
+    RUN@100..500 name ranges.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
     """

@@ -13,7 +13,7 @@ AT_LEAST_ONE: Final = click.IntRange(min=1)
 _OPTIONS: Final = (
     click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
     click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N."),
-    click.option("--keep-within", type=DURATION, help="Keep those saved at most so long ago (12h, 7d)."),
+    click.option("--keep-within", type=DURATION, help="Keep those saved within this time (12h, 7d)."),
     click.option(
         "--keep-daily", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N days that have any."
     ),
@@ -23,7 +23,7 @@ _OPTIONS: Final = (
         "--keep-best",
         multiple=True,
         metavar="METRIC:[max:]N",
-        help="Keep the N with the least of a metric, or the most. May be repeated.",
+        help="Keep the N with the lowest metric, or the highest. May be repeated.",
     ),
 )
 

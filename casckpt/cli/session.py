@@ -93,7 +93,7 @@ ON_STORES: tuple[click.Parameter, ...] = (
         type=STORE,
         envvar=ENV_STORE,
         show_envvar=True,
-        help="The store; then STORE is left out before the other arguments.",
+        help="The store; then leave out STORE among the arguments.",
     ),
     click.Option(
         ["--storage-option", "storage_options"],
@@ -106,12 +106,12 @@ ON_STORES: tuple[click.Parameter, ...] = (
         type=click.Path(path_type=Path, file_okay=False),
         envvar="CASCKPT_CACHE_DIR",
         show_envvar=True,
-        help="Where this host keeps what it has learnt of stores.",
+        help="Where this host keeps what it knows of stores.",
     ),
     click.Option(
         ["--single-writer"],
         is_flag=True,
-        help="Nobody else writes at the same time: use a storage that cannot refuse a second create.",
+        help="Promise that nobody else writes at the same time, to use a storage that cannot refuse a second create.",
     ),
 )
 
@@ -120,7 +120,7 @@ REQUIRE_SIGNATURE = click.Option(
     ["--require-signature"],
     metavar="KEY",
     multiple=True,
-    help="Only what this public key has signed: its file, or 64 hex digits. With several keys, any of them.",
+    help="Only what this public key has signed: its file, or 64 hex digits. May be repeated; then any of them.",
 )
 
 

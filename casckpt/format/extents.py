@@ -135,6 +135,16 @@ class ExtentTable(msgspec.Struct, frozen=True, gc=False):
         (only,) = self.extents
         return not only.box and not only.lo and only.hi == self.boxes[0].numel
 
+    @property
+    def only_cell(self) -> StoredCell | None:
+        """The cell that is the whole tensor; None where it has several, none, or one that is coded."""
+        if len(self.extents) != 1:
+            return None
+        (only,), full = self.extents, self.boxes[0]
+        if len(only.digests) != DIGEST_BYTES or only.coding is not None or not self.is_whole:
+            return None
+        return StoredCell(only.blob, only.offset, only.hi * self.itemsize, full, 0, only.hi, CellDigest(only.digests))
+
     def region(self, extent: Extent) -> Region:
         """Return the elements of an extent as a region."""
         return Region(self.boxes[extent.box], extent.lo, extent.hi)

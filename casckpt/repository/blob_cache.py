@@ -58,6 +58,11 @@ class BlobCache:
         self._turns = PerProcess(lambda: threading.BoundedSemaphore(AT_ONCE))
         self._off = limit == 0
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anything was ever put into it: one question, where that of each blob would be many."""
+        return (self.root / FOLDER).exists()
+
     def open(self, ref: BlobRef) -> LocalReader | None:
         """Open a blob for ranged reads, None if it is not here."""
         try:

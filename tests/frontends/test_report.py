@@ -18,7 +18,7 @@ import casckpt
 from casckpt.cli.main import cli
 from casckpt.errors import NotFound
 from casckpt.frontends.report import page, write_report
-from casckpt.frontends.report.charts import thinned
+from casckpt.frontends.report.charts import run_growth, thinned
 from casckpt.store.store import Store
 
 pytestmark = pytest.mark.process  # matplotlib asks for the fonts of the system
@@ -86,6 +86,11 @@ def test_it_shows_growth_runs_layers_and_checkpoints(store: Store) -> None:
         assert word in words
     assert "gc --keep-last 3 would free" in words
     assert page(store).count("<svg") == 2 + 2 + 1  # growth, runs; of sft two, of the other none that were compared
+
+
+def test_sizes_that_hardly_differ_have_marks() -> None:
+    drawn = run_growth("sft", [300, 400], [3_000_000, 3_000_000], [3_020_000, 3_020_000])
+    assert {"2 MiB", "4 MiB"} <= set(re.findall(r">([\d.]+ [KM]iB)<", drawn))
 
 
 def test_names_from_a_store_are_no_markup(store_path: Path) -> None:

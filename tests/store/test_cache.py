@@ -10,8 +10,10 @@ import torch
 
 import casckpt
 from casckpt.errors import Damaged, InvalidInput, MissingKey, NotFound
-from casckpt.repository.blob_cache import FOLDER
+from casckpt.format.sections.blobs import BlobRef
+from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.repository import Repository
+from casckpt.storage.local.reader import LocalReader
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.far import FarStore, far
@@ -91,6 +93,26 @@ def test_a_store_that_is_near_keeps_nothing_unless_it_is_told_to(
     for key in blob_keys(near):
         near.repository.storage.delete(key)
     assert same_state(near.read("latest"), state)
+
+
+def test_a_cache_into_which_nothing_was_put_is_not_asked_for_each_blob(
+    tmp_path: Path, folder: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = Store(Repository(LocalStore(tmp_path / "near"), folder))
+    near.save(state, step=1)
+    asked: list[BlobRef] = []
+    opened = BlobCache.open
+
+    def counting(cache: BlobCache, ref: BlobRef) -> LocalReader | None:
+        asked.append(ref)
+        return opened(cache, ref)
+
+    monkeypatch.setattr(BlobCache, "open", counting)
+    assert same_state(near.read("latest"), state)
+    assert not asked
+    near.pre_download("latest")
+    assert same_state(near.read("latest"), state)
+    assert len(asked) == len(blob_keys(near))
 
 
 def test_what_is_fetched_before_is_not_read_by_the_load(store: Store, storage: FarStore, state: dict[str, Any]) -> None:

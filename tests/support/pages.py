@@ -4,6 +4,7 @@ What a reader sees is what is run. A page's blocks share one folder, and its Pyt
 
 - ``python``: run in this process. After a line ``<!-- ranks: 2 -->`` it is run on that many ranks of a process group,
   by itself.
+- After a line ``<!-- needs: lightning -->`` a block needs that package, and is left to `Reader.follow` with ``needs``.
 - ``console``: a line that begins with ``$ `` is a command, and must succeed; the lines under it are what it prints.
   ``...`` stands for anything in a line, and alone in a line for any lines. No lines: nothing is compared.
 - ``crontab``: five fields of time, then a command; "/data/" is the folder of the page.
@@ -29,19 +30,21 @@ from casckpt.cli.main import cli
 OnRanks = Callable[[int, "Block"], object]
 
 _KINDS = "python|console|crontab"
-_FENCE = re.compile(rf"^(?:<!-- ranks: (?P<ranks>\d+) -->\n)?```(?P<kind>{_KINDS})\n(?P<text>.*?)^```$", re.M | re.S)
+_MARK = r"<!-- (?:ranks: (?P<ranks>\d+)|needs: (?P<needs>\w+)) -->\n"
+_FENCE = re.compile(rf"^(?:{_MARK})?```(?P<kind>{_KINDS})\n(?P<text>.*?)^```$", re.M | re.S)
 _SHELL = frozenset("|&;<>$`*\\~")
 
 
 @dataclass(frozen=True)
 class Block:
-    """``line``: of the page, in which ``text`` begins. ``ranks``: 0 for a block of one process."""
+    """``line``: of the page, in which ``text`` begins. ``ranks``: 0 for one process. ``needs``: a package."""
 
     page: str
     line: int
     kind: str
     text: str
     ranks: int
+    needs: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -58,7 +61,9 @@ def blocks(path: Path) -> list[Block]:
     found = []
     for fence in _FENCE.finditer(text):
         line = text.count("\n", 0, fence.start("text")) + 1
-        found.append(Block(path.name, line, fence["kind"], fence["text"], int(fence["ranks"] or 0)))
+        found.append(
+            Block(path.name, line, fence["kind"], fence["text"], int(fence["ranks"] or 0), fence["needs"] or "")
+        )
     return found
 
 
@@ -71,10 +76,11 @@ class Reader:
     given: dict[str, Any]
     on_ranks: OnRanks
 
-    def follow(self, page: Path) -> int:
-        """Run all blocks; how many there were."""
+    def follow(self, page: Path, needs: str = "") -> int:
+        """Run all blocks; how many there were. ``needs``: the first one, and those that need this package."""
         run = {"python": self._python, "console": self._console, "crontab": self._crontab}
-        todo = blocks(page)
+        every = blocks(page)
+        todo = [*every[: bool(needs)], *(block for block in every if block.needs == needs)]
         with chdir(self.folder):
             for block in todo:
                 run[block.kind](block)
@@ -149,3 +155,8 @@ def pattern(expected: list[str]) -> str:
     """Give what fits to lines with ``...`` in them."""
     lines = [r".*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", "[^\n]*") for line in expected]
     return "(?s:" + r"[ ]*\n".join(lines).strip() + ")"
+
+
+if __name__ == "__main__":
+    alone = Reader(Path.cwd(), Path(__file__).resolve().parents[2], {}, lambda size, block: None)
+    alone.follow(Path(sys.argv[1]), sys.argv[2])

@@ -23,12 +23,13 @@ T = TypeVar("T")
 class BlobReader:
     """One blob of a load, opened by the first thread that reads it: in this host's cache, else in the store."""
 
-    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool) -> None:
+    def __init__(self, repo: Repository, ref: BlobRef, *, shared: bool, keep: bool, cached: bool = True) -> None:
+        """``keep``: have it in the cache of this host. ``cached``: it may be there."""
         self.ref = ref
         self.left = 0  # batches
         self.shared = shared
         self._repo, self._keep = repo, keep
-        self._cached = True
+        self._cached = cached
         self._lock = Lock()
         self._current: Reader | None = None
         self._opened = ExitStack()
@@ -99,11 +100,14 @@ class BlobReaders:
         for batch in batches:
             wanted[batch.blob] += batch.nbytes
         fills = bool(wanted) and repo.fills_cache
+        cached = bool(wanted) and (fills or repo.blob_cache.is_there)
         self._slots: dict[int, BlobReader] = {}
         for blob, nbytes in wanted.items():
             ref = blob_at(blob)
             most = 2 * nbytes >= ref.size
-            self._slots[blob] = BlobReader(repo, ref, shared=shared or (stays and most), keep=fills and most)
+            self._slots[blob] = BlobReader(
+                repo, ref, shared=shared or (stays and most), keep=fills and most, cached=cached
+            )
         for batch in batches:
             self._slots[batch.blob].left += 1
 

@@ -130,9 +130,8 @@ class Download:
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
         scratches = BufferPool(threads, reads.most + reads.room)
-        transfer = Transfer(
-            self.repo, self.manifest, slots, scratches, self.turns, self.progress, finished, self.verify
-        )  # fmt: skip
+        turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
+        transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
         try:
             with collecting_later() if threads == 1 else nullcontext():
                 run_all(transfer.run_all, tasks, threads)
@@ -166,7 +165,12 @@ class Download:
     @cached_property
     def turns(self) -> BoundedSemaphore:
         """What a thread holds while it works for a core, and not while it waits for a disk."""
-        return BoundedSemaphore(min(self.threads, usable_cores(self.ranks_here)))
+        return BoundedSemaphore(self._cores)
+
+    @cached_property
+    def _cores(self) -> int:
+        """How many threads may work for a core."""
+        return min(self.threads, usable_cores(self.ranks_here))
 
     def blobs(self, wants: Sequence[StreamRequest]) -> list[BlobRef]:
         """The blobs that `run` would read."""

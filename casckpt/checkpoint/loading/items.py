@@ -14,6 +14,7 @@ from casckpt.storage.base import BLOCK, Traits
 from casckpt.tensors.memory import Destination, copy_bytes
 
 _FRAME_BYTES = 8 << 20  # of a lot: so many at most are held, for each thread that is at another lot
+_FEW = 8  # with 1/8 of the bytes or less that are copied once more, reads are as large as if all went right into place
 _SPARE_BYTES, _SPARE_SHARE = 4 << 20, 25  # over a network: so much, or 1/25 of what is wanted, is read in vain
 
 Part: TypeAlias = tuple[int, Box, int, int]
@@ -106,8 +107,9 @@ def place_of(unit: Unit) -> Hashable:
 
 
 def plan_lots(items: Sequence[Item], traits: Traits, *, most: int, scratch: int) -> Reads:
-    """Plan the reads: of ``most`` bytes where all goes right into place, else of ``scratch``."""
-    in_place = traits.remote or all(item.place is not None for item in items)
+    """Plan the reads: of ``most`` bytes where nearly all goes right into place, else of ``scratch``."""
+    loose = sum(item.nbytes for item in items if item.place is None)
+    in_place = traits.remote or _FEW * loose <= sum(item.nbytes for item in items)
     most, gap = most if in_place else scratch, _gap(traits, items)
     apart = (i.unit.nbytes for i in items if i.unit.frame is not None and i.takers[0].place is None)
     room = -(-max(apart, default=0) // BLOCK) * BLOCK

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 @click.argument("destination", metavar="DST", type=STORE)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
-@click.option("--tags", is_flag=True, help="Set the tags of what is copied, or is there, in DST too.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Files on their way at once.  [default: 4; 16 for a bucket]")
-@click.option("--blob-size", type=SIZE, help="Repack it into files of about so much; DST may be STORE.")
+@click.option("--tags", is_flag=True, help="Also set the tags of these checkpoints in DST.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Files to copy at once.  [default: 4; 16 for a bucket]")
+@click.option("--blob-size", type=SIZE, help="Repack into files of about this size; DST may be STORE.")
 @click.option("--compress", type=click.Choice(["off", "always"]), help="Store floats in fewer bytes, or as they are.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be copied.")
 @click.option("--dst-option", "dst_options", type=SETTING, multiple=True, help="As --storage-option, for DST.")
 def command(
     session: Session,
@@ -43,10 +43,10 @@ def command(
 ) -> int:
     """Copy checkpoints into another store, only what it lacks.
 
-    All visible ones, or those that are named. They keep their ids, times and order; every byte is verified on the way.
-    DST is made if there is none. A copy that was killed goes on where it was, and under torchrun its processes share
-    the work. What DST has forgotten stays forgotten, unless it is named. Exit status 4 if something is damaged and was
-    not copied, 5 if DST has another checkpoint in its place.
+    All visible ones, or those that you name. They keep their ids, times and order, and every byte is verified on the
+    way. DST is made if it does not exist. After a kill, the next copy continues where this one stopped. Under torchrun
+    the processes share the work. What DST has forgotten stays forgotten, unless you name it. Exit status 4 if something
+    is damaged and was not copied, 5 if DST has another checkpoint in its place.
     """
     from casckpt.storage.paths import is_url
     from casckpt.store.opening import open as open_store

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def command(output: Output, folder: Path | None) -> None:
     """See it work, on a small model.
 
-    It is trained here; then come saves, what they share, a load, a gc. Takes seconds, and downloads nothing. FOLDER
-    becomes the store, to play on with; without it, nothing is left behind.
+    It trains the model here, and shows saves, what they share, a load, and a gc. It takes seconds and downloads
+    nothing. FOLDER becomes the store, for you to play with. Without it, nothing is left behind.
     """
     from casckpt.frontends.demo import Training
 

@@ -14,10 +14,10 @@ _WORDS: Final = {True: "ok", False: "NOT OK", None: "note"}
 
 @store_command("doctor")
 def command(session: Session) -> int:
-    """See whether a storage is safe for a store.
+    """Check whether a storage is safe for a store.
 
-    And how fast it is. There need not be a store. Small objects, and a few of 8 MiB, are written under probes/, and
-    deleted again. Exit status 1 if anything is not ok.
+    And how fast it is. It needs no store there. It writes small objects, and a few of 8 MiB, under probes/, and deletes
+    them again. Exit status 1 if anything is not ok.
     """
     checks = []
     for finding in session.store.doctor():

@@ -34,15 +34,14 @@ _NO_MODEL = {
 @click.argument("out")
 @click.option(
     "--format", type=click.Choice(["hf", "safetensors", "dcp", "torch"]),
-    help="Of what is written.  [default: by the suffix of OUT; else hf where a config.json travels along, safetensors "
-    "where none does]",
+    help="What to write.  [default: by the suffix of OUT; else hf if a config.json is attached, safetensors if not]",
 )  # fmt: skip
-@click.option("--max-shard-size", type=SIZE, help="Of safetensors files in a folder.  [default: 5GB]")
+@click.option("--max-shard-size", type=SIZE, help="The most in one safetensors file of a folder.  [default: 5GB]")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, and named without it.")
+@click.option("--strip-prefix", metavar="PREFIX", help="Only tensors below PREFIX, named without it.")
 @click.option(
     "--rename", type=RENAMING, multiple=True, callback=lambda ctx, param, given: dict(given),
-    help="Tensors whose whole name matches a regular expression get another one: 'h\\.(.*)=layers.\\1'. May be "
+    help="Rename tensors whose whole name matches a regular expression: 'h\\.(.*)=layers.\\1'. May be "
     "repeated; the first that matches counts.",
 )  # fmt: skip
 @click.option(
@@ -51,22 +50,22 @@ _NO_MODEL = {
     is_flag=True,
     default=True,
     flag_value=False,
-    help="Leave out what travelled along.",
+    help="Leave out the attachments.",
 )
-@click.option("--force", is_flag=True, help="Write over what is there.")
-@click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold, which runs code from it.")
+@click.option("--force", is_flag=True, help="Overwrite what is there.")
+@click.option("--allow-pickle", is_flag=True, help="Unpickle what only a pickle could hold. This runs code from it.")
 def command(session: Session, ref: str, out: str, **options: Unpack[ExportOptions]) -> None:
     """Write a checkpoint for other programs.
 
-    As hf: to a folder that from_pretrained of Transformers loads: the weights of the model alone, under the names that
-    it has, and what travelled along. As safetensors: the same with all tensors, under their keys. Both make
-    model.safetensors, or several files with an index; or the one file OUT if that ends in .safetensors.
+    hf: a folder that from_pretrained of Transformers loads, with the weights of the model alone, under the model's own
+    names, and the attachments. safetensors: the same with all tensors, under their keys. Both write model.safetensors,
+    or several files with an index, or the one file OUT if that ends in .safetensors.
 
-    As dcp: to a folder that torch.distributed.checkpoint loads. As torch: to a file that plain torch.load reads, for an
-    OUT that ends in .pt, .pth or .bin. Both hold all of the checkpoint; torch what --keys, --strip-prefix and --rename
-    choose, if they are given. OUT may be a URL.
+    dcp: a folder that torch.distributed.checkpoint loads. torch: a file that plain torch.load reads, for an OUT that
+    ends in .pt, .pth or .bin. Both hold all of the checkpoint; for torch, --keys, --strip-prefix and --rename choose.
+    OUT may be a URL.
 
-    What is left out is named.
+    It names what it leaves out.
     """
     from casckpt.frontends.exporting import export
 
@@ -104,22 +103,22 @@ def _text(result: dict[str, Any], *, is_file: bool, wanted: bool) -> None:
 
 
 @store_command("serve", loads=True)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to answer at.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one.")
-@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="Tokens, one a line.")
+@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="Tokens of clients, one a line.")
 @click.option("--no-token", is_flag=True, help="Answer everybody who reaches the address.")
-@click.option("--view", type=click.Path(path_type=Path, dir_okay=False), help="How all checkpoints are seen: JSON.")
-@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Of safetensors files.")
+@click.option("--view", type=click.Path(path_type=Path, dir_okay=False), help="How to show all checkpoints: JSON.")
+@click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="The most in one safetensors file.")
 def serve(
     session: Session, *, host: str, port: int, token_file: Path | None, no_token: bool, view: Path | None,
     max_shard_size: int,
 ) -> None:  # fmt: skip
-    """Answer as a Hugging Face Hub.
+    """Serve the store like a Hugging Face Hub.
 
-    With HF_ENDPOINT set to what is printed, from_pretrained, hf download, HfFileSystem and engines that load from a hub
-    take any checkpoint: the run is the repository, a step, a tag, latest, main or an id the revision. Files are made
-    while they are sent, and every byte is verified. The page at / says what there is. Nothing is ever written but
-    leases. Beyond this machine it answers only who has a token.
+    Set HF_ENDPOINT to what it prints. Then from_pretrained, hf download, HfFileSystem and engines that load from a hub
+    take any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision. Files are made
+    while they are sent, and every byte is verified. The page at / shows what there is. The server writes nothing but
+    leases. Clients on other machines need a token.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in

@@ -15,12 +15,12 @@ from casckpt.cli.text import name, say
 @store_command("forget")
 @click.argument("refs", type=REF, nargs=-1, required=True, metavar="REF...")
 @click.option("--tagged", is_flag=True, help="Also those that a tag names.")
-@click.option("--dry-run", is_flag=True, help="Only say which.")
+@click.option("--dry-run", is_flag=True, help="Only show which.")
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
     """Take checkpoints out of sight.
 
-    By name, or RUN@501.. and RUN@100..500 for ranges of steps. They come back with `casckpt restore`, until a gc purges
-    them. Nothing is forgotten if one of them is tagged.
+    Name them, or use RUN@501.. and RUN@100..500 for ranges of steps. `casckpt restore` brings them back, until a gc
+    purges them. If one of them is tagged, nothing is forgotten.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -37,8 +37,8 @@ def _text(result: dict[str, Any]) -> None:
 def restore(session: Session, refs: tuple[str, ...], *, whole: bool) -> None:
     """Make forgotten checkpoints visible again.
 
-    By their ids (`casckpt list --all`). Those that were purged are not found; a conflict if another one is visible
-    under its run and step.
+    Name them by their ids (`casckpt list --all`). Those that were purged are not found. It is a conflict if another
+    checkpoint is visible under the same run and step.
     """
     found = [session.store.get(ref) for ref in refs]
     restored = [session.store.restore(one, whole=whole) for one in found]

@@ -27,19 +27,19 @@ _OLD: Final = "the old places of "  # of what was rewritten
 @click.option("--run", type=RUN, help="Forget and purge only checkpoints of this run.")
 @keep_options
 @click.option(
-    "--thin", multiple=True, metavar="PATTERN", help="Leave such tensors out of what stays (see thin). May be repeated."
+    "--thin", multiple=True, metavar="PATTERN", help="Drop such tensors from what stays (see thin). May be repeated."
 )
-@click.option("--thin-keep-last", type=AT_LEAST_ONE, default=1, metavar="N", help="But of the N newest of each run.")
+@click.option("--thin-keep-last", type=AT_LEAST_ONE, default=1, metavar="N", help="Not from the N newest of each run.")
 @click.option(
     "--min-age",
     type=DURATION,
-    help="Purge what was forgotten so long ago; until then it can be restored.  [default: 24h]",
+    help="Purge what was forgotten this long ago; until then it can be restored.  [default: 24h]",
 )
-@click.option("--wait", type=DURATION, default="60s", show_default=True, help="Wait so long for saves in progress.")
+@click.option("--wait", type=DURATION, default="60s", show_default=True, help="The longest wait for saves in progress.")
 @click.option(
-    "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for so long.  [default: 1h]"
+    "--revoke-after", type=DURATION, help="Give up on saves without a sign of life for this long.  [default: 1h]"
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 def command(
     session: Session,
     dry_run: bool,
@@ -49,9 +49,9 @@ def command(
 ) -> None:
     """Forget by rules, delete what nothing needs.
 
-    Safe while others save. A checkpoint that any --keep rule keeps is kept; without a rule none is forgotten. The
+    Safe while others save. A checkpoint stays if any --keep rule keeps it. Without a rule, none is forgotten. The
     newest of each run, and tagged ones, always stay. What is forgotten can be restored for a day, unless --min-age says
-    otherwise; the next gc after that deletes it. What has to wait is left to the next gc.
+    otherwise. The next gc after that deletes it. What has to wait is left to the next gc.
     """
     if options["run"] is not None:
         doubt(session.store, options["run"])

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @store_command("list")
 @click.option("--run", type=RUN, help="Only those of this run.")
-@click.option("--all", "everything", is_flag=True, help="Forgotten ones and old places too, until they are purged.")
+@click.option("--all", "everything", is_flag=True, help="Also forgotten ones and old places, until they are purged.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the N newest; with --sort the first N.")
 @click.option("--sort", "by", metavar="NAME", help="By step, size, new, a metric or metadata; -NAME backwards.")
 @click.option("--show", multiple=True, metavar="NAME", help="A column for this metric or metadata. May be repeated.")
@@ -42,9 +42,9 @@ def command(
 ) -> None:
     """List the checkpoints, oldest first.
 
-    NEW is what the save of it wrote; the rest of SIZE was in the store already. A "superseded" one has a later twin of
-    the same run and step, which answers to that name; a "replaced" one was rewritten, and these are its old places.
-    `casckpt ls` is the same.
+    NEW is what its save wrote. The rest of SIZE was in the store already. "superseded" means that a later twin of the
+    same run and step has the name now. "replaced" marks the old places of a checkpoint that was rewritten. `casckpt ls`
+    does the same.
     """
     from casckpt.repository.commits import list_commits
 

@@ -10,8 +10,7 @@ from casckpt.cli.text import count, printable, say
 def command(session: Session) -> None:
     """Rebuild the catalogue of a store.
 
-    This host has one for each store. It only saves time, and is checked when it is read; nothing in the store is
-    changed.
+    This host has one for each store. It only saves time, and is checked when it is read. Nothing in the store changes.
     """
     known, path = session.store.reindex(), str(session.repository.catalogue.path)
     told = f"{printable(path)} knows {count(known, 'checkpoint')}"

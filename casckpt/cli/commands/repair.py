@@ -19,10 +19,10 @@ from casckpt.errors import Damaged
     "--from", "sources", multiple=True, metavar="STORE", help="Another store to take right bytes from. May be repeated."
 )
 def command(session: Session, sources: tuple[str, ...]) -> int:
-    """Put right bytes back where damage was found.
+    """Repair what was found damaged.
 
-    Exit status 4 if some of it cannot be repaired. The bytes come from equal blobs and cells of this store, or of
-    others. A checkpoint of which a blob cannot be made again is rewritten without it, under the same id.
+    The bytes come from equal blobs and cells of this store, or of others. If a blob cannot be rebuilt, the checkpoint
+    is rewritten without it, under the same id. Exit status 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 

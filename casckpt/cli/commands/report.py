@@ -78,9 +78,9 @@ _RULES = (Column("RULE"), *_bytes_of("FORGETS", "FREES"))
 def command(session: Session, output: Path | None) -> None:
     """Show where the bytes of the store are, run by run.
 
-    SIZE is what the checkpoints of a run would take one by one, STORED what they take, ALONE what of that no other run
-    uses: so much a gc would free if the run were given up. The page that -o writes shows more: growth, what each
-    checkpoint added and why, which layers changed when, damage. It needs casckpt[report].
+    SIZE is what the checkpoints of a run would take one by one. STORED is what they do take. ALONE is what no other run
+    uses of that, which is what a gc would free if you dropped the run. The page that -o writes shows more: growth, what
+    each checkpoint added and why, which layers changed when, damage. It needs casckpt[report].
     """
     if output is not None:
         _write(session, output)
@@ -107,15 +107,15 @@ def _write(session: Session, output: Path) -> None:
 
 
 @store_command("stats")
-@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Say what holds the bytes. May be repeated.")
-@click.option("--run", type=RUN, help="With --by or a rule: of this run only.")
+@click.option("--by", multiple=True, type=click.Choice(list(_BY)), help="Show what holds the bytes. May be repeated.")
+@click.option("--run", type=RUN, help="With --by or a rule: only of this run.")
 @keep_options
 def stats(session: Session, *, by: tuple[str, ...], run: str | None, **rules: Any) -> None:
     """Show how much the store holds.
 
-    And what its checkpoints would take without sharing. --by key is by the first element of the keys;
-    BASES is what visible checkpoints need only because deltas of theirs are told from it. --keep-last and the other
-    rules of gc are not carried out: what each of them would free is told, were it the only one.
+    And what its checkpoints would take without sharing. --by key groups by the first element of the keys. BASES is what
+    visible checkpoints need only as the base of their deltas. --keep-last and the other rules of gc are not carried
+    out: stats shows what each of them would free if it were the only one.
     """
     result = plain(session.store.stats())
     given: Any = {name: list(value) if isinstance(value, tuple) else value for name, value in rules.items()}

@@ -29,11 +29,11 @@ _DEFAULTS = {
 def command(session: Session, changes: tuple[tuple[str, str], ...], unset: tuple[str, ...]) -> None:
     """Show the settings of the store, or change them.
 
-    They hold for all who use the store. min_age: from forgetting to purging; min_age_ephemeral: the same for ephemeral
-    checkpoints; revoke_after: how long a save shows no sign of life before a gc gives up on it; all three as 90s, 15m,
-    12h, 7d or 2w. mirror: the store that this one is copied to; a gc keeps what is not safe there yet.
-    mirror_thinned, yes or no: what is thinned here is thinned there, too. compress: off, auto or always: for saves that
-    do not say.
+    They hold for everybody who uses the store. min_age: how long a forgotten checkpoint can be restored.
+    min_age_ephemeral: the same for ephemeral checkpoints. revoke_after: how long a save may show no sign of life before
+    a gc gives up on it. All three are durations: 90s, 15m, 12h, 7d or 2w. mirror: the store that this one is copied to;
+    a gc keeps what is not safe there yet. mirror_thinned, yes or no: thin the mirror, too. compress, off, auto or
+    always: for saves that do not choose.
     """
     fields: Any = dict(changes)
     if both := fields.keys() & set(unset):
@@ -58,12 +58,12 @@ def _value(name: str, value: Any) -> str:
 
 
 @store_command("init")
-@click.option("--cell-size", type=SIZE, default="1MiB", show_default=True, help="At most so much is compared at once.")
-@click.option("--blob-size", type=SIZE, default="32MiB", show_default=True, help="About so large are stored files.")
+@click.option("--cell-size", type=SIZE, default="1MiB", show_default=True, help="The most that is compared at once.")
+@click.option("--blob-size", type=SIZE, default="32MiB", show_default=True, help="About how large stored files are.")
 def init(session: Session, cell_size: int, blob_size: int) -> None:
     """Make an empty store.
 
-    The first save does that too. The sizes never change: what is cut alike is stored once.
+    The first save does that, too. The sizes can never be changed.
     """
     if not session.store.create(cell_bytes=cell_size, blob_bytes=blob_size):
         raise Conflict(f"there is a store at {session.store.url} already; nothing was changed, use it as it is")

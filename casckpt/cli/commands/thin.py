@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @store_command("thin")
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF...]")
-@click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to leave out. May be repeated.")
+@click.option("--drop", multiple=True, required=True, metavar="PATTERN", help="Tensors to drop. May be repeated.")
 @click.option("--run", type=RUN, help="Only checkpoints of this run.")
 @keep_options
 @click.option("--tagged", is_flag=True, help="Also those that a tag names.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 def command(
     session: Session,
     refs: tuple[str, ...],
@@ -33,11 +33,11 @@ def command(
     dry_run: bool,
     **keep: Unpack[KeepRules],
 ) -> None:
-    """Leave tensors out of checkpoints, and keep the rest.
+    """Drop tensors from checkpoints, and keep the rest.
 
-    Of those that are named, or of all that no --keep rule keeps whole; the newest of each run, and tagged ones, stay
-    whole. What stays has the same id, name and tags, and none of its bytes is moved. `casckpt restore
-    --whole` brings all back until a gc has purged the old places, for a day by default; that gc frees the space.
+    It thins those that you name, or all that no --keep rule keeps whole. The newest of each run, and tagged ones, stay
+    whole. A thinned checkpoint has the same id, name and tags, and none of its bytes move. `casckpt restore --whole`
+    brings everything back until a gc purges the old places, a day later by default. That gc frees the space.
     """
     if run is not None:
         doubt(session.store, run)

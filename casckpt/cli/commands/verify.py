@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 @store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--quick", is_flag=True, help="Look only whether blobs are there, with the right size.")
+@click.option("--quick", is_flag=True, help="Only check that blobs are there and have the right size.")
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
-    help="Look only at this part of the blobs, drawn at random.",
+    help="Only check this part of the blobs, drawn at random.",
 )  # fmt: skip
-@click.option("--decode", is_flag=True, help="Decode what is stored smaller, too, and compare the cells.")
+@click.option("--decode", is_flag=True, help="Also decode what is stored smaller, and compare the cells.")
 def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float, decode: bool) -> int:
-    """Read it all, and compare with the hashes.
+    """Read everything, and compare it with the hashes.
 
-    All that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. Damaged blobs are
-    marked, so that no save reuses them; `casckpt repair` puts them right where it can. With --require-signature exit
-    status 1 if one has no signature of these keys.
+    It reads everything that checkpoints need, or what the given ones need. Exit status 4 if anything is damaged. It
+    marks damaged blobs, so that no save reuses them, and `casckpt repair` fixes them where it can. With
+    --require-signature, exit status 1 if one has no signature of these keys.
     """
     with progress_bar("verifying") as done:
         mode: Mode = "exists" if quick else "full"
@@ -47,10 +47,10 @@ def command(session: Session, refs: tuple[str, ...], quick: bool, sample: float,
 @click.option("--key", required=True, metavar="FILE", help="The private key: Ed25519, of OpenSSL or ssh-keygen.")
 @click.option("--password", is_flag=True, help="Ask for the password of the key.")
 def sign(session: Session, refs: tuple[str, ...], key: str, password: bool) -> None:
-    """Vouch for checkpoints.
+    """Sign checkpoints.
 
-    Puts a signature of each one's id into the store; it stays through repair, copies and thin, and goes with the
-    checkpoint. REF may be a range of steps. Whoever loads can demand it: casckpt.open(..., require_signature=KEY).
+    It puts a signature of each checkpoint's id into the store. The signature survives repair, copies and thin, and goes
+    with its checkpoint. REF may be a range of steps. Readers can demand it: casckpt.open(..., require_signature=KEY).
     """
     word = click.prompt("password", hide_input=True, err=True).encode() if password else None
     signed = session.store.sign(*refs, key=key, password=word)

@@ -18,17 +18,17 @@ from casckpt.cli.types import DURATION
 
 @store_command("watch")
 @click.argument("run", type=RUN)
-@click.option("--after", type=REF, metavar="REF", help='Those behind this one, too; "start": all that there are.')
-@click.option("--latest-only", is_flag=True, help="Of several new ones only the one that was saved last.")
-@click.option("--timeout", type=DURATION, help="End once nothing has come for so long (10m, 0); else never.")
+@click.option("--after", type=REF, metavar="REF", help='Begin behind this one; "start": with all that there are.')
+@click.option("--latest-only", is_flag=True, help="Of several new ones, print only the one saved last.")
+@click.option("--timeout", type=DURATION, help="End after this long without a new one (10m, 0).  [default: never]")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
 def command(
     session: Session, *, run: str, after: str | None, latest_only: bool, timeout: timedelta | None, poll: timedelta
 ) -> None:
     """Print the new checkpoints of a run as they come.
 
-    A line each, once it can be loaded, in the order in which they were announced. "late" is one that began earlier than
-    one that was told before. With --json each line is an object. There need be neither store nor run yet.
+    One line each, once it can be loaded, in the order of their announcements. "late" means that a checkpoint that began
+    later was printed before. With --json each line is an object. Neither the store nor the run has to exist yet.
     """
     told = session.store.watch(run, after=after, latest_only=latest_only, timeout=timeout, poll=poll)
     for one in told:
@@ -44,21 +44,22 @@ def _line(row: dict[str, Any]) -> str:
 @click.argument("run", type=RUN)
 @click.option("--to", "folder", required=True, type=click.Path(path_type=Path), help="The folder.")
 @click.option("--keys", multiple=True, metavar="PATTERN", help="Only tensors whose key matches. May be repeated.")
-@click.option("--exec", "command", metavar="CMD", help="Call this, by a shell, after each switch.")
-@click.option("--once", is_flag=True, help="End once the newest that is there is current.")
-@click.option("--keep", type=click.IntRange(min=0), default=1, show_default=True, help="Older generations that stay.")
-@click.option("--reuse", is_flag=True, help="One more stays, and its files become those of the next.")
+@click.option("--exec", "command", metavar="CMD", help="Run this in a shell after each switch.")
+@click.option("--once", is_flag=True, help="End once the newest version is current.")
+@click.option("--keep", type=click.IntRange(min=0), default=1, show_default=True, help="How many older versions stay.")
+@click.option("--reuse", is_flag=True, help="Keep one more, and turn its files into those of the next.")
 @click.option("--poll", type=DURATION, default="1s", show_default=True, help="How often to ask.")
 def follow(
     session: Session, *, run: str, folder: Path, once: bool, poll: timedelta, **options: object
 ) -> int | None:  # fmt: skip
     """Keep a folder at the newest version of a run.
 
-    For from_pretrained, and for engines that map files: current in it leads to a folder as export makes it. Each
-    version is a new one, to which current leads from one instant on; no byte of a file that was ever current changes,
-    but with --reuse, which writes the next version into the files of an old one. A store that fails is tried again.
-    CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID; after a kill it may come twice with the same id.
-    Once it has returned 0, older generations go, but for --keep of them. With --once the status is 1 if CMD failed.
+    For from_pretrained, and for engines that map files. In the folder, the link current leads to a folder as export
+    makes it. Each version is a new one, and current switches to it in one instant. No byte of a file that was ever
+    current changes, except with --reuse, which writes the next version into the files of an old one. follow retries if
+    the store fails. CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID. After a kill it may run twice
+    with the same id. Once it has returned 0, older versions are removed, except --keep of them. With --once the exit
+    status is 1 if CMD failed.
     """
     from casckpt.frontends.follow import Follower
 

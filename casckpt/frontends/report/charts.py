@@ -97,14 +97,13 @@ def run_growth(run: str, steps: Sequence[int], sizes: Sequence[int], added: Sequ
     """Draw the size of each checkpoint of a run and what it added, on a scale of powers."""
     chosen = thinned(len(steps))
     with _figure(2.4, f"run {run}") as (_, axes, drawn):
-        axes.plot(
-            [steps[n] for n in chosen], [max(sizes[n], 1) for n in chosen], ".", color=GREY, label="size of state"
-        )
-        axes.plot([steps[n] for n in chosen], [max(added[n], 1) for n in chosen], ".", color=GREEN, label="added")
+        for values, colour, name in ((sizes, GREY, "size of state"), (added, GREEN, "added")):
+            axes.plot([steps[n] for n in chosen], [max(values[n], 1) for n in chosen], ".", color=colour, label=name)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_locator(mpl.ticker.LogLocator(base=2, numticks=6))
         axes.minorticks_off()
-        axes.margins(y=0.2)
+        shown = [max(values[n], 1) for values in (sizes, added) for n in chosen]
+        axes.set_ylim(min(shown) / 2, 2 * max(shown))  # so that there are marks, however little they differ
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.yaxis.set_major_formatter(_AS_SIZE)
@@ -117,7 +116,7 @@ def side_by_side(runs: Sequence[RunUsage]) -> str:
     with _figure(0.7 + 0.36 * len(runs), "runs") as (_, axes, drawn):
         places = list(range(len(runs)))
         axes.barh(places, [run.bytes_used for run in runs], color=GREEN, alpha=0.35, label="stored")
-        axes.barh(places, [run.bytes_alone for run in runs], color=GREEN, height=0.4, label="of it, no other run uses")
+        axes.barh(places, [run.bytes_alone for run in runs], color=GREEN, height=0.4, label="used by no other run")
         axes.set_yticks(places, [_short(run.run) for run in runs])
         axes.invert_yaxis()
         _bytes(axes.xaxis, max(run.bytes_used for run in runs), marks=4)

@@ -102,10 +102,10 @@ def _facts(found: _Found) -> str:
     times = f"{logical / stored:.1f}" if stored and logical else "-"
     facts = (
         (str(len(added)), f"checkpoints of {len(found.usage.runs)} runs"),
-        (format_size(logical), "one by one"),
+        (format_size(logical), "if stored one by one"),
         (format_size(stored), "stored"),
-        (times, "times less"),
-        (format_size(found.usage.freed.now), "a gc frees now"),
+        (times, "times smaller"),
+        (format_size(found.usage.freed.now), "a gc would free now"),
     )
     cells = "".join(f"<div><b>{_text(value)}</b><span>{_text(what)}</span></div>" for value, what in facts)
     return f'<section class="facts">{cells}</section>'
@@ -117,7 +117,8 @@ def _growth(found: _Found) -> str:
         return '<section class="card"><h2>Growth</h2><p>There are no checkpoints.</p></section>'
     logical = list(accumulate(one.commit.committed.bytes_total for one in added))
     stored = list(accumulate(one.bytes_added for one in added))
-    return _card("Growth", charts.growth(logical, stored), "What all checkpoints so far take, and would take alone.")
+    text = "What all checkpoints so far take, and what they would take one by one."
+    return _card("Growth", charts.growth(logical, stored), text)
 
 
 def _runs(found: _Found) -> str:
@@ -125,7 +126,7 @@ def _runs(found: _Found) -> str:
     if not any(run.bytes_used for run in shown):
         return ""
     more = len(found.usage.runs) - len(shown)
-    text = "Those that use most." if more <= 0 else f"Those that use most; {more} more are not shown."
+    text = "What they take." if more <= 0 else f"The largest; {more} more are not shown."
     return _card("Runs", charts.side_by_side(shown), text)
 
 
@@ -136,19 +137,23 @@ def _closer(found: _Found) -> Iterable[str]:
             steps = [one.commit.step for one in of_run]
             sizes = [one.commit.committed.bytes_total for one in of_run]
             drawn = charts.run_growth(run.run, steps, sizes, [one.bytes_added for one in of_run])
-            yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and what no earlier checkpoint had.")
+            yield _card(f"{run.run}: each checkpoint", drawn, "Its size, and how much of it no earlier checkpoint had.")
         if run.run in found.heats:
             drawn = charts.heat_map(run.run, found.heats[run.run])
-            yield _card(f"{run.run}: what changed", drawn, "The share of each layer's bytes, since the step before.")
+            yield _card(
+                f"{run.run}: what changed",
+                drawn,
+                "How much of each layer changed since the previous step.",
+            )
 
 
 def _health(found: _Found) -> str:
     usage, freed = found.usage, found.usage.freed
     rows = [
-        f"A gc without rules frees {format_size(freed.now)} now, and {format_size(freed.later)} later.",
-        "Later is when all that is forgotten now cannot be restored any more.",
-        f"{format_size(usage.bytes_unneeded)} belong to no live checkpoint: leftovers, and saves that run now.",
-        f"{format_size(usage.bytes_shared)} are used by several runs.",
+        f"A gc without rules would free {format_size(freed.now)} now, and {format_size(freed.later)} later.",
+        "Later means once what is forgotten can no longer be restored.",
+        f"{format_size(usage.bytes_unneeded)} belong to no live checkpoint: leftovers, and saves in progress.",
+        f"Several runs share {format_size(usage.bytes_shared)}.",
     ]
     damage = [
         *(f"blob {blob} is marked as damaged" for blob in found.history.damaged),
@@ -158,9 +163,9 @@ def _health(found: _Found) -> str:
     if damage:
         shown = "".join(f"<li>{_text(line)}</li>" for line in damage[:_NAMED])
         more = f"<li>and {len(damage) - _NAMED} more</li>" if len(damage) > _NAMED else ""
-        said = f'<p class="bad">Damage: casckpt verify says more, casckpt repair mends.</p><ul>{shown}{more}</ul>'
+        said = f'<p class="bad">There is damage: see casckpt verify, and casckpt repair.</p><ul>{shown}{more}</ul>'
     else:
-        said = '<p class="good">No damage is known. casckpt verify looks for some.</p>'
+        said = '<p class="good">No damage is known. casckpt verify looks for it.</p>'
     rows += [f"gc --{one.rule} would free {format_size(one.bytes)} in the end." for one in found.rules]
     lines = "".join(f"<p>{_text(row)}</p>" for row in rows)
     return f'<section class="card"><h2>Space and health</h2>{lines}{said}</section>'

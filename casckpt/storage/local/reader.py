@@ -51,6 +51,7 @@ class LocalReader(Reader):
         # the same file opened around the cache; -1 where that cannot or shall not be, None where it is not known yet
         self._direct: int | None = -1 if shared else None
         self._cached: bool | None = None
+        self._is_begun = not shared
         self._lock = threading.Lock()
 
     @property
@@ -91,7 +92,8 @@ class LocalReader(Reader):
         """Read the whole file, not counted as a request of its own."""
         data = bytearray(self._size)
         with reporting("read", self._path):
-            self._fill(0, [memoryview(data)] if data else [])
+            if data:
+                self._fill(0, [memoryview(data)], len(data))
         return bytes(data)
 
     def _direct_fd(self, offset: int, nbytes: int) -> int:
@@ -135,23 +137,33 @@ class LocalReader(Reader):
         self, offset: int, buffers: Sequence[memoryview], turns: AbstractContextManager[object]
     ) -> Iterator[int]:
         """Read some buffers at a time: so much that the call is worth it, so little that a core's cache holds it."""
+        self._begin()
         full = 0
         while full < len(buffers):
             first, nbytes = full, 0
             while nbytes < _WORTH_A_CALL and full < min(len(buffers), first + _MAX_BUFFERS):
                 nbytes, full = nbytes + buffers[full].nbytes, full + 1
-            self._fill(offset, list(buffers[first:full]))  # without a turn: what the cache lacks, it waits for
+            self._fill(offset, buffers[first:full], nbytes)  # without a turn: what the cache lacks, it waits for
             offset += nbytes
             with turns:
                 yield full
 
-    def _fill(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill all of ``buffers``, however short the reads are."""
-        while buffers:
-            count = os.preadv(self._fd, buffers, offset)
+    def _begin(self) -> None:
+        """Read one byte of a file that may have to come from the disk through the cache, before all else.
+
+        Linux reads ahead in steps, and fills the cache in larger pieces from one step to the next. After a first read
+        of a whole cell the first step is as long as may be, some MiB, all in single pages: dear to fill, and to read.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            os.pread(self._fd, 1, 0)
+
+    def _fill(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> None:
+        """Fill all of ``buffers``, which have ``nbytes`` bytes, however short the reads are."""
+        while (count := os.preadv(self._fd, buffers, offset)) < nbytes:
             if count == 0:
                 raise ShortObject(self._key, os.fstat(self._fd).st_size)
-            offset += count
+            offset, nbytes = offset + count, nbytes - count
             buffers = _rest(buffers, count)
 
     def close(self) -> None:
@@ -213,7 +225,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+def _rest(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
     """Return what is left to fill of ``buffers`` after ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:

@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -185,17 +186,36 @@ def test_a_rank_reads_memory_with_its_own_cores_and_a_disk_with_more(
     store.save({"w": torch.arange(1 << 20)}, step=0)
     monkeypatch.setattr(localreader, "is_cached", lambda *_: cached)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    used: list[int] = []
+    used: list[tuple[int, bool]] = []
 
-    def run_all(call: Callable[[Any], None], tasks: Sequence[Any], threads: int) -> None:
-        used.append(threads)
+    def run_all(call: Any, tasks: Sequence[Any], threads: int) -> None:
+        used.append((threads, isinstance(call.__self__.turns, nullcontext)))
         parallel.run_all(call, tasks, threads)
 
     monkeypatch.setattr(download, "run_all", run_all)
     target = torch.zeros(1 << 20, dtype=torch.int64)
     store.load({"w": target}, "default@0", threads=4)
     assert torch.equal(target, torch.arange(1 << 20))
-    assert used == [threads]  # some to compute, some to have reads in flight, of which the kernel has some of its own
+    # some to compute, some to have reads in flight, of which the kernel has some of its own; turns where there are more
+    # than may compute
+    assert used == [(threads, threads == 1)]
+
+
+@pytest.mark.parametrize(("loose", "reads"), [(2, 1), (8, 16)])
+def test_a_few_cells_that_are_copied_make_no_small_reads(
+    loose: int, reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "_SCRATCH_BYTES", CELL)
+    store = small_folder(tmp_path / "store")
+    state = {"a": cells(loose / 2), "b": cells(16 - loose), "c": cells(loose / 2)}
+    store.save(state, step=1)
+    into = {key: torch.zeros(2 * len(state[key]))[::2] for key in ("a", "c")} | {"b": torch.zeros_like(state["b"])}
+    with counted(store) as before:
+        store.load({}, "default@1", unread="ignore")
+    with counted(store) as io:
+        store.load(into, "default@1")
+    assert all(torch.equal(into[key], state[key]) for key in state)
+    assert io.reads - before.reads == reads
 
 
 def pages(store: Store, *, drop: bool = False) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,6 +81,33 @@ def test_what_others_read_too_goes_through_the_cache(store: LocalStore, monkeypa
         with store.open("a", shared=shared) as reader:
             reader.read_into(0, [memoryview(bytearray(2 << 20))])
     assert asked == [2 << 20]
+
+
+def test_what_goes_through_the_cache_begins_with_a_small_read(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the kernel reads the first MiBs of each file in single pages."""
+    data = noise(2 << 20)
+    store.put("a", data)
+    asked: list[tuple[int, int]] = []
+    pread, preadv = os.pread, os.preadv
+
+    def small(fd: int, nbytes: int, at: int) -> bytes:
+        asked.append((nbytes, at))
+        return pread(fd, nbytes, at)
+
+    def large(fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        asked.append((sum(buffer.nbytes for buffer in buffers), at))
+        return preadv(fd, buffers, at)
+
+    monkeypatch.setattr(os, "pread", small)
+    monkeypatch.setattr(os, "preadv", large)
+    target = bytearray(1 << 20)
+    with store.open("a", shared=True) as reader:
+        for offset in (4096, 8192):
+            reader.read_into(offset, [memoryview(target)])
+            assert target == data[offset : offset + (1 << 20)]
+    assert asked == [(1, 0), (1 << 20, 4096), (1 << 20, 8192)]
 
 
 def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""docs/coming_from.md: before and after, run with each library in a process of its own.
+
+What needs no other library, or DCP's two ranks, is run by tests/test_docs.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import blocks
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "coming_from.md"
+HERE = {
+    "Lightning": "lightning",
+    "Transformers": "transformers",
+    "Accelerate": "accelerate",
+    "torchtitan": "torchtitan",
+    "Megatron-core": "megatron",
+}
+ELSEWHERE = {
+    "torch.save": "test_docs.py runs it",
+    "safetensors": "test_docs.py runs it",
+    "torch.distributed.checkpoint": "test_docs.py runs it, on two ranks",
+    "OLMo-core": "not among what tests install: tools/bench makes it an environment of its own; "
+    "test_convert_torch.py imports folders as it writes them",
+    "Orbax": "needs JAX, which casckpt has no other use for",
+}
+"""Why a section is not run here. Of Megatron-core, what is before needs a GPU; casckpt is given a folder of its."""
+
+
+def test_each_section_is_run_or_says_why_not() -> None:
+    sections = re.findall(r"^## (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert sections == ["torch.save", "safetensors", "torch.distributed.checkpoint", *HERE, "OLMo-core", "Orbax",
+                        "What is different on purpose"]  # fmt: skip
+    assert sections[:-1] == [*list(ELSEWHERE)[:3], *HERE, *list(ELSEWHERE)[3:]]
+    assert {block.needs for block in blocks(PAGE)} == {"", *HERE.values()}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("package", HERE.values())
+def test_before_and_after_do_what_the_page_says(package: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason=f"needs {package}")
+    folder = tmp_path / "page"
+    shutil.copytree(ROOT / "tests" / "data" / "torch_dist", folder / "ckpt" / "iter_0000100")
+    quiet = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.pages", PAGE, package],
+        cwd=folder, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)} | quiet,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
