@@ -39,7 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, though n
     Store,
     TCPStore,
 )
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
 
 Job = Callable[..., Any]
@@ -270,7 +270,16 @@ def _run(request: _Request) -> Any:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call] # it keeps meshes, equal to those of later jobs, whose groups are gone
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear a cache of torch: it keeps meshes, equal to those of later jobs, whose groups are gone."""
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    else:  # an older torch
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call] # as torch has it
 
 
 def _tcp_store(own: Store, rank: int, size: int) -> Store:
