@@ -57,7 +57,8 @@ class Kept:
 
     def pauses(self, name: Name) -> bool:
         """Tell whether a stream is left alone in this save."""
-        return name in self.in_vain and self.in_vain[name].until > self.saves
+        found = self.in_vain.get(name)  # at once: another thread may take it out
+        return found is not None and found.until > self.saves
 
     def pause(self, name: Name, saves: int, most: int) -> None:
         """Leave a stream alone for so many saves; for twice as many as the last time, up to ``most``, if it was."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from casckpt.checkpoint.saving.kept import MAX_RUNS, Kept, PutRate, held_bytes, kept_of
+from casckpt.checkpoint.saving.kept import MAX_RUNS, Kept, Pause, PutRate, held_bytes, kept_of
 from casckpt.errors import StorageError
 from casckpt.frontends.dcp import StorageWriter
 from casckpt.frontends.trainer import Checkpointer
@@ -186,3 +186,16 @@ def test_a_stream_that_is_in_vain_again_is_left_for_twice_as_long() -> None:
             for _ in range(2):  # by two threads at once
                 kept.pause(stream, 8, 64)
     assert tried == [1, 9, 25, 57, 121, 185]
+
+
+def test_another_thread_may_find_a_stream_worth_it_at_any_time() -> None:
+    stream = ("tensor", "w", 0, None)
+
+    class Shared(dict[Any, Pause]):
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            self.clear()  # by the other one, right behind this look
+            return found
+
+    kept = Kept(PutRate(), saves=9, in_vain=Shared({stream: Pause(9, 8)}))
+    assert not kept.pauses(stream)
