@@ -61,7 +61,10 @@ class BlobCache:
     @property
     def is_there(self) -> bool:
         """Whether anything was ever put into it: one question, where that of each blob would be many."""
-        return (self.root / FOLDER).exists()
+        try:
+            return (self.root / FOLDER).exists()
+        except OSError:  # the folder cannot be used: the store has all, as in `open`
+            return False
 
     def open(self, ref: BlobRef) -> LocalReader | None:
         """Open a blob for ranged reads, None if it is not here."""
