@@ -157,7 +157,8 @@ class LocalReader(Reader):
         """
         if not self._is_begun:
             self._is_begun = True
-            os.pread(self._fd, _FIRST, 0)
+            with suppress(OSError):  # nobody wants these bytes; whoever does is told
+                os.pread(self._fd, _FIRST, 0)
 
     def _fill(self, offset: int, buffers: Sequence[memoryview], nbytes: int) -> None:
         """Fill all of ``buffers``, which have ``nbytes`` bytes, however short the reads are."""

@@ -110,6 +110,18 @@ def test_what_goes_through_the_cache_begins_with_a_small_read(
     assert asked == [(64 << 10, 0), (1 << 20, 4096), (1 << 20, 8192)]
 
 
+def test_a_begin_that_the_disk_cannot_read_is_in_the_way_of_nothing_else(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = noise(1 << 20)
+    store.put("a", data)
+    monkeypatch.setattr(os, "pread", failing(os.pread, errno.EIO))
+    target = bytearray(4096)
+    with store.open("a", shared=True) as reader:
+        reader.read_into(512 << 10, [memoryview(target)])
+    assert target == data[512 << 10 :][:4096]
+
+
 def test_the_two_ways_to_ask_for_what_is_cached_agree(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
