@@ -421,6 +421,13 @@ PLANTED = (
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
+        "what was overwritten comes back once what took its place is forgotten",
+        "casckpt/upkeep/gc/retiring.py",
+        " and last[one.run, one.step] == one.id]",
+        "]",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
         "a tag that expired by one's own clock counts no more for a gc",
         "casckpt/upkeep/gc/retiring.py",
         "    return tags(repo, slack=FOREIGN_CLOCKS)\n",

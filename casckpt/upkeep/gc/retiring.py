@@ -8,7 +8,7 @@ forget.
 
 A gc that has forgotten what was tagged meanwhile restores it. If it was killed before that, the next one does so: it
 reads logs, then lists tags, then takes the number right behind `forgotten`. Whoever forgets a checkpoint by its name
-ends such tags first; so what a person has forgotten stays forgotten.
+ends such tags first; so what a person has forgotten stays forgotten. What was overwritten does, too.
 """
 
 from __future__ import annotations
@@ -150,10 +150,16 @@ def kept_of(commit: Commit) -> Kept:
 def _forgotten_though_tagged(
     named: Mapping[str, Tag], commits: CommitList, forgotten: Iterable[Commit]
 ) -> list[Commit]:
-    """Return which of ``forgotten`` a tag without an end names, and nothing is visible in their place; one of an id."""
-    taken = {(commit.run, commit.step) for commit in commits.visible()}
+    """Return which of ``forgotten`` a tag without an end names, and nothing is visible in their place; one of an id.
+
+    What was overwritten is none of them, whatever became of what was saved in its place: that ends no tag.
+    """
     tagged = tagged_txids(_without_end(named), forgotten := list(forgotten))
-    found = [one for one in forgotten if one.is_forgotten and one.txid in tagged and (one.run, one.step) not in taken]
+    wanted = [one for one in forgotten if one.is_forgotten and one.txid in tagged]
+    taken = {(commit.run, commit.step) for commit in commits.visible()} if wanted else set()
+    stood = [one for one in commits.commits.values() if one.last != "revoked" and one.standing == STANDS]
+    last = {(one.run, one.step): one.id for one in sorted(stood if wanted else (), key=lambda one: one.order)}
+    found = [one for one in wanted if (one.run, one.step) not in taken and last[one.run, one.step] == one.id]
     return list({commit.id: commit for commit in found}.values())
 
 

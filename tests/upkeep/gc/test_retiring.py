@@ -435,6 +435,20 @@ def test_nothing_comes_back_where_another_is_visible_in_its_place(repo: Reposito
     assert (result.restored, [one.txid for one in result.waiting]) == ((), [commit.txid])
 
 
+def test_what_was_overwritten_stays_so_when_the_other_is_forgotten(repo: Repository) -> None:
+    """An overwrite ends no tag; and what it was to replace must not be the newest of the run one day."""
+    commit = first(repo)
+    tags.set_tag(repo, "best", commit)
+    other = in_its_place(repo)
+    commits.forget(repo, commit)
+    forgetting.forget(repo, [other])
+    result = run_gc(repo)
+    assert (result.restored, [one.txid for one in result.purged]) == ((), [other.txid])
+    assert run_gc(repo).restored == ()
+    assert [one.reason for one in run_gc(repo).waiting] == ["tagged"]
+    assert steps(list_commits(repo).visible()) == [1]
+
+
 def test_of_two_twins_one_comes_back(repo: Repository) -> None:
     commit = first(repo)
     twin = committed_again(repo, commit)
