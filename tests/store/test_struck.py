@@ -20,7 +20,7 @@ from tests.support.saves import same_state
 from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Scene, state
 
 ROOT = Path(__file__).parents[2]
-POINTS = 3  # of each kind, in each way
+POINTS = 2  # of each kind, in each way
 CAN_END = {
     "gc": {"Conflict"},  # others were faster, again and again
     "copy": {"Conflict", "Revoked"},  # what it was at was purged, or it was given up on
