@@ -62,7 +62,7 @@ def command(
         show = show if name in {*_KEYS, *show} else (*show, name)
     session.give(rows, lambda rows: text(rows, show))
     if not session.as_json and run is None:
-        _say_forgotten(session.repository, commits)
+        _say_forgotten(session.repository, commits, shown=everything)
 
 
 def _warn_of_unknown(rows: list[dict[str, Any]], show: Sequence[str]) -> None:
@@ -136,8 +136,8 @@ def listing(
     return rows
 
 
-def _say_forgotten(repo: Repository, commits: CommitList) -> None:
-    """Say what is not in the list, and takes space."""
+def _say_forgotten(repo: Repository, commits: CommitList, *, shown: bool) -> None:
+    """Say what is not in the list unless ``shown``, and takes space."""
     forgotten = sum(commit.is_forgotten for commit in commits.live())
     if not forgotten:
         return
@@ -147,7 +147,8 @@ def _say_forgotten(repo: Repository, commits: CommitList) -> None:
 
         found = freed_by_gc(repo, commits)
         frees = f"a gc frees {freed(found.now, found.later)}"
-    say(f"{count(forgotten, 'checkpoint')} forgotten: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
+    what = f"{count(forgotten, 'checkpoint')} forgotten" + ("" if shown else " (--all lists them)")
+    say(f"{what}: {frees}", err=True)  # stdout is the table: a pipe gets rows alone
 
 
 def text(rows: list[dict[str, Any]], shown: Sequence[str] = ()) -> None:
