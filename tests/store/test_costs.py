@@ -111,21 +111,22 @@ def test_what_is_declared_frozen_is_sampled(meter: Meter) -> None:
 
 def test_a_load_reads_and_hashes_each_byte_once_and_copies_none(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
-    meter.store.checkpoints()  # the record of the commit is read once by a process
+    looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]  # the record of the commit
+    assert 0 < looking < 1024
     target = {name: torch.zeros_like(data) for name, data in state().items()}
     cost = meter.of(lambda: meter.store.load(target, saved))
-    assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B)
-    assert part(cost, "reads", "requests") == (1, 3)  # the listing, the open, the read
+    assert part(cost, "hashed", "copied", "bytes_read") == (W + B, 0, W + B + looking)
+    assert part(cost, "reads", "requests") == (3, 4)  # that record, what may be behind it; the open, the read
     cost = meter.of(lambda: meter.store.load(target, saved, verify=False))
-    assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B)
+    assert part(cost, "hashed", "copied", "bytes_read") == (0, 0, W + B + looking)
 
 
 def test_a_strided_destination_costs_one_copy(meter: Meter) -> None:
     saved = meter.store.save(state(), step=0)
-    meter.store.checkpoints()
+    looking = meter.of(lambda: meter.store.get(saved))["bytes_read"]
     target = torch.zeros(W // 4 // CELLS, CELLS, dtype=torch.int32).t()
     cost = meter.of(lambda: meter.store.load({"w": target}, saved))
-    assert part(cost, "hashed", "copied", "bytes_read") == (W, W, W)
+    assert part(cost, "hashed", "copied", "bytes_read") == (W, W, W + looking)
     assert torch.equal(target, state()["w"])
 
 
