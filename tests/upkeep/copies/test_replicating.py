@@ -128,7 +128,7 @@ def test_a_store_of_the_future_is_refused(source: Repository, target: Repository
         copy(source, replace(target))
 
 
-def test_a_checkpoint_that_is_purged_meanwhile_is_a_conflict(tmp_path: Path, target: Repository) -> None:
+def test_a_checkpoint_that_is_purged_meanwhile_is_gone(tmp_path: Path, target: Repository) -> None:
     inner = memory()
     owner = chain(repository(tmp_path, inner))
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_purged_meanwhile_is_a_conflict(tmp_path: Path, tar
     source = repository(tmp_path, FaultyStore(inner, [hook]), seed=8)
     result = copy(source, target)
     assert result.copied == ()
-    assert {one.error.kind for one in result.failed} == {"conflict"}
+    assert {one.error.kind for one in result.failed} == {"gone"}
     assert "purged" in str(result.failed[0].error)
     check_clean(target)
 
