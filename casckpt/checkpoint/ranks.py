@@ -17,9 +17,11 @@ After a death or a stall the group is dropped and made anew by the next call.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 from weakref import ref
@@ -33,6 +35,8 @@ from casckpt.plan.progress import Progress
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
 
 Up = TypeVar("Up")
 Down = TypeVar("Down")
@@ -88,6 +92,7 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None:
             raise InvalidInput("process_group was given, but torch.distributed is not initialised")
+        _warn_of_others()
         return Solo()
     _refuse_inherited()
     group = process_group if process_group is not None else dist.group.WORLD
@@ -96,6 +101,18 @@ def open_ranks(process_group: ProcessGroup | None = None, *, no_dist: bool = Fal
     if dist.get_world_size(group) == 1:
         return Solo()
     return _groups.get(group, purpose)
+
+
+@cache
+def _warn_of_others() -> None:
+    """Say once that this process works alone, where a launcher says that it is one of several."""
+    if os.environ.get("WORLD_SIZE", "1") not in {"", "0", "1"}:
+        log.warning(
+            "WORLD_SIZE is %s, but torch.distributed is not initialised: this process saves and loads alone, whole "
+            "checkpoints of its own. Call torch.distributed.init_process_group first, or pass no_dist=True if that is "
+            "meant",
+            os.environ["WORLD_SIZE"],
+        )
 
 
 _inherited: list[Any] = []  # the process group of the process that forked this one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,37 @@ def test_one_process_is_its_own_rank_0() -> None:
     assert (ranks.rank, ranks.size, ranks.exchanges) == (0, 1, 1)
     with pytest.raises(MissingKey):
         ranks.fail(MissingKey("no"))
+
+
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    """As in a process that has not said it yet."""
+    module._warn_of_others.cache_clear()
+    yield
+    module._warn_of_others.cache_clear()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_one_of_several_processes_without_a_group_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    open_ranks(no_dist=True)  # it is meant
+    assert not caplog.records
+    assert isinstance(open_ranks(), Solo)
+    assert "WORLD_SIZE is 4" in caplog.text
+    assert "init_process_group" in caplog.text
+    open_ranks()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_one_process_of_a_launcher_is_not_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    open_ranks()
+    assert not caplog.records
 
 
 def alone(rank: int, size: int) -> list[type]:
