@@ -50,6 +50,6 @@ def command(
 
 def _text(result: dict[str, Any]) -> None:
     stats = result["stats"]
-    say(f"saved {name(result)}: {size(stats['bytes_total'])}, of which {size(stats['bytes_written'])} were new")
+    say(f"saved {name(result)}: {size(stats['bytes_total'])}, {size(stats['bytes_written'])} written")
     if result["attachments"]:
         say(f"with {printable(', '.join(shortened(result['attachments'], 8)))}")

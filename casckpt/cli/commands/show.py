@@ -87,7 +87,7 @@ def _chosen(keys: list[str], patterns: tuple[str, ...]) -> set[str]:
 
 def _text(result: dict[str, Any], with_tensors: bool) -> None:
     stats = result["stats"]
-    saved = f"{size(stats['bytes_total'])}, of which {size(stats['bytes_written'])} were new; {stats['seconds']:.2f} s"
+    saved = f"{size(stats['bytes_total'])}, {size(stats['bytes_written'])} written; {stats['seconds']:.2f} s"
     notes = [*result["tags"], *(what for what in ("ephemeral", "forgotten") if result[what])]
     notes += [] if result["healthy"] is None else ["healthy" if result["healthy"] else "unhealthy"]
     attachments = ", ".join(f"{one['name']} ({size(one['bytes'])})" for one in result["attachments"])
