@@ -5,19 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from casckpt.frontends.follow import CURRENT
-from casckpt.repository.repository import Repository
-from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
-from tests.support.killed_saves import check_clean, open_folder
+from tests.support.killed_saves import check_clean
 from tests.support.saves import same_state
-from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Scene, state
+from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Point, Scene, state
+
+if TYPE_CHECKING:
+    from tests.support.servers import Server
 
 ROOT = Path(__file__).parents[2]
 POINTS = 2  # of each kind, in each way
@@ -29,14 +30,18 @@ CAN_END = {
 """Errors with which it may end that was stopped, where it need not end well."""
 
 
-@pytest.fixture(scope="module")
-def struck(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A folder with a store for each point at which something was killed or stopped."""
+@pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])
+def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Point:
+    """What everything began with; beside it, a point for each call at which something was killed or stopped."""
     folder, full = tmp_path_factory.mktemp("struck"), bool(request.config.getoption("--full"))
     seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
+    bucket = None
+    if request.param == "buckets":
+        server: Server = request.getfixturevalue("seaweed_server")
+        bucket = (server.new_place(), server.endpoint)
     command = [sys.executable, "-m", "tests.support.struck", str(folder), str(0 if full else POINTS), seed]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return folder
+    subprocess.run([*command, *(bucket or ())], cwd=ROOT, check=True)
+    return Point(folder / "base", bucket)
 
 
 def check_whole(store: Store) -> None:
@@ -57,7 +62,7 @@ def check_what_it_did(scene: Scene, name: str) -> None:
     wanted = {*KEPT, LATER} | ({NEW} if name == "save" else set())
     assert here == {("default", step) for step in wanted}
     if name in ("copy", "mirror"):
-        away = Store(Repository(LocalStore(scene.folder / "away"), scene.folder / "cache"))
+        away = scene.point.away()
         away.gc(min_age=0, wait=0, revoke_after=0)
         assert here <= {(one.run, one.step) for one in away.checkpoints()}
         check_whole(away)
@@ -75,22 +80,23 @@ def check_what_it_did(scene: Scene, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sends"), [*((one, "SIGSTOP") for one in RUNS), *((one, "SIGKILL") for one in KILLED)]
 )
-def test_nothing_is_lost_or_half_there_and_the_next_one_goes_on(struck: Path, name: str, sends: str) -> None:
-    points = sorted(struck.glob(f"{name}-{sends}-*"))
+def test_nothing_is_lost_or_half_there_and_the_next_one_goes_on(struck: Point, name: str, sends: str) -> None:
+    points = [struck.beside(one.name) for one in sorted(struck.folder.parent.glob(f"{name}-{sends}-*"))]
     assert len(points) >= POINTS
     for point in points:
-        ended = (point / "ended").read_text() if (point / "ended").exists() else ""
-        assert (ended == "") == (sends == "SIGKILL"), point.name
-        assert ended in {"well", ""} | CAN_END.get(name, set()), (point.name, ended)
-        store = open_folder(point)
+        told = point.folder / "ended"
+        ended, where = told.read_text() if told.exists() else "", point.folder.name
+        assert (ended == "") == (sends == "SIGKILL"), where
+        assert ended in {"well", ""} | CAN_END.get(name, set()), (where, ended)
+        store = point.store()
         if name != "repair":
             check_whole(store)
-            assert not store.verify().is_damaged, point.name
+            assert not store.verify().is_damaged, where
         scene = Scene(point)
         if name != "save" or NEW not in {one.step for one in store.checkpoints()}:
             RUNS[name](scene)
-        check_whole(open_folder(point))
+        check_whole(point.store())
         check_what_it_did(scene, name)
-        assert not open_folder(point).verify(decode=True).is_damaged, point.name
-        assert not store.gc(min_age=0, wait=0, revoke_after=0).waiting, point.name
+        assert not point.store().verify(decode=True).is_damaged, where
+        assert not point.store().gc(min_age=0, wait=0, revoke_after=0).waiting, where
         check_clean(store)

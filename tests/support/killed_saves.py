@@ -29,6 +29,7 @@ from casckpt.format.keys import blob_key, manifest_key
 from casckpt.repository import manifests
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from tests.support.announced import undecided
@@ -58,10 +59,13 @@ def open_folder(folder: Path, storage: Any = None) -> Store:
 
 
 class Strike:
-    """Sends its own process a signal, at step ``at`` of all that are counted here; at none, if that is 0."""
+    """Sends its own process a signal, at step ``at`` of all that are counted here; at none, if that is 0.
 
-    def __init__(self, at: int, sends: signal.Signals = signal.SIGKILL) -> None:
-        self.at, self.sends, self.count = at, sends, 0
+    ``of``: what is called, for the tally.
+    """
+
+    def __init__(self, at: int, sends: signal.Signals = signal.SIGKILL, of: str = "the storage") -> None:
+        self.at, self.sends, self.of, self.count = at, sends, of, 0
         self._lock = threading.Lock()
 
     def step(self) -> None:
@@ -69,14 +73,14 @@ class Strike:
             self.count += 1
             is_now = self.count == self.at
         if is_now:
-            tally(f"{self.sends.name} at a call of the storage")
+            tally(f"{self.sends.name} at a call of {self.of}")
             os.kill(os.getpid(), self.sends)
 
 
 class KillingStore(FaultyStore):
     """Kills its process, or stops it, right before or right after a call; both are steps of ``strike``."""
 
-    def __init__(self, inner: LocalStore, strike: Strike) -> None:
+    def __init__(self, inner: ObjectStore, strike: Strike) -> None:
         super().__init__(inner)
         self.strike = strike
 

@@ -2,7 +2,8 @@
 
 ``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process comes to its call, and
 is killed or stopped there. Then somebody forgets, saves, and collects garbage at once, without any patience for whoever
-seems dead. Then the one that was stopped goes on. POINTS of each kind, or 0 for all.
+seems dead. Then the one that was stopped goes on. POINTS of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind
+them the stores lie in a bucket of tests, and all else in the folder.
 """
 
 from __future__ import annotations
@@ -13,21 +14,27 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import casckpt.storage.remote.s3.client  # or each fork would import it  # noqa: F401
 from casckpt.errors import CasckptError
 from casckpt.format.keys import blob_key
 from casckpt.frontends.follow import Follower
 from casckpt.repository import manifests
 from casckpt.repository.repository import Repository
+from casckpt.storage.base import ObjectStore
 from casckpt.storage.local.store import LocalStore
+from casckpt.storage.remote.store import RemoteStore
+from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
 from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit
 from tests.support.saves import cells, trained
+from tests.support.servers import KEY, SECRET
 
 DROP = "optim.*"
 KEPT, NEW, LATER = (2, 3), 9, 20
@@ -41,18 +48,58 @@ def state(step: int) -> dict[str, Any]:
     return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
 
 
+@dataclass(frozen=True)
+class Point:
+    """A folder of its own. The stores of it lie there; or in ``bucket``, a place and an endpoint, below its name."""
+
+    folder: Path
+    bucket: tuple[str, str] | None = None
+
+    def storage(self, name: str = "store") -> ObjectStore:
+        """One of its stores."""
+        if self.bucket is None:
+            return LocalStore(self.folder / name)
+        place, endpoint = self.bucket
+        options = {"key": KEY, "secret": SECRET, "endpoint_url": endpoint}
+        return RemoteStore(RemoteLocation("s3", f"{place}/{self.folder.name}/{name}".replace(" ", "-"), options))
+
+    def store(self) -> Store:
+        """Open the store, which nobody strikes."""
+        return open_folder(self.folder, self.storage())
+
+    def away(self) -> Store:
+        """Open the copy."""
+        return Store(Repository(self.storage("away"), self.folder / "cache"))
+
+    def beside(self, name: str) -> Point:
+        """Another one."""
+        return Point(self.folder.parent / name, self.bucket)
+
+    def copied(self, name: str) -> Point:
+        """Make another one, with the same in it."""
+        other = self.beside(name)
+        shutil.copytree(self.folder, other.folder)
+        if self.bucket is not None:
+            _check(other.folder, forked(lambda: _put_all(self.storage(), other.storage())))
+        return other
+
+
+def _put_all(source: ObjectStore, target: ObjectStore) -> None:
+    for entry in source.list(""):
+        target.put(entry.key, source.get(entry.key, limit=entry.size))
+
+
 class Scene:
-    """A store in a folder, a copy of it to be made, a folder that follows it; all calls are steps of one strike."""
+    """A store, a copy of it to be made, a folder that follows it; all calls are steps of one strike."""
 
-    def __init__(self, folder: Path, at: int = 0, sends: signal.Signals = signal.SIGKILL) -> None:
-        self.folder, self.strike = folder, Strike(at, sends)
-        self.store = open_folder(folder, self._striking("store"))
-
-    def _striking(self, name: str) -> KillingStore:
-        return KillingStore(LocalStore(self.folder / name), self.strike)
+    def __init__(self, point: Point, at: int = 0, sends: signal.Signals = signal.SIGKILL) -> None:
+        self.point, self.folder = point, point.folder
+        self.strike = Strike(at, sends, "a bucket" if point.bucket else "the storage")
+        self.store = open_folder(self.folder, KillingStore(point.storage(), self.strike))
 
     def away(self) -> Repository:
-        return Repository(self._striking("away"), self.folder / "cache")
+        """The copy."""
+        return Repository(KillingStore(self.point.storage("away"), self.strike), self.folder / "cache")
 
 
 def _save(scene: Scene) -> None:
@@ -79,7 +126,7 @@ def _mirror(scene: Scene) -> None:
 
 
 def _repair(scene: Scene) -> None:
-    scene.store.repair(scene.folder.parent / "base" / "store")
+    scene.store.repair(scene.point.beside("base").store())
 
 
 def _thin(scene: Scene) -> None:
@@ -98,15 +145,15 @@ KILLED = ("gc", "verify", "copy", "mirror", "repair")
 """Those whose deaths have no sweep of their own."""
 
 
-def _fill(folder: Path) -> None:
-    store = open_folder(folder)
+def _fill(point: Point) -> None:
+    store = point.store()
     for step in (0, 1, *KEPT):
         store.save(state(step), step=step, compress="auto")
 
 
-def _prepare(folder: Path, name: str) -> None:
+def _prepare(point: Point, name: str) -> None:
     """What there is to be done: something forgotten to collect, something damaged to repair."""
-    store = open_folder(folder)
+    store = point.store()
     store.forget("default@0")
     if name == "repair":
         *_, ref = manifests.get(store.repository, store.get(f"default@{KEPT[0]}").commit).blobs
@@ -114,38 +161,38 @@ def _prepare(folder: Path, name: str) -> None:
         store.verify()
 
 
-def _act(folder: Path, name: str, at: int, sends: signal.Signals, counted: Path | None = None) -> None:
+def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path | None = None) -> None:
     """One of `RUNS`; how it ended stands in a file, unless it did not."""
-    scene, ended = Scene(folder, at, sends), "well"
+    scene, ended = Scene(point, at, sends), "well"
     try:
         RUNS[name](scene)
     except CasckptError as error:
         ended = type(error).__name__
-    (folder / "ended").write_text(ended)
+    (point.folder / "ended").write_text(ended)
     if counted is not None:
         counted.write_text(str(scene.strike.count))
 
 
-def others(folder: Path) -> None:
+def others(point: Point) -> None:
     """Somebody else: what is forgotten goes at once, and whoever has not committed by now is given up on."""
     signal.alarm(PATIENCE)
-    store = open_folder(folder)
+    store = point.store()
     store.forget("default@1")
     store.save(state(LATER), step=LATER, compress="auto")
     store.gc(min_age=0, wait=0, revoke_after=0)
-    if (folder / "away" / "casckpt.json").exists():
-        Store(Repository(LocalStore(folder / "away"), folder / "cache")).gc(min_age=0, wait=0, revoke_after=0)
+    if point.storage("away").size("casckpt.json") is not None:
+        point.away().gc(min_age=0, wait=0, revoke_after=0)
 
 
-def _strike(folder: Path, name: str, at: int, sends: signal.Signals) -> None:
-    child = os.fork()
+def _strike(point: Point, name: str, at: int, sends: signal.Signals) -> None:
+    folder, child = point.folder, os.fork()
     if not child:
         signal.alarm(PATIENCE)
-        run_and_exit(partial(_act, folder, name, at, sends))
+        run_and_exit(partial(_act, point, name, at, sends))
     status = os.waitpid(child, os.WUNTRACED)[1]
     if os.WIFEXITED(status):  # it took other steps than when they were counted
         _check(folder, status)
-    _check(folder, forked(partial(others, folder)))
+    _check(folder, forked(partial(others, point)))
     if os.WIFSTOPPED(status):
         os.kill(child, signal.SIGCONT)
         _check(folder, os.waitpid(child, 0)[1])
@@ -156,26 +203,24 @@ def _check(folder: Path, status: int) -> None:
         raise SystemExit(f"{folder.name}: a process ended with {status}")
 
 
-def sweep(folder: Path, points: int, seed: int) -> None:
+def sweep(base: Point, points: int, seed: int) -> None:
     """Strike each of them at ``points`` of its steps in each way, or at all."""
-    draw = random.Random(seed)
-    _check(folder, forked(partial(_fill, folder / "base")))
+    draw, counted = random.Random(seed), base.folder.parent / "steps"
+    base.folder.mkdir()
+    _check(base.folder, forked(partial(_fill, base)))
     for name in RUNS:
-        ready = folder / f"ready {name}"
-        shutil.copytree(folder / "base", ready)
-        _check(ready, forked(partial(_prepare, ready, name)))
-        count = folder / "count"
-        shutil.copytree(ready, count)
-        _check(ready, forked(partial(_act, count, name, 0, signal.SIGKILL, folder / "steps")))
-        shutil.rmtree(count)
-        every = range(1, int((folder / "steps").read_text()) + 1)
+        ready = base.copied(f"ready {name}")
+        _check(ready.folder, forked(partial(_prepare, ready, name)))
+        count = ready.copied(f"count {name}")
+        _check(count.folder, forked(partial(_act, count, name, 0, signal.SIGKILL, counted)))
+        every = range(1, int(counted.read_text()) + 1)
         for sends in (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else [])):
             for at in draw.sample(every, min(points or len(every), len(every))):
-                point = folder / f"{name}-{sends.name}-{at}"
-                shutil.copytree(ready, point)
-                _strike(point, name, at, sends)
+                _strike(ready.copied(f"{name}-{sends.name}-{at}"), name, at, sends)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # no threads before the forks
-    sweep(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    place, endpoint = (*sys.argv[4:], "", "")[:2]
+    base = Point(Path(sys.argv[1], "base"), (place, endpoint) if place else None)
+    sweep(base, int(sys.argv[2]), int(sys.argv[3]))
