@@ -181,7 +181,7 @@ def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
 def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     """The trace is made in the first scenario, and found in the second."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
-    done = bench("deltas", "coding", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
+    done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in traces.iterdir()] == ["quick"]
     sizes, speeds = rows_of(results, "deltas"), rows_of(results, "coding")
@@ -194,6 +194,9 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     assert {group for group, who, _ in speeds if who == "casckpt"} == {
         f"{work} {kind}" for work in ("encode", "decode") for kind in ("alone", "delta")
     }
+    saved = {(group, what): row["rounds"][0]["stored"] for (group, _, what), row in rows_of(results, "coded").items()}
+    assert saved["versions of RL, a folder", "auto"] < saved["versions of RL, a folder", "off"] / 2
+    assert saved["noise, a folder", "auto"] == saved["noise, a folder", "off"]
 
 
 def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from benchmarks.scenarios.buckets import s3
 from benchmarks.scenarios.catalogue import catalogue
 from benchmarks.scenarios.cells import cells
 from benchmarks.scenarios.dcp import through_dcp
-from benchmarks.scenarios.deltas import coding, deltas, runs
+from benchmarks.scenarios.deltas import coded, coding, deltas, runs
 from benchmarks.scenarios.history import history
 from benchmarks.scenarios.loading import load, partial
 from benchmarks.scenarios.manifests import manifest
@@ -43,6 +43,7 @@ SCENARIOS: dict[str, Callable[[Options], ScenarioResult]] = {
     "s3": s3,
     "deltas": deltas,
     "runs": runs,
+    "coded": coded,
     "coding": coding,
     "update": update,
     "serve": serve,

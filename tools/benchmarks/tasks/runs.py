@@ -13,6 +13,8 @@ from statistics import median
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks import files, values
 from benchmarks.measure import Clock, Measured
 from benchmarks.tasks.deltas import trace_of
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from casckpt.store.store import Store
 
 _RUN, _KEPT, _GIB = "run", 8, 1 << 30
+_SHIFT = 12_347  # elements: no cell of one copy of the matrices is a cell of another
 _NUMBERS = itertools.count()
 
 
@@ -117,6 +120,57 @@ def replay(here: Here, *, folder: str, name: str, place: str, saves: int, compre
         shutil.rmtree(path.parent, ignore_errors=True)
     wall = median(clock.time for clock in saving[1:])
     return Measured(wall, wall, median(clock.cpu for clock in saving[1:]), stored=stored, extra=extra)
+
+
+def speed(
+    here: Here, *, folder: str, name: str | None, place: str, nbytes: int, saves: int, compress: str, rate: float
+) -> Measured:
+    """Save versions of ``nbytes``: of a trace, or noise (None). Medians of the saves behind the first.
+
+    ``rate``: bytes a second, 0 for a folder. Extra: "cpu/GiB" of a save; "worst": the seconds of the slowest; those of
+    loads.
+    """
+    path, saving = Path(place), list[Clock]()
+    states = _noise(nbytes) if name is None else shifted(trace_of(here, folder, name), nbytes)
+    try:
+        store = open_store(path, rate)
+        for number, state in enumerate(itertools.islice(states, saves)):
+            saving.append(Clock())
+            with saving[-1]:
+                store.save(state, run=_RUN, step=number, compress=compress)  # type: ignore[arg-type]  # a Compress
+        extra, stored = _loads(path, rate, saves - 1, state), files.stored(path)
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+    wall, cpu = (median(getattr(clock, what) for clock in saving[1:]) for what in ("time", "cpu"))
+    extra |= {"cpu/GiB": cpu * _GIB / values.size_of(state), "worst": max(clock.time for clock in saving[1:])}
+    return Measured(wall, wall, cpu, stored=stored, extra=extra)
+
+
+def shifted(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies of the matrices, each shifted, as many as ``nbytes`` hold; memory that changes from each to the next."""
+    import torch
+
+    matrices = [one for one in trace.index.tensors if one.matrix]
+    state: torch.Tensor | None = None
+    for _, weights in trace.versions():
+        flat = np.concatenate([weights[one.start : one.stop] for one in matrices])
+        copies = max(1, nbytes // flat.nbytes)
+        if state is None:
+            state = torch.empty((copies, flat.size), dtype=torch.bfloat16)
+        for number in range(copies):
+            state[number] = torch.from_numpy(np.roll(flat, number * _SHIFT)).view(torch.bfloat16)
+        yield {f"matrices.{number}": state[number] for number in range(copies)}
+
+
+def _noise(nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    """A model of random bits, in memory that changes: no version tells anything of another one."""
+    base = values.make("model", nbytes, 1)
+    state = values.poisoned(base)
+    for number in itertools.count(1):
+        for name, tensor in base.items():
+            bits = values.as_bytes(tensor)
+            values.as_bytes(state[name]).copy_(bits ^ bits.roll(number))
+        yield state
 
 
 def open_store(path: Path, rate: float) -> Store:

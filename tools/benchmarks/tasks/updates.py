@@ -11,12 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from benchmarks import files, values
 from benchmarks.measure import Clock, Measured
 from benchmarks.tasks.deltas import trace_of
-from benchmarks.tasks.runs import open_store
+from benchmarks.tasks.runs import open_store, shifted
 from benchmarks.tasks.storing import Skipped
 from benchmarks.traces import CELL
 from benchmarks.worker import WrongBytes
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from casckpt.checkpoint.handle import Checkpoint
     from casckpt.store.store import Store
 
-_RUN, _SHIFT = "run", 12_347  # elements: no cell of one copy of the matrices is a cell of another
+_RUN = "run"
 _JUMPS = {"5 forward": (4, 9), "10 back": (12, 2)}
 
 
@@ -87,7 +85,7 @@ class _Follower:
 
     def follow(self, trace: Trace, nbytes: int, steps: int) -> dict[str, _Moves]:
         """All moves, by name; each ends with the right bytes."""
-        versions = itertools.islice(_states(trace, nbytes), steps)
+        versions = itertools.islice(shifted(trace, nbytes), steps)
         state = next(versions)
         mine, other = values.poisoned(state), values.poisoned(state)
         self._writer.save(state, run=_RUN, step=0, compress="auto")
@@ -147,22 +145,6 @@ def _counts(store: Store) -> tuple[int, int]:
     counts = storage.inner.counts if hasattr(storage, "read") else storage.counts
     blobs = getattr(storage, "read", counts.bytes_read)
     return blobs, counts.bytes_read - blobs
-
-
-def _states(trace: Trace, nbytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Copies of the matrices, each shifted, as many as ``nbytes`` hold; memory that changes from each to the next."""
-    import torch
-
-    matrices = [one for one in trace.index.tensors if one.matrix]
-    state: torch.Tensor | None = None
-    for _, weights in trace.versions():
-        flat = np.concatenate([weights[one.start : one.stop] for one in matrices])
-        copies = max(1, nbytes // flat.nbytes)
-        if state is None:
-            state = torch.empty((copies, flat.size), dtype=torch.bfloat16)
-        for number in range(copies):
-            state[number] = torch.from_numpy(np.roll(flat, number * _SHIFT)).view(torch.bfloat16)
-        yield {f"matrices.{number}": state[number] for number in range(copies)}
 
 
 def _first(state: dict[str, torch.Tensor]) -> torch.Tensor:
