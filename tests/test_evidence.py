@@ -22,15 +22,15 @@ def test_what_was_done_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(StorageError):
             storage.put("a", b"")
     storage.put("a", b"")
-    assert figures(added((tmp_path / "tally").read_text()), None)["fault: fail before"] == "3"
+    assert figures(added((tmp_path / "tally").read_text()))["fault: fail before"] == "3"
 
 
 def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )
-    first = with_table(EMPTY, figures(added("5 states of models\n"), tmp_path), "tools/evidence", "2026-01-01, abc")
-    page = with_table(first, figures(added("7 states of models\n"), None), "tools/evidence tests/model", "later, def")
+    first = with_table(EMPTY, figures(added("5 states of models\n"), [tmp_path]), "tools/evidence", "2026-01-01, abc")
+    page = with_table(first, figures(added("7 states of models\n")), "tools/evidence tests/model", "later, def")
     rows = [line.split(" | ") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]]
     told = {row[0].removeprefix("| "): (row[1], row[2], row[3]) for row in rows}
     assert told["states of the protocol's models, each looked at"] == (
@@ -38,9 +38,10 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
         "`tools/evidence tests/model`",
         "later, def |",
     )
-    assert told["soak: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
-    assert told["soak: hours"][0] == "1.50"
-    assert soaked(tmp_path)["soak: load"] == "5"
+    assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
+    assert told["soak in a bucket: hours"][0] == "1.50"
+    (tmp_path / "store").mkdir()
+    assert soaked(tmp_path)["soak in a folder: loads, each compared"] == "5"
     (tmp_path / "failures").write_text("{}")
     with pytest.raises(SystemExit, match="nothing was written"):
         soaked(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -42,15 +43,12 @@ ROWS = {
     "bent inputs of importers": "bent input",
     "bent bytes for decoders": "bent bytes",
     "planted bugs that the default run kills": "planted",
-    "soak: hours": "soak: hours",
-    "soak: saves": "soak: save",
-    "soak: loads, each compared": "soak: load",
-    "soak: updates, each compared": "soak: update",
-    "soak: gcs": "soak: gc",
-    "soak: processes killed": "soak: killed",
-    "soak: processes stopped, and continued": "soak: stopped",
 }
 """What a line of the table says, and how what it counts begins in the tally."""
+SOAKED = ("hours", "saves", "loads, each compared", "updates, each compared", "gcs", "processes killed",
+          "processes stopped, and continued")  # fmt: skip
+_SOAKS = [f"soak in {where}: {what}" for where in ("a folder", "a bucket") for what in SOAKED]
+ROWS |= dict(zip(_SOAKS, _SOAKS, strict=True))
 
 
 def tests(arguments: Sequence[str]) -> Counter[str]:
@@ -77,9 +75,11 @@ def soaked(folder: Path) -> dict[str, str]:
     if (folder / "failures").exists():
         sys.exit(f"{folder / 'failures'} tells of invariants that did not hold: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
-    found = {f"soak: {name}": f"{counts[name]:,}" for name in ("save", "update", "gc", "killed", "stopped")}
-    found["soak: load"] = f"{counts['load'] + counts['load under a lease']:,}"
-    return found | {"soak: hours": f"{counts['seconds'] / 3600:.2f}"}
+    loads = counts["load"] + counts["load under a lease"]
+    told = [counts["save"], loads, counts["update"], counts["gc"], counts["killed"], counts["stopped"]]
+    where = "a folder" if (folder / "store").is_dir() else "a bucket"
+    found = [f"{counts['seconds'] / 3600:.2f}", *(f"{count:,}" for count in told)]
+    return {f"soak in {where}: {what}": figure for what, figure in zip(SOAKED, found, strict=True)}
 
 
 def planted() -> str:
@@ -88,11 +88,13 @@ def planted() -> str:
     return str(sum(line.split(" | ")[2] != "none" for line in table))
 
 
-def figures(counted: Mapping[str, int], soak: Path | None) -> dict[str, str]:
+def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str, str]:
     """The figures that there are now, by what they count."""
     sums = {counts: sum(n for what, n in counted.items() if what.startswith(counts)) for counts in ROWS.values()}
     found = {counts: f"{count:,}" for counts, count in sums.items() if count} | {"planted": planted()}
-    return found | (soaked(soak) if soak else {})
+    for folder in soaks:
+        found |= soaked(folder)
+    return found
 
 
 def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> str:
@@ -101,7 +103,7 @@ def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> st
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
     for what, counts in ROWS.items():
-        by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.partition(":")[0], command)
+        by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
         if counts in new:
             held[what] = f"| {what} | {new[counts]} | `{by}` | {when} |"
     lines = ["| evidence | count | command | when |", "|---|---|---|---|"]
@@ -111,16 +113,15 @@ def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> st
 
 def main() -> None:
     """Run, and write."""
-    arguments, soak = sys.argv[1:], None
-    if "--soak" in arguments:
-        at = arguments.index("--soak")
-        soak = Path(arguments[at + 1])
-        del arguments[at : at + 2]
-    counted = tests(arguments)
+    parser = argparse.ArgumentParser(prog="tools/evidence", description="See tools/evidence.", allow_abbrev=False)
+    parser.add_argument("--soak", type=Path, action="append", default=[])
+    parser.add_argument("--no-tests", action="store_true")
+    asked, arguments = parser.parse_known_args()
+    counted = Counter[str]() if asked.no_tests else tests(arguments)
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     when = f"{datetime.now(UTC):%Y-%m-%d}, {commit}"
     command = shlex.join(["tools/evidence", *arguments])
-    PAGE.write_text(with_table(PAGE.read_text(), figures(counted, soak), command, when))
+    PAGE.write_text(with_table(PAGE.read_text(), figures(counted, asked.soak), command, when))
 
 
 if __name__ == "__main__":
