@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tests.support.servers import Server
 
 ROOT = Path(__file__).parents[2]
-POINTS = 2  # of each kind, in each way
+POINTS = 2  # of each kind, in each way; with --full all, in buckets so many
+FAR_POINTS = 10
 CAN_END = {
     "gc": {"Conflict"},  # others were faster, again and again
     "copy": {"Conflict", "Revoked"},  # what it was at was purged, or it was given up on
@@ -35,11 +36,12 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """What everything began with; beside it, a point for each call at which something was killed or stopped."""
     folder, full = tmp_path_factory.mktemp("struck"), bool(request.config.getoption("--full"))
     seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
-    bucket = None
+    bucket, points = None, 0 if full else POINTS
     if request.param == "buckets":
+        points = FAR_POINTS
         server: Server = request.getfixturevalue("seaweed_server")
         bucket = (server.new_place(), server.endpoint)
-    command = [sys.executable, "-m", "tests.support.struck", str(folder), str(0 if full else POINTS), seed]
+    command = [sys.executable, "-m", "tests.support.struck", str(folder), str(points), seed]
     subprocess.run([*command, *(bucket or ())], cwd=ROOT, check=True)
     return Point(folder / "base", bucket)
 
