@@ -20,6 +20,7 @@ from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Point, Scene, s
 if TYPE_CHECKING:
     from tests.support.servers import Server
 
+pytestmark = pytest.mark.timeout(4 * 3600)  # that of all points is one sweep
 ROOT = Path(__file__).parents[2]
 POINTS = 2  # of each kind, in each way; with --full all, in buckets so many
 FAR_POINTS = 10
