@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.shared import made_once
+
 ROOT = Path(__file__).resolve().parent.parent
 METRICS = {"blocked", "durable", "cpu", "written", "read", "asked", "stored", "load_average"}
 ROUNDS = 2
@@ -30,13 +32,17 @@ def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a smoke run; its folder holds nothing else afterwards."""
-    folder, results = tmp_path_factory.mktemp("bench"), tmp_path_factory.mktemp("results") / "smoke.json"
-    asked = ("frozen", "partial", "--quick", "--peers", "safetensors", "--before", ROOT)
-    done = bench(*asked, "--dir", folder, "--json", results)
-    assert done.returncode == 0, done.stderr
-    assert "Save with 96 % unchanged" in done.stdout
-    assert not list(folder.iterdir())
-    return results
+
+    def run(folder: Path) -> None:
+        place = folder / "place"
+        place.mkdir()
+        asked = ("frozen", "partial", "--quick", "--peers", "safetensors", "--before", ROOT)
+        done = bench(*asked, "--dir", place, "--json", folder / "smoke.json")
+        assert done.returncode == 0, done.stderr
+        assert "Save with 96 % unchanged" in done.stdout
+        assert not list(place.iterdir())
+
+    return made_once(tmp_path_factory, "smoke", run) / "smoke.json"
 
 
 def rows_of(results: Path, scenario: str) -> dict[tuple[str, str, str], dict[str, Any]]:

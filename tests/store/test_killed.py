@@ -11,6 +11,7 @@ import pytest
 from tests.support import killed_thins
 from tests.support.killed_saves import WAYS, check_all, check_clean, open_folder, state
 from tests.support.saves import same_state, steps
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.support.killed_saves"]
@@ -20,11 +21,13 @@ POINTS = 10  # of each way
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with a store for each point at which a save was killed."""
-    folder = tmp_path_factory.mktemp("killed")
     full = bool(request.config.getoption("--full"))
-    seed = int(request.config.getoption("--hypothesis-seed") or 0)
-    subprocess.run([*COMMAND, "sweep", folder, str(0 if full else POINTS), str(seed)], cwd=ROOT, check=True)
-    return folder
+    numbers = [str(0 if full else POINTS), str(int(request.config.getoption("--hypothesis-seed") or 0))]
+    return made_once(
+        tmp_path_factory,
+        "killed",
+        lambda folder: subprocess.run([*COMMAND, "sweep", folder, *numbers], cwd=ROOT, check=True),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -54,11 +57,12 @@ def test_a_save_killed_at_many_instants(killed: Path, way: str) -> None:
 @pytest.fixture(scope="module")
 def thinned(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A folder with a store for each point at which who thinned was killed."""
-    folder, full = tmp_path_factory.mktemp("thinned"), bool(request.config.getoption("--full"))
-    seed = int(request.config.getoption("--hypothesis-seed") or 0)
-    command = [sys.executable, "-m", "tests.support.killed_thins", str(folder), str(100 if full else POINTS), str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True)
-    return folder
+    full = bool(request.config.getoption("--full"))
+    numbers = [str(100 if full else POINTS), str(int(request.config.getoption("--hypothesis-seed") or 0))]
+    command = [sys.executable, "-m", "tests.support.killed_thins"]
+    return made_once(
+        tmp_path_factory, "thinned", lambda folder: subprocess.run([*command, folder, *numbers], cwd=ROOT, check=True)
+    )
 
 
 @pytest.mark.parametrize("way", killed_thins.WAYS)

@@ -15,6 +15,7 @@ from casckpt.frontends.follow import CURRENT
 from casckpt.store.store import Store
 from tests.support.killed_saves import check_clean
 from tests.support.saves import same_state
+from tests.support.shared import made_once
 from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Point, Scene, state
 
 if TYPE_CHECKING:
@@ -35,15 +36,21 @@ CAN_END = {
 @pytest.fixture(scope="module", params=["folders", pytest.param("buckets", marks=pytest.mark.soak)])
 def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Point:
     """What everything began with; beside it, a point for each call at which something was killed or stopped."""
-    folder, full = tmp_path_factory.mktemp("struck"), bool(request.config.getoption("--full"))
     seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
-    bucket, points = None, 0 if full else POINTS
+    bucket, points = None, 0 if request.config.getoption("--full") else POINTS
     if request.param == "buckets":
         points = FAR_POINTS
         server: Server = request.getfixturevalue("seaweed_server")
         bucket = (server.new_place(), server.endpoint)
-    command = [sys.executable, "-m", "tests.support.struck", str(folder), str(points), seed]
-    subprocess.run([*command, *(bucket or ())], cwd=ROOT, check=True)
+
+    def sweep(folder: Path) -> None:
+        command = [sys.executable, "-m", "tests.support.struck", str(folder), str(points), seed, *(bucket or ())]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+    if bucket is not None:  # which is this worker's own
+        sweep(folder := tmp_path_factory.mktemp("struck"))
+    else:
+        folder = made_once(tmp_path_factory, "struck", sweep)
     return Point(folder / "base", bucket)
 
 

@@ -12,6 +12,7 @@ from casckpt.storage.base import AlreadyExists
 from casckpt.storage.local.newfile import Naming
 from casckpt.storage.local.store import LocalStore
 from tests.support import crash
+from tests.support.shared import made_once
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.support.crash"]
@@ -20,9 +21,9 @@ COMMAND = [sys.executable, "-m", "tests.support.crash"]
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of stores, one for each way, size and step at which the put was killed."""
-    folder = tmp_path_factory.mktemp("killed")
-    subprocess.run([*COMMAND, "steps", folder], cwd=ROOT, check=True)
-    return folder
+    return made_once(
+        tmp_path_factory, "puts", lambda folder: subprocess.run([*COMMAND, "steps", folder], cwd=ROOT, check=True)
+    )
 
 
 @pytest.mark.parametrize("way", list(Naming), ids=lambda way: way.name)

@@ -1,0 +1,28 @@
+"""What is made once for all workers of a run of tests, where each would make it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casckpt.repository.host_lock import alone_on_this_host
+
+_DONE = "done"
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that ``make`` has filled, by whichever worker came first; the others wait for it.
+
+    If that failed, the next one tries again, in a folder of its own.
+    """
+    base = factory.getbasetemp()
+    root = (base.parent if base.name.startswith("popen-") else base) / f"shared-{name}"  # of xdist's workers
+    with alone_on_this_host(root / "lock"):
+        if not (root / _DONE).exists():
+            folder = root / str(sum(1 for _ in root.iterdir()))
+            folder.mkdir()
+            make(folder)
+            (root / _DONE).write_text(folder.name)
+        return root / (root / _DONE).read_text()
