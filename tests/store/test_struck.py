@@ -27,8 +27,8 @@ POINTS = 2  # of each kind, in each way; with --full all, in buckets so many
 FAR_POINTS = 10
 CAN_END = {
     "gc": {"Conflict"},  # others were faster, again and again
-    "copy": {"Conflict", "Revoked"},  # what it was at was purged, or it was given up on
-    "thin": {"Conflict"},  # what it had chosen was purged
+    "copy": {"Conflict", "Gone", "Revoked"},  # what it was at was purged, or it was given up on
+    "thin": {"Conflict", "Gone"},  # what it had chosen was purged
 }
 """Errors with which it may end that was stopped, where it need not end well."""
 
