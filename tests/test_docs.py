@@ -178,6 +178,7 @@ def test_a_page_with_examples_is_run(page: Path) -> None:
 TRIED = {  # what the README adds up -> rows of the evidence
     "states of the protocol's models, each looked at": r"states of the protocol's models",
     "processes killed at a chosen call": r"SIGKILL right|a process that ends before",
+    "processes stopped at a chosen call, and continued when others had gone on": r"processes stopped",
     "calls and requests that failed, or were lost, cut, late, throttled or refused": (
         r"a change of the storage whose answer is lost|calls that failed|requests|answers"
     ),
