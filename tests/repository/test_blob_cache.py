@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from casckpt.repository.blob_cache import FOLDER, BlobCache
 from casckpt.repository.fetching import Spoilt
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from tests.support.afresh import afresh
 from tests.support.checkpoints import blob_of, flip, is_blob
 from tests.support.far import FarStore, far
 from tests.support.repositories import repository
@@ -209,7 +209,7 @@ def test_processes_that_fill_and_evict_at_once(tmp_path: Path, root: Path) -> No
     repo = repository(tmp_path, LocalStore(folder))
     for seed in range(9):
         put(repo, seed)
-    context = multiprocessing.get_context("spawn")
+    context = afresh()
     workers = [context.Process(target=_work, args=(root, folder, seed)) for seed in (1, 2, 4)]
     for worker in workers:
         worker.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import sqlite3
 import threading
@@ -21,6 +20,7 @@ from casckpt.repository.catalogue import SCHEMA, Catalogue
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from tests.support.afresh import afresh
 from tests.support.faulty import FaultyStore
 from tests.support.forks import forked
 from tests.support.repositories import blob_hash, commit_bare, manifest_id, memory, repository, save
@@ -280,7 +280,7 @@ def write_many(path: Path, index: int, start: Barrier) -> None:
 
 
 def test_processes_share_one_from_its_making_on(path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = afresh()
     start = context.Barrier(4)
     running = [context.Process(target=write_many, args=(path, index, start)) for index in range(4)]
     for process in running:

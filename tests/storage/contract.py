@@ -6,7 +6,6 @@ without the storage. `SharedContract` is for those that other processes can reac
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import threading
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 from casckpt.errors import InvalidInput, NotFound, Refused, StorageError
 from casckpt.storage.base import AlreadyExists, ListedObject, ObjectStore, ShortObject
 from casckpt.storage.buffers import AlignedBuffer
+from tests.support.afresh import afresh
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -324,7 +324,7 @@ class SharedContract(StorageContract):
     """The promises between processes."""
 
     def test_processes_race_for_a_key(self, storage: ObjectStore, peek: Peek) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = afresh()
         start = context.Barrier(4)
         answers: SimpleQueue[tuple[int, bool]] = context.SimpleQueue()
         racers = [context.Process(target=_race_process, args=(storage, n, start, answers)) for n in range(4)]

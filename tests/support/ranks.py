@@ -14,7 +14,6 @@ died or hung are thrown away. Inside a job, `tell` and `wait_for` let ranks wait
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import signal
@@ -41,6 +40,8 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, though n
 )
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend "fake", which never talks
+
+from tests.support.afresh import afresh
 
 Job = Callable[..., Any]
 PATIENCE = 100.0  # seconds for a job; none is meant to take as long
@@ -107,8 +108,7 @@ class Pool:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.support.preload"])
+        self._context = afresh()
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> Self:
