@@ -1,5 +1,8 @@
 """See tools/soak. One process forks workers, kills or stops one of them every second or so, and starts it again.
 
+Of each minute the last third is calm, for what takes longer than the next kill is away. Two workers live as long as the
+soak does: one follows a run, one does all that a program does with a store.
+
 What a checkpoint holds follows from its run and step, so that everybody can tell whether it is right. Invariants:
 
 - what is loaded under a lease, or is tagged, is what was saved, to the bit; without either it may be gone, never wrong
@@ -7,7 +10,7 @@ What a checkpoint holds follows from its run and step, so that everybody can tel
 - verify finds no damage, while everything else goes on
 - what a watch tells can be loaded, or is gone; in each pause: nothing is open, no object is there that nothing names,
   every checkpoint loads, and a copy has what it should have
-- memory, files and threads of workers that are never killed do not grow
+- memory, files and threads of the two that are never killed do not grow
 
 Each save that returned is a line of ``ledger`` in the folder; ``counts.json`` has what happened in all runs together.
 """
@@ -28,7 +31,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,12 +48,13 @@ from casckpt.repository.commits import list_commits
 from casckpt.store.store import Store
 
 RUNS = ("alpha", "beta/lora")
+LONG = "long"  # the run of one process
 ENDS = (signal.SIGINT, signal.SIGTERM)
 TAG, WRONG = "soak", 3
 COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
 CELL = 4096
-PAUSE_EVERY = 60.0  # seconds between two looks at the store with nobody at work
-SAMPLE_EVERY = 1.0
+SAMPLE_EVERY = 2.0  # seconds
+REST = 300.0  # seconds, at most, until those that are not killed have ended their round
 
 
 # what is saved
@@ -220,6 +224,21 @@ def follow(worker: Worker) -> None:
             return
 
 
+def live(worker: Worker) -> None:
+    """Save, load, list, look into, tag and forget in one process, which is never killed."""
+    save(worker, LONG)
+    newest = worker.store.get(f"{LONG}@latest")
+    with worker.store.lease(newest, expires="10m"):
+        worker.load(newest)
+    worker.store.diff(newest, newest)
+    worker.store.stats()
+    worker.store.verify(mode="exists")
+    if newest.step % 20 == 0:
+        with suppress(Conflict):
+            worker.store.gc(keep_last=3, min_age=0, wait="2s")
+    worker.did("round of one process")
+
+
 def collect(worker: Worker) -> None:
     """Forget by a rule, and delete."""
     try:
@@ -297,9 +316,9 @@ def copy(worker: Worker) -> None:
 ROLES: dict[str, Callable[[Worker], None]] = {
     "save alpha": lambda worker: save(worker, RUNS[0]), "save beta": lambda worker: save(worker, RUNS[1]),
     "read": read, "gc": collect, "other gc": collect, "thin": thin, "tag": tag, "verify": verify, "copy": copy,
-    "follow": follow,
+    "follow": follow, "live": live,
 }  # fmt: skip
-LASTING = frozenset({"follow"})
+LASTING = frozenset({"follow", "live"})
 """Never killed: their memory, files and threads are looked at."""
 
 
@@ -367,37 +386,59 @@ class Soak:
         """Go on for as long as asked; the exit status."""
         ends, began = time.monotonic() + 3600 * self.asked.hours, time.monotonic()
         status = 0
+        for left in (self._rests(), *self.folder.glob("rests.*")):
+            left.unlink(missing_ok=True)
         for one in ENDS:  # whatever they were: who runs this behind a shell's & ignores SIGINT
             signal.signal(one, _end)
         try:
             status = self._wait_for(self._start("pause", make))
             while status == 0 and time.monotonic() < ends:
-                status = self._at_work(min(ends, time.monotonic() + PAUSE_EVERY))
-                self._end_all()
-                status = status or self._wait_for(self._start("pause", look))
+                status = self._at_work(min(ends, time.monotonic() + self.asked.pause)) or self._pause()
         except Ended:
             pass
         finally:
             self._end_all()
             self._gather(time.monotonic() - began)
-        grown = self._growth()
-        print(json.dumps(dict(sorted(self.counts.items())) | {"grown": grown}, indent=2))
+        sampled, grown = self.growth()
+        print(json.dumps(dict(sorted(self.counts.items())) | {"sampled": sampled, "grown": grown}, indent=2))
         return status or int(bool(grown))
 
     def _at_work(self, until: float) -> int:
         """All workers, of which one is killed or stopped now and then. The status of what went wrong, else 0."""
-        for role, one_round in ROLES.items():
-            self._start(role, one_round, lasting=role in LASTING)
+        self._rests().unlink(missing_ok=True)
+        calm = until - self.asked.pause / 3
+        for role in [role for role in ROLES if role not in self.children.values()]:
+            self._start(role, ROLES[role])
         while time.monotonic() < until:
             time.sleep(self.random.uniform(0.2, 2) * self.asked.every)
-            self._hit(self.random.choice([pid for pid, role in self.children.items() if role not in LASTING]))
+            if time.monotonic() < calm:
+                self._hit(self.random.choice([pid for pid, role in self.children.items() if role not in LASTING]))
             while found := self._ended():
                 pid, status = found
                 role = self.children.pop(pid)
                 if os.WIFEXITED(status) and os.WEXITSTATUS(status):
                     return WRONG
-                self._start(role, ROLES[role], lasting=role in LASTING)
+                self._start(role, ROLES[role])
         return 0
+
+    def _pause(self) -> int:
+        """Nobody is at work: those that last rest, the others are killed. The status of what went wrong, else 0."""
+        self._end_all(but=LASTING)
+        self._rests().touch()
+        late = time.monotonic() + REST
+        while not all(self._rests(pid).exists() for pid in self.children):
+            if found := self._ended():  # of those that last none ends
+                del self.children[found[0]]
+                return WRONG
+            if time.monotonic() > late:
+                print(f"no end of a round in {REST} s: {self.children}", file=sys.stderr)
+                return WRONG
+            time.sleep(0.05)
+        return self._wait_for(self._start("pause", look))
+
+    def _rests(self, pid: int | None = None) -> Path:
+        """There while all should rest; of one worker: while it does."""
+        return self.folder / ("rest" if pid is None else f"rests.{pid}")
 
     def _hit(self, pid: int) -> None:
         if self.random.random() < 0.2:
@@ -415,15 +456,15 @@ class Soak:
         pid, status = os.waitpid(-1, os.WNOHANG)
         return (pid, status) if pid else None
 
-    def _start(self, role: str, one_round: Callable[[Worker], None], *, lasting: bool = False) -> int:
+    def _start(self, role: str, one_round: Callable[[Worker], None]) -> int:
         seed = self.random.randrange(1 << 62)
         child = os.fork()
         if child == 0:
-            self._work(role, one_round, seed, lasting=lasting)
+            self._work(role, one_round, seed)
         self.children[child] = role
         return child
 
-    def _work(self, role: str, one_round: Callable[[Worker], None], seed: int, *, lasting: bool) -> NoReturn:
+    def _work(self, role: str, one_round: Callable[[Worker], None], seed: int) -> NoReturn:
         """In a child: rounds until somebody kills it; one round of a pause."""
         status = 0
         try:
@@ -443,9 +484,11 @@ class Soak:
                     time.sleep(1)
                 if role == "pause":
                     break
-                if lasting and time.monotonic() > sampled + SAMPLE_EVERY:
+                if role in LASTING:
+                    self._rest()
+                if role in LASTING and time.monotonic() > sampled + SAMPLE_EVERY:
                     sampled = time.monotonic()
-                    self.books.note(f"samples.{os.getpid()}", **_held())
+                    self.books.note(f"samples.{role}.{os.getpid()}", **_held())
                 time.sleep(worker.random.uniform(0, self.asked.idle))
         except Ended:  # told to the whole group, before this one ignored it
             pass
@@ -454,6 +497,14 @@ class Soak:
             traceback.print_exc()
             status = WRONG
         os._exit(status)
+
+    def _rest(self) -> None:
+        """In a child: as long as all should."""
+        mine = self._rests(os.getpid())
+        while self._rests().exists():
+            mine.touch()
+            time.sleep(0.05)
+        mine.unlink(missing_ok=True)
 
     def _worker(self, seed: int) -> Worker:
         options = dict(one.split("=", 1) for one in self.asked.storage_option)
@@ -469,12 +520,14 @@ class Soak:
         del self.children[pid]
         return os.waitstatus_to_exitcode(status)
 
-    def _end_all(self) -> None:
-        for pid in self.children:
+    def _end_all(self, but: frozenset[str] = frozenset()) -> None:
+        ending = [pid for pid, role in self.children.items() if role not in but]
+        for pid in ending:
             os.kill(pid, signal.SIGKILL)
-        for pid in self.children:
+        for pid in ending:
             os.waitpid(pid, 0)
-        self.children.clear()
+            del self.children[pid]
+            self._rests(pid).unlink(missing_ok=True)
 
     def _gather(self, seconds: float) -> None:
         """Take what workers counted into the sums of all runs."""
@@ -486,20 +539,24 @@ class Soak:
         temporary.write_text(json.dumps(self.counts))
         temporary.replace(self.folder / "counts.json")
 
-    def _growth(self) -> list[str]:
-        """Who held more and more: the median of the last third against that of the second, of those that lived long."""
-        grown = []
+    def growth(self) -> tuple[int, list[str]]:
+        """How many samples of those that lived long there are, and who held more and more.
+
+        That is: the median of its last third against that of its second.
+        """
+        sampled, grown = 0, []
         for path in self.folder.glob("samples.*"):
             samples = list(self.books.lines(path.name))
             third = len(samples) // 3
             if third < 5:
                 continue
+            sampled += len(samples)
             before, after = samples[third : 2 * third], samples[2 * third :]
             for what, room in (("rss", 32 << 20), ("files", 4), ("threads", 4)):
                 was, now = (statistics.median(one[what] for one in part) for part in (before, after))
-                if now > 1.2 * was + room:
+                if now > was + room:
                     grown.append(f"{path.name}: {what} from {was:.0f} to {now:.0f}")
-        return grown
+        return sampled, grown
 
 
 def _held() -> dict[str, int]:
@@ -509,7 +566,7 @@ def _held() -> dict[str, int]:
     return {"rss": pages * os.sysconf("SC_PAGE_SIZE"), "files": files, "threads": threads}
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(prog="tools/soak", description="Everything at once on one store, with kills.")
     parser.add_argument("hours", type=float)
@@ -519,8 +576,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--idle", type=float, default=0.2, help="seconds that a worker rests, at most")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between kills, about")
+    parser.add_argument("--pause", type=float, default=60.0, help="seconds between looks with nobody at work")
     parser.add_argument("--nice", type=int, default=10)
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def main() -> int:
