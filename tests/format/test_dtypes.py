@@ -7,9 +7,10 @@ import torch
 
 from casckpt.errors import Refused
 from casckpt.format.dtypes import DTYPES, itemsize, stored_itemsize, stored_name
+from tests.support.tensors import NAMES
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_torch(name: str) -> None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)

@@ -51,7 +51,7 @@ def update(store: Store, held: Checkpoint, _: Path) -> None:
 
 def through_dcp(store: Store, *_: object) -> None:
     try:
-        load(zeros(), storage_reader=StorageReader(store, REF), no_dist=True)
+        load(zeros(), storage_reader=StorageReader(store, REF))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise Gone(str(cause)) if type(cause) is AssertionError else cause from error  # what DCP makes of two errors

@@ -10,7 +10,8 @@ import torch
 
 from casckpt.format.dtypes import DTYPES
 
-NAMES = list(DTYPES)
+NAMES = [name for name in DTYPES if hasattr(torch, name)]
+"""Of the dtypes that can be stored, those that this torch has."""
 COMPLEX = [name for name in NAMES if name.startswith("complex")]
 
 

@@ -8,9 +8,10 @@ import torch
 from casckpt.errors import InvalidInput, Refused, Unsupported
 from casckpt.format.dtypes import DTYPES
 from casckpt.tensors.dtypes import dtype_name, torch_dtype
+from tests.support.tensors import NAMES
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_names_come_back(name: str) -> None:
     assert dtype_name(torch_dtype(name)) == name
 

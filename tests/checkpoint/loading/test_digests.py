@@ -18,7 +18,7 @@ from casckpt.errors import Damaged, MissingKey
 from casckpt.format.digest import hex_digest
 from casckpt.frontends.safetensors.importing import import_safetensors
 from tests.support.saves import blob_keys, counted, flip, small, small_folder
-from tests.support.tensors import bytes_of, raw
+from tests.support.tensors import NAMES, bytes_of, raw
 from tests.support.together import line, numbers, spread
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def test_it_is_the_same_for_all_topologies(ranks: Pool, tmp_path: Path) -> None:
 
 def test_it_is_that_of_the_bytes_in_a_safetensors_file(tmp_path: Path) -> None:
     dtypes = ("bfloat16", "float64", "complex64", "uint32", "bool", "float8_e4m3fn", "float8_e8m0fnu")
-    state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes} | tensors() | {"t": numbers("t", 90, 70).t()}
+    state = {dtype: raw(dtype, (37, 300), 1).clone() for dtype in dtypes if dtype in NAMES}
+    state |= tensors() | {"t": numbers("t", 90, 70).t()}
     store = small_folder(tmp_path / "store")
     store.save(state, step=1, compress="always")
     casckpt.export(store, "default@1", tmp_path / "model.safetensors")

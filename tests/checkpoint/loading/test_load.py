@@ -14,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casckpt.errors import CasckptError, InvalidInput, Mismatch, MissingKey, NotFound
-from casckpt.format.dtypes import DTYPES
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.ids import named
 from tests.support.saves import cells, same_state, small
-from tests.support.tensors import dtype_of, raw, same
+from tests.support.tensors import NAMES, dtype_of, raw, same
 from tests.support.told import Told
 
 REF = "default@1"
@@ -176,11 +175,11 @@ def test_cast_into_any_layout(store: Store, layout: str, verify: bool) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
     store = small()
-    stored = {name: (raw(name, (6,)) if name == "bool" else _numbers(name)) for name in DTYPES}
+    stored = {name: (raw(name, (6,)) if name == "bool" else _numbers(name)) for name in NAMES}
     store.save(stored, step=1)
     refused = 0
-    for source in DTYPES:
-        for target in DTYPES:
+    for source in NAMES:
+        for target in NAMES:
             template, want = {"x": torch.empty(6, dtype=dtype_of(target))}, torch.empty(6, dtype=dtype_of(target))
             try:
                 store.load(template, REF, cast=True, rename={"x": source})
@@ -192,7 +191,7 @@ def test_every_pair_of_dtypes_is_cast_as_torch_does_or_refused() -> None:
             else:
                 want.copy_(stored[source])
             assert same(template["x"], want)
-    assert 0 < refused < len(DTYPES) ** 2
+    assert 0 < refused < len(NAMES) ** 2
 
 
 def _numbers(name: str) -> torch.Tensor:

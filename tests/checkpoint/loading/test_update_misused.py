@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from casckpt.errors import CasckptError, Mismatch, MissingKey, NotFound
-from casckpt.format.dtypes import DTYPES
 from casckpt.store.store import Store
 from casckpt.tensors.dtypes import torch_dtype
 from tests.checkpoint.loading.test_update import held_at, ref
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, cells, same_state, small, small_folder, trained
-from tests.support.tensors import raw, same
+from tests.support.tensors import NAMES, raw, same
 from tests.support.together import emptied
 from tests.support.versions import changed, saved, states, versions
 
@@ -92,11 +91,8 @@ def test_memory_of_something_else_is_mended_by_a_check() -> None:
         assert same_state(content, found[3])
 
 
-ODD = [name for name in DTYPES if hasattr(torch, name)]
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_dtype_and_odd_shapes(name: str) -> None:
     dtype = torch_dtype(name)
     shapes = [(), (1,), (0,), (3, 0, 5), (4099,), (1, 64, 65)]

@@ -41,7 +41,7 @@ def test_what_is_tagged_is_there_in_the_end(setup: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("setup", LARGE)
 def test_what_is_tagged_is_there_in_the_end_in_larger_models(setup: str) -> None:
-    check_holds(model(**LARGE[setup]), ("= restored",), limit=4_000_000)
+    check_holds(model(**LARGE[setup]), ("= restored",), limit=10_000_000)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
