@@ -552,7 +552,7 @@ class Soak:
                 continue
             sampled += len(samples)
             before, after = samples[third : 2 * third], samples[2 * third :]
-            for what, room in (("rss", 32 << 20), ("files", 4), ("threads", 4)):
+            for what, room in (("rss", 32 << 20), ("files", 16), ("threads", 4)):
                 was, now = (statistics.median(one[what] for one in part) for part in (before, after))
                 if now > was + room:
                     grown.append(f"{path.name}: {what} from {was:.0f} to {now:.0f}")

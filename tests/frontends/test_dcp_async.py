@@ -13,10 +13,11 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.cut import cut
 from tests.support.dcp import failed, forget_plans, load
 from tests.support.together import line, numbers
 
@@ -38,7 +39,7 @@ SIZE = 1 << 20
 
 
 def state_at(step: int, size: int) -> dict[str, Any]:
-    frozen = distribute_tensor(numbers("frozen", SIZE // 4), line(size), [Shard(0)], src_data_rank=None)
+    frozen = cut(numbers("frozen", SIZE // 4), line(size), [Shard(0)])
     return {"moving": torch.full((1000,), float(step)), "frozen": frozen, "step": step}
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import casckpt
 from casckpt.frontends.dcp import StorageReader, StorageWriter
+from tests.support.cut import cut
 from tests.support.dcp import failed, load, save
 from tests.support.faulty import fail_before
 from tests.support.meshes import build, differing, state_of, whole
@@ -176,9 +177,9 @@ def in_groups(rank: int, size: int, path: Path) -> None:
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     group, run = pairs[rank // 2], f"pair{rank // 2}"
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
-    state: dict[str, Any] = {"a": distribute_tensor(numbers(run, 6, 2), mesh, [Shard(0)], src_data_rank=None)}
+    state: dict[str, Any] = {"a": cut(numbers(run, 6, 2), mesh, [Shard(0)])}
     save(state, StorageWriter(path, run=run, step=1), process_group=group)
-    state = {"a": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)], src_data_rank=None)}
+    state = {"a": cut(torch.zeros(6, 2), mesh, [Shard(1)])}
     load(state, StorageReader(path, f"{run}@1"), process_group=group)
     assert torch.equal(state["a"].full_tensor(), numbers(run, 6, 2))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -51,7 +52,9 @@ def update(store: Store, held: Checkpoint, _: Path) -> None:
 
 def through_dcp(store: Store, *_: object) -> None:
     try:
-        load(zeros(), storage_reader=StorageReader(store, REF))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is one process
+            load(zeros(), storage_reader=StorageReader(store, REF))
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
         raise Gone(str(cause)) if type(cause) is AssertionError else cause from error  # what DCP makes of two errors

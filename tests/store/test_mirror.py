@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import casckpt
 from casckpt.errors import Damaged, InvalidInput, StorageError
@@ -24,6 +24,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
 from casckpt.upkeep.copies.mirror import Mirror
+from tests.support.cut import cut
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, tell, wait_for
 from tests.support.saves import CELL, blob_keys, cells, flip, same_state, small_folder, steps
@@ -421,7 +422,7 @@ def test_programs_that_end_at_once(store_path: Path, away: Path, end: str) -> No
 def save_and_load(rank: int, size: int, folder: Path, away: Path, host: Path) -> tuple[bool, int, int]:
     """One rank of a job whose store has a mirror, and then of one on another host, which has the mirror alone."""
     full = cells(20, seed=5).reshape(4, -1)
-    part = {"w": distribute_tensor(full, line(size), [Shard(0)], src_data_rank=None)}
+    part = {"w": cut(full, line(size), [Shard(0)])}
     store = casckpt.open(folder, mirror=away)
     store.save(part, run="job", step=1)
     if rank == 0:

@@ -26,12 +26,11 @@ PACKAGE = Path(casckpt.__file__).parent
 
 @contextmanager
 def default_device(device: str) -> Iterator[None]:
-    before = torch.get_default_device()
     torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_device(None if before == torch.device("cpu") else before)
+        torch.set_default_device(None)
 
 
 @contextmanager

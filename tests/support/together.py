@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 import casckpt
 from casckpt.checkpoint import wire
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
+from tests.support.cut import cut
 from tests.support.faulty import Call, Fault, FaultyStore
 from tests.support.ranks import die
 from tests.support.saves import steps
@@ -60,7 +61,7 @@ def spread(
     tensors: dict[str, torch.Tensor], mesh: DeviceMesh, placements: Sequence[Placement] = (Replicate(),)
 ) -> dict[str, DTensor]:
     """Each of the tensors, which all ranks have, cut over a mesh without talking."""
-    return {key: distribute_tensor(full, mesh, placements, src_data_rank=None) for key, full in tensors.items()}
+    return {key: cut(full, mesh, placements) for key, full in tensors.items()}
 
 
 def emptied(state: Any) -> Any:

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import casckpt
 from casckpt.format.regions import Box, full_box
+from tests.support.cut import cut
 from tests.support.tensors import raw
 
 Shape: TypeAlias = tuple[int, ...]
@@ -99,7 +100,7 @@ def _placed(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw:
         dim = draw.choice(dims)
         if full.shape[dim] % prod(world.mesh) == 0:
             placements = [_StridedShard(dim, split_factor=world.mesh[1]), Shard(dim)]
-    return distribute_tensor(full.clone(), mesh, placements, src_data_rank=None)
+    return cut(full.clone(), mesh, placements)
 
 
 def _flat(full: torch.Tensor, world: World, mesh: DeviceMesh, rank: int, draw: random.Random) -> Leaf:

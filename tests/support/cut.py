@@ -1,0 +1,21 @@
+"""A DTensor of what every rank has whole, each with its part of it, without talking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+TALKS = "src_data_rank" not in signature(distribute_tensor).parameters
+"""Whether it is a torch before 2.7, which cuts only what one rank sends to the others, and nothing in strides."""
+
+
+def cut(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's shard, cut by torch."""
+    if TALKS:
+        whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return whole.redistribute(mesh, placements)
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)
