@@ -198,7 +198,7 @@ def _numbers(name: str) -> torch.Tensor:
     """1 and the like, so that no conversion depends on what a processor does with numbers out of range."""
     try:
         return torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).to(dtype_of(name))
-    except NotImplementedError:
+    except RuntimeError:  # NotImplementedError is one, too
         return raw(name, (6,))
 
 
