@@ -40,6 +40,7 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     )
     assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
     assert told["soak in a bucket: hours"][0] == "1.50"
+    assert told["planted bugs that the default run kills"][2] == "2026-01-01, abc |"  # nobody has planted them again
     (tmp_path / "store").mkdir()
     assert soaked(tmp_path)["soak in a folder: loads, each compared"] == "5"
     (tmp_path / "failures").write_text("{}")

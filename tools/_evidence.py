@@ -104,7 +104,9 @@ def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> st
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
     for what, counts in ROWS.items():
         by = {"planted": "tools/mutants --table", "soak": "tools/soak"}.get(counts.split(" ")[0], command)
-        if counts in new:
+        had = held.get(what, "").split(" | ")[1:2]
+        stands = counts == "planted" and had == [new.get(counts)]  # nobody has counted again
+        if counts in new and not stands:
             held[what] = f"| {what} | {new[counts]} | `{by}` | {when} |"
     lines = ["| evidence | count | command | when |", "|---|---|---|---|"]
     table = "\n".join([*lines, *(held[what] for what in ROWS if what in held)])
