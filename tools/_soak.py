@@ -225,7 +225,7 @@ def follow(worker: Worker) -> None:
 
 
 def live(worker: Worker) -> None:
-    """Save, load, list, look into, tag and forget in one process, which is never killed."""
+    """Save, load under a lease, look, verify and collect in one process, which is never killed."""
     save(worker, LONG)
     newest = worker.store.get(f"{LONG}@latest")
     with worker.store.lease(newest, expires="10m"):

@@ -36,6 +36,6 @@ def converts(source: torch.dtype, target: torch.dtype) -> bool:
         return False
     try:
         torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
-    except RuntimeError:  # NotImplementedError is one; torch 2.6 raises the former
+    except RuntimeError:  # of torch 2.6; later ones raise NotImplementedError, which is one
         return False
     return True
