@@ -338,10 +338,22 @@ def test_a_reader_warns_of_what_was_forgotten(store: Store) -> None:
 
 def test_a_reader_says_what_is_not_there(tmp_path: Path) -> None:
     error = failure(lambda: load({"a": 1}, StorageReader(tmp_path / "none", "default@1")))
-    assert isinstance(causes(error)[0], AssertionError)  # DCP's, with our words
+    assert isinstance(causes(error)[0], NotFound)
     assert "there is no store" in str(causes(error)[0])
     with pytest.raises(NotFound):
         StorageReader(tmp_path / "none", "default@1").read_metadata()
+
+
+def test_a_reader_that_read_says_what_is_not_there_the_next_time(store: Store) -> None:
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    reader = StorageReader(store, "default@1")
+    load({"a": torch.zeros(2)}, reader)
+    store.forget("default@1")
+    target = {"a": torch.zeros(2)}
+    for _ in range(2):
+        error = failure(lambda: load(target, reader))
+        assert isinstance(causes(error)[0], NotFound)
+        assert target["a"].eq(0).all()
 
 
 # the patterns of torch's own documentation of planners

@@ -22,7 +22,7 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
+from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
@@ -91,7 +91,7 @@ class StorageReader(Protocol):
         self._threads = usable_threads(threads)
         self._options = LoadOptions(verify=verify, cast=cast, allow_pickle=allow_pickle, threads=self._threads)
         self._shown = progress
-        self._missing: NotFound | None = None
+        self._failed: CasckptError | None = None
         self._alone = False
         self._opened: Opened | None = None
 
@@ -101,15 +101,27 @@ class StorageReader(Protocol):
         if checkpoint_id is not None:
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
-        self._opened, self._missing = None, None
+        self._opened, self._failed = None, None
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
         """Give what DCP is to know of the checkpoint.
 
         DCP calls it without ``rank`` first. Only where there is no such checkpoint on any rank does the second call
-        look for what each rank saved for itself (``use_collectives=False``).
+        look for what each rank saved for itself (``use_collectives=False``). DCP drops what the calls raise, and some
+        versions do not even tell it: if the second fails, too, `set_up_storage_reader` raises the error of the first.
         """
+        if rank is None:
+            self._failed = None
+        try:
+            return self._metadata(rank)
+        except CasckptError as error:
+            self._opened, self._failed = None, self._failed or error
+            if rank is None:
+                raise
+            return Metadata({})
+
+    def _metadata(self, rank: int | None) -> Metadata:
         if self._ref is None:
             raise InvalidInput("the reader was given no checkpoint; give ref=, or checkpoint_id=REF to each load")
         self._alone = rank is not None
@@ -122,27 +134,22 @@ class StorageReader(Protocol):
         return metadata
 
     def _of_all(self, ref: str | Checkpoint) -> Checkpoint:
-        self._missing = None
-        try:
-            found = self._store.get(ref)
-        except NotFound as error:
-            self._missing = error
-            raise
+        found = self._store.get(ref)
         warn_if_forgotten(found.commit)
         return found
 
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
-        if self._missing is None or not isinstance(ref, str) or "@" not in ref:
-            raise self._missing or InvalidInput("the checkpoint could not be read; see the error before this one")
+        """What the rank saved for itself, if there is no checkpoint of all; what that one lacks is no reason."""
+        if not isinstance(self._failed, NotFound) or not isinstance(ref, str) or "@" not in ref:
+            raise self._failed or NotFound(f"rank {rank} saved nothing of its own as {ref}")
         run, _, step = ref.rpartition("@")
-        try:
-            return self._store.get(f"{run}/rank-{rank}@{step}")
-        except NotFound:
-            raise self._missing from None
+        return self._store.get(f"{run}/rank-{rank}@{step}")
 
     @hook
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """A load begins."""
+        """A load begins. Raises what kept `read_metadata` from reading."""
+        if self._opened is None and self._failed is not None:  # else nobody has called that
+            raise self._failed
         self._now  # noqa: B018 - or it is not dcp.load that calls
 
     @hook
