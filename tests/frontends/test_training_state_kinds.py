@@ -49,6 +49,15 @@ def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
     optimizer.step(lambda: next(model.parameters()).square().sum())  # type: ignore[arg-type,return-value]  # LBFGS takes a closure
 
 
+def stepped_on(model: nn.Module, optimizer: Optimizer) -> str | None:
+    """What goes wrong in one step more: torch 2.11's Adagrad cannot go on from SGD's, which has no state."""
+    try:
+        step(model, optimizer, 3)
+    except KeyError as error:
+        return str(error)
+    return None
+
+
 def torchs_own(saved: Optimizer, model: nn.Module, optimizer: Optimizer, kind: str) -> tuple[nn.Module, Optimizer]:
     """The same model, and an optimizer of this kind that takes over what was saved as torch itself has it."""
     other, alike = made(kind, 0)
@@ -92,8 +101,7 @@ def test_state_of_every_kind_serves_every_other_or_is_refused(
             continue
         serves.add((of, kind))
         expected = torchs_own(saved, model, optimizer, kind)
-        for pair in (expected, (model, optimizer)):
-            step(*pair, 3)
+        assert stepped_on(*expected) == stepped_on(model, optimizer), (of, kind)
         assert identical(everything(model, optimizer), everything(*expected)), (of, kind)
     assert {(kind, kind) for kind in KINDS} <= serves
     assert not strict or all(_family(of) == _family(kind) for of, kind in serves), serves

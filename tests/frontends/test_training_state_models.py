@@ -70,7 +70,7 @@ def inside(model: Named) -> Named:
 WRAPS: dict[str, Callable[[Any], nn.Module]] = {
     "nothing": lambda model: model,
     "DDP": nn.parallel.DistributedDataParallel,
-    "DataParallel": nn.DataParallel,
+    "DataParallel": lambda model: nn.DataParallel(model).cpu(),  # where there is one GPU it moves there
     "compile": compiled,
     "checkpoint": checkpoint_wrapper,
     "DDP of compile": lambda model: nn.parallel.DistributedDataParallel(compiled(model)),

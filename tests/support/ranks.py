@@ -230,6 +230,7 @@ def _store() -> Store:
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # their meshes are of the CPU; torch shards on a GPU where it sees one
     while True:
         try:
             request: _Request = pipe.recv()

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=7, help="rounds that count (7)")
     add("--peers", type=_peers, default=peers.chosen("default"), metavar="A,B",
         help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where states are: save, async, load on a GPU")
     add("--before", type=_tree, metavar="TREE", help="compare with the casckpt of another checkout, as one more peer")
     add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
     add("--traces", type=Path, help="where traces of trainings are kept (the user's cache); deltas, coding")
@@ -101,7 +102,7 @@ def _peers(text: str) -> list[type[Peer]]:
 def _run(chosen: argparse.Namespace) -> Report:
     above = (chosen.dir or _ROOT / "bench-results").resolve()
     above.mkdir(parents=True, exist_ok=True)
-    report = Report(machine.describe(above))
+    report = Report(machine.describe(above, gpu=chosen.device != "cpu"))
     for name in chosen.scenarios or SCENARIOS:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=above) as folder, table.progress(name) as tell:
             options = Options(
@@ -111,6 +112,7 @@ def _run(chosen: argparse.Namespace) -> Report:
                 before=chosen.before,
                 traces=(chosen.traces or default_folder()).resolve(),
                 threads=len(os.sched_getaffinity(0)),
+                device=chosen.device,
                 size=chosen.size,
                 quick=chosen.quick,
                 full=chosen.full,
@@ -128,6 +130,8 @@ def _timed(name: str, options: Options) -> ScenarioResult:
     found.started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     found.seconds = round(time.monotonic() - started, 1)
     found.parameters["quick"] = int(options.quick)
+    if options.device != "cpu":
+        found.parameters["device"] = options.device
     return found
 
 

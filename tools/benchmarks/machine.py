@@ -13,12 +13,13 @@ import psutil
 _PACKAGES = ("casckpt", "torch", "safetensors", "blake3", "numpy", "torch_checkpointing")
 
 
-def describe(folder: Path) -> dict[str, str]:
-    """The machine, the file system of ``folder``, and versions."""
+def describe(folder: Path, *, gpu: bool) -> dict[str, str]:
+    """The machine, the file system of ``folder``, and versions. ``gpu``: look for one, too."""
     found = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cpu": _cpu(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        **({"gpu": _gpu()} if gpu else {}),
         "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
         "file system": _file_system(folder),
         "kernel": platform.release().partition("-")[0],
@@ -40,6 +41,12 @@ def _cpu() -> str:
     flags = names.get("flags", "").split()
     widest = next((name for name in ("avx512f", "avx2") if name in flags), "")
     return " ".join(filter(None, (names.get("model name", platform.machine()), widest)))
+
+
+def _gpu() -> str:
+    from torch import cuda
+
+    return cuda.get_device_name() if cuda.is_available() else "none"
 
 
 def _file_system(folder: Path) -> str:

@@ -94,6 +94,11 @@ class Team:
         return together([Measured(**answer) for answer in self.call(task, **arguments)])
 
 
+def _path(tree: Path) -> str:
+    """Where a worker finds modules: those of ``tree`` first."""
+    return os.pathsep.join(filter(None, (str(tree / "tools"), os.environ.get("PYTHONPATH"))))
+
+
 class _Worker:
     def __init__(self, python: Path, tree: Path, folder: Path, about: dict[str, int]) -> None:
         self._log = folder / f"rank-{about['rank']}.log"
@@ -105,7 +110,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | {"PYTHONPATH": str(tree / "tools"), "PYTHONWARNINGS": "ignore"},
+                env=os.environ | {"PYTHONPATH": _path(tree), "PYTHONWARNINGS": "ignore"},
                 cwd=tree,  # where Python looks for casckpt first
                 start_new_session=True,  # ctrl-C is for the first process, which then closes this one
             )

@@ -45,6 +45,7 @@ class Here:
     states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
+    on_gpu: bool = False
 
     def peer(self, name: str, setting: dict[str, Any]) -> Peer:
         """An adapter, always the same one for the same settings."""
@@ -61,6 +62,23 @@ class Here:
             import torch.distributed as dist
 
             dist.barrier()
+
+    def settle(self) -> None:
+        """Wait for what a GPU was told to do: until then nothing of it is done."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+
+    def on_host(self, state: str) -> dict[str, torch.Tensor]:
+        """A state as the processor reads it: itself, or a copy that was made when it was first asked for."""
+        if not self.on_gpu:
+            return self.states[state]
+        key = f"{state} on the host"
+        if key not in self.kept:
+            self.kept[key] = {name: tensor.cpu() for name, tensor in self.states[state].items()}
+        copied: dict[str, torch.Tensor] = self.kept[key]
+        return copied
 
     def open_group(self) -> None:
         """Make the process group, if there are several ranks."""

@@ -35,7 +35,7 @@ class Dcp(Peer):
     """``threads``: writers, each with a file. ``sync``: files are synced by DCP. ``cache``: plans are kept.
 
     ``hf``: HuggingFaceStorageWriter, tensors dealt out to one file for each thread. ``process``: asynchronous saves by
-    a process, staged in shared memory; else by a thread, staged in memory that is reused.
+    a process, staged in shared memory; else by a thread, staged in memory that is reused. ``pinned``: that memory.
     """
 
     name = "dcp"
@@ -49,7 +49,12 @@ class Dcp(Peer):
         LOAD: ({"threads": 2}, {"threads": 2, "hf": True}),
         RESTART: ({"threads": 2},),
         PART: ({"threads": 2}, {"threads": 2, "hf": True}),
-        ASYNC: ({"threads": 2, "cache": True}, {"threads": 2, "process": True}),
+        ASYNC: (
+            {"threads": 2, "cache": True},
+            {"threads": 2, "process": True},
+            {"threads": 2, "cache": True, "pinned": True},
+            {"threads": 2, "process": True, "pinned": True},
+        ),
         RANKS: ({"threads": 1, "cache": True}, {"threads": 2, "cache": True}),
         DCP_SAVE: (
             {"threads": 1, "cache": True},
@@ -142,8 +147,10 @@ class Dcp(Peer):
         shared = self.setting.get("process", False)
         if shared:
             _open_group()
-        if self._stager is None:
-            self._stager = DefaultStager(StagingOptions(False, shared, False, False))
+
+        if self._stager is None or not self._stager._state_dict_stager._deepcopy_dispatch:  # torch 2.11 wears it out
+            pinned = self.setting.get("pinned", False)
+            self._stager = DefaultStager(StagingOptions(pinned, shared, False, pinned))
         return self._stager
 
 

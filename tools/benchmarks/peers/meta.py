@@ -25,7 +25,7 @@ class TorchCheckpointing(Peer):
     best: ClassVar[Best] = {
         SAVE: ({"format": "torch"}, {"format": "torch", "split": True}, {"format": "safetensors"}),
         LOAD: ({"format": "torch"}, {"format": "safetensors"}),
-        ASYNC: ({"format": "torch", "async": True},),
+        ASYNC: ({"format": "torch", "async": True}, {"format": "torch", "async": True, "pinned": True}),
         RANKS: ({"format": "torch", "reshard": True},),
     }
     matters = ("format",)
@@ -82,7 +82,8 @@ class TorchCheckpointing(Peer):
         writer = CheckpointWriterConfig(file_write_max_threads=2)
         save: Any = SyncCheckpointSaverConfig(writer_config=writer)
         if self.setting.get("async"):
-            staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+            pinned = self.setting.get("pinned", False)
+            staging = CheckpointStagerConfig(use_pinned_memory=pinned, use_non_blocking_copy=pinned)
             save = AsyncCheckpointSaverConfig(writer_config=writer, staging_config=staging)
         return CheckpointManager(
             CheckpointManager.Config(

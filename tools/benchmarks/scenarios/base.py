@@ -20,6 +20,7 @@ from benchmarks.teams import CallFailed, Team
 
 _NUMBERS = itertools.count()
 BLOB = 32 << 20
+WAY = "copy"
 WRITERS = (2, 4)
 READERS = (2, 4)
 _LOADS = (LOAD, PART, RESTART, DCP_LOAD, DCP_PART)
@@ -36,6 +37,7 @@ class Options:
     peers: Sequence[type[Peer]]
     rounds: int
     threads: int
+    device: str = "cpu"
     size: int | None = None
     before: Path | None = None
     traces: Path = Path()
@@ -84,7 +86,7 @@ class Bench:
 
     def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
         """Make a state in the workers of every environment; its size in bytes."""
-        arguments = {"name": name, "kind": kind, "size": size, **more}
+        arguments = {"name": name, "kind": kind, "size": size, "device": self.options.device, **more}
         first = self.team(ranks=ranks)
         self._made.append((ranks, "states:make", arguments))
         found: int = first.call("states:make", **arguments)[0]
@@ -111,8 +113,16 @@ class Bench:
     def peers(self, work: str, *, ours: type[Peer] = Casckpt) -> Iterator[tuple[type[Peer], Setting]]:
         """We and every peer that does ``work``, with each of the settings worth trying."""
         for peer in (ours, *self.options.peers):
-            for setting in peer.best.get(work, ()):
+            settings = [self._widened(setting) for setting in peer.best.get(work, ())]
+            pinned = [setting for setting in settings if setting.get("pinned")]
+            plain = [setting for setting in settings if not setting.get("pinned")]
+            for setting in pinned if pinned and self.options.device != "cpu" else plain:
                 yield peer, setting
+
+    def _widened(self, setting: Setting) -> Setting:
+        """A setting with 2 threads with as many as there are cores, up to 8."""
+        many = max(2, min(8, self.options.threads))
+        return setting | {"threads": many} if setting.get("threads") == 2 else setting
 
     def cases(
         self,
@@ -170,6 +180,18 @@ class Bench:
                 self.team().call("storing:delete", folder=place)
 
         return Case(Row(group, who, what, nbytes, limit=True), run)
+
+    def ways(self, state: str, size: int, group: str = "", *, to_gpu: bool) -> list[Case]:
+        """The way between a GPU and pinned memory of the host, where the state is on one."""
+        if self.options.device == "cpu":
+            return []
+        what = "pinned memory to the GPU" if to_gpu else "GPU to pinned memory"
+        return [self.limit(WAY, what, "limits:across", group=group, nbytes=size, state=state, to_gpu=to_gpu)]
+
+    def several(self, counts: Sequence[int]) -> Sequence[int]:
+        """How many threads ask a limit of the machine: ``counts``, or with many cores half and all of them."""
+        cores = self.options.threads
+        return counts if cores <= max(counts) else (cores // 2, cores)
 
     def result(
         self, name: str, title: str, checks: list[Check], metric: str = "durable", **parameters: str | int | float

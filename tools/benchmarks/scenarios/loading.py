@@ -28,7 +28,8 @@ def load(options: Options) -> ScenarioResult:
     with Bench(options) as bench:
         size = bench.make_state(_STATE, "model", options.size_or(_USUAL))
         hashes = [raw_hashes(bench, size, group) for group in (WARM, COLD)]
-        rows = _bounded(bench.run([*loads(bench, LOAD, size), *raw_reads(bench, size), *hashes]))
+        ways = [case for group in (WARM, COLD) for case in bench.ways(_STATE, size, group, to_gpu=True)]
+        rows = _bounded(bench.run([*loads(bench, LOAD, size), *raw_reads(bench, size), *hashes, *ways]))
         return bench.result("load", "Full load, one process", _load_checks(rows), bytes=size)
 
 
@@ -134,7 +135,7 @@ def raw_reads(bench: Bench, size: int, *, eighth: int | None = None) -> list[Cas
                     hashed=hashed, **more)
         for cache in (WARM, COLD)
         for who, hashed in ((_RAW, False), (_BOTH, True))
-        for n in READERS
+        for n in bench.several(READERS)
     ]  # fmt: skip
     if eighth is None:
         found += [

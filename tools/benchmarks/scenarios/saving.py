@@ -9,7 +9,7 @@ from benchmarks.harness import Case
 from benchmarks.measure import Measured
 from benchmarks.peers.base import ASYNC, SAVE, Peer, Setting
 from benchmarks.results import OURS, Check, Row, ScenarioResult, best, binding, median_of, over
-from benchmarks.scenarios.base import BLOB, WRITERS, Bench, Options
+from benchmarks.scenarios.base import BLOB, WAY, WRITERS, Bench, Options
 from benchmarks.teams import Team
 from benchmarks.values import ADAPTERS
 
@@ -27,7 +27,9 @@ def save(options: Options) -> ScenarioResult:
             raw_hashes(bench, size),
             bench.limit(_COPY, "all cores", "limits:copy_and_hash", nbytes=size, state=_STATE),
         ]
-        rows = bench.run([*full_saves(bench, size), *raw_writes(bench, size), *limits])
+        rows = bench.run(
+            [*full_saves(bench, size), *raw_writes(bench, size), *limits, *bench.ways(_STATE, size, to_gpu=False)]
+        )
         for row in rows:
             row.bounds = ["raw direct write", *([HASHES] if row.who == OURS else [])] if not row.limit else []
         ours = next(row for row in rows if row.who == OURS)
@@ -110,8 +112,10 @@ def in_background(options: Options) -> ScenarioResult:
             bench.limit("memcpy", f"{n} threads", "limits:copy", nbytes=size, state=_STATE, threads=n)
             for n in dict.fromkeys((1, options.threads))
         ]
+        copies += bench.ways(_STATE, size, to_gpu=False)
         rows = bench.run([*bench.cases(ASYNC, run, nbytes=size), *copies])
-        ours, copy = time_of(rows, OURS, "blocked"), time_of(rows, "memcpy", "blocked")
+        way = "memcpy" if options.device == "cpu" else WAY
+        ours, copy = time_of(rows, OURS, "blocked"), time_of(rows, way, "blocked")
         checks = [Check("blocked / one copy into touched memory", 1.2, False, over(ours, copy))]
         return bench.result(
             "async", "Time the caller waits for a save in the background", checks, "blocked", bytes=size
@@ -171,7 +175,7 @@ def raw_writes(bench: Bench, size: int, who: str = "raw direct write") -> list[C
     """What the disk can take."""
     return [
         bench.limit(who, f"{n} writers", "limits:write", nbytes=size, folder="new", size=size, writers=n)
-        for n in WRITERS
+        for n in bench.several(WRITERS)
     ]
 
 

@@ -60,7 +60,7 @@ def put_state(here: Here, folder: str, state: str) -> None:
     path = Path(folder)
     path.mkdir(parents=True)
     with (path / _RAW).open("wb", buffering=0) as file:
-        for tensor in here.states[state].values():
+        for tensor in here.on_host(state).values():
             for start, length in files.pieces(tensor.nbytes):
                 file.write(values.as_bytes(tensor).numpy()[start : start + length].data)
         os.fsync(file.fileno())
@@ -74,7 +74,7 @@ def read(
     ``hashed``: cell by cell, each hashed as soon as it was read.
     """
     path = Path(folder)
-    tensors = here.states[state]
+    tensors = here.on_host(state)
     if "raw" not in here.kept:
         here.kept["raw"] = values.poisoned(tensors)
     _prepare(here, path, cache)
@@ -163,7 +163,7 @@ def copy_and_hash(here: Here, state: str) -> Measured:
 def _cells(here: Here, state: str) -> list[memoryview]:
     return [
         raw[start : start + length].data
-        for tensor in here.states[state].values()
+        for tensor in here.on_host(state).values()
         for raw in [values.as_bytes(tensor).numpy()]
         for start, length in files.pieces(raw.size, _CELL)
     ]
@@ -171,7 +171,7 @@ def _cells(here: Here, state: str) -> list[memoryview]:
 
 def copy(here: Here, state: str, threads: int) -> Measured:
     """One copy of a state into touched memory, by several threads."""
-    source = here.states[state]
+    source = here.on_host(state)
     if "copy" not in here.kept:
         here.kept["copy"] = values.poisoned(source)
     target: dict[str, torch.Tensor] = here.kept["copy"]
@@ -181,6 +181,24 @@ def copy(here: Here, state: str, threads: int) -> Measured:
         pairs += [(one[a : a + n], other[a : a + n]) for a, n in files.pieces(one.size)]
     meter = Meter()
     _shared(pairs, threads, lambda _, pair: np.copyto(pair[1], pair[0]))
+    return meter.stop()
+
+
+def across(here: Here, state: str, to_gpu: bool) -> Measured:
+    """One copy of a state between the GPU and pinned memory of the host, tensor by tensor, all queued at once."""
+    source = here.states[state]
+    if "pinned" not in here.kept:
+        here.kept["pinned"] = {name: one.cpu().pin_memory() for name, one in here.on_host(state).items()}
+        here.kept["on the GPU"] = {name: one.clone() for name, one in source.items()}
+    pinned: dict[str, torch.Tensor] = here.kept["pinned"]
+    here.settle()
+    meter = Meter()
+    for name, one in source.items():
+        if to_gpu:
+            here.kept["on the GPU"][name].copy_(pinned[name], non_blocking=True)
+        else:
+            pinned[name].copy_(one, non_blocking=True)
+    here.settle()
     return meter.stop()
 
 

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from benchmarks.worker import Here
 
 
-def make(here: Here, *, name: str, kind: str, size: int, seed: int = 1, shard: int | None = None) -> int:
+def make(
+    here: Here, *, name: str, kind: str, size: int, seed: int = 1, shard: int | None = None, device: str = "cpu"
+) -> int:
     """Make a state; its size in bytes over all ranks. ``shard``: each rank has its part along this dimension."""
-    state = values.make(kind, size, seed)
+    state = {key: tensor.to(device) for key, tensor in values.make(kind, size, seed).items()}
+    here.on_gpu = here.on_gpu or device != "cpu"
     whole = values.size_of(state)
     here.states[name] = state if shard is None else {k: _sharded(here, v, shard) for k, v in state.items()}
     return whole

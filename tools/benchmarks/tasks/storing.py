@@ -44,6 +44,7 @@ def save(here: Here, peer: str, setting: Setting, state: str, folder: str) -> Me
     """Save a state durably."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
     before = files.stored(path)
+    here.settle()
     meter = Meter(here.barrier)
     figures = adapter.save(content, path)
     _make_durable(here, adapter, path)
@@ -54,8 +55,10 @@ def save_in_background(here: Here, peer: str, setting: Setting, state: str, fold
     """Save while the state changes. Afterwards the state is what was saved."""
     path, content, adapter = _ready(folder), here.states[state], here.peer(peer, setting)
     before = files.stored(path)
+    here.settle()
     meter = Meter()
     wait = adapter.start_save(content, path)
+    here.settle()
     meter.mark_blocked()
     values.nudge(content)
     wait()
@@ -122,8 +125,10 @@ def _measured_load(here: Here, path: Path, cache: str, run: Callable[[], Figures
     here.barrier()
     if here.rank == 0:
         _prepare_cache(here, path, cache)
+    here.settle()
     meter = Meter(here.barrier)
     figures = run()
+    here.settle()
     measured = meter.stop()
     measured.extra = dict(figures or {})
     return measured
