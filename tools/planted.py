@@ -605,6 +605,27 @@ PLANTED = (
         "tests/checkpoint/loading/test_coded.py",
     ),
     Planted(
+        "what lies apart in a buffer goes to a GPU in one copy",
+        "casckpt/checkpoint/loading/items.py",
+        "(run.box, run.hi, run.stop) == (unit.box, unit.lo, start)",
+        "(run.box, run.hi) == (unit.box, unit.lo)",
+        "tests/checkpoint/loading/test_items.py",
+    ),
+    Planted(
+        "cells that do not follow each other come from a GPU in one copy",
+        "casckpt/checkpoint/saving/copying.py",
+        "if other.memory is not cell.memory or other.start != stop or",
+        "if other.memory is not cell.memory or",
+        "tests/checkpoint/saving/test_copying.py",
+    ),
+    Planted(
+        "a part of a tensor on a GPU is taken for its begin",
+        "casckpt/tensors/memory.py",
+        "return self._flat[region.lo - mine.lo : region.hi - mine.lo]",
+        "return self._flat[: region.hi - region.lo]",
+        "tests/test_devices.py",
+    ),
+    Planted(
         "a coded cell is taken for the last of its bases",
         "casckpt/checkpoint/loading/items.py",
         "    return Item(unit, key, [], root, frames[::-1])",
@@ -656,8 +677,8 @@ PLANTED = (
     Planted(
         "the digest is taken of the caller's memory, not of the buffer that is written",
         "casckpt/checkpoint/saving/upload.py",
-        "        digest = cell_digest(target)\n        self",
-        "        digest = _digest_of(cell)\n        self",
+        "source, digest = self.sources[cell.source], cell_digest(target)",
+        "source, digest = self.sources[cell.source], _digest_of(cell)",
         "tests/checkpoint/saving/test_promises.py",
     ),
     Planted(

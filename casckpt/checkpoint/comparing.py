@@ -31,6 +31,7 @@ from casckpt.plan.reuse import KnownCells, ManifestCells
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit
 from casckpt.repository.repository import Repository
+from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.state import flatten
 
 _LOOK_BYTES = 8 << 20
@@ -106,6 +107,7 @@ def _compare(
             unlike.append(Differs(key, rank, what or "missing"))
         else:
             sources.append(replace(source, rank=entry.rank))
+    wait_for_gpus(piece.data for source in sources for piece in source.pieces)
     known = KnownCells(ManifestCells(manifest), [], lambda ref: False)
     cells = [cell for group in plan_work(sources, manifest.body.cell_bytes, known) for cell in group]
     unequal: dict[int, list[_Unequal]] = {}

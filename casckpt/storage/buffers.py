@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeAlias
 
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
@@ -38,6 +40,7 @@ class AlignedBuffer:
             with suppress(OSError):  # a kernel without huge pages: only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
+        self._ending: weakref.finalize[..., AlignedBuffer] | None = None
 
     @property
     def view(self) -> memoryview:
@@ -49,8 +52,20 @@ class AlignedBuffer:
         """Its size in bytes."""
         return self._view.nbytes
 
+    def keep_from_forks(self) -> None:
+        """Leave it out of children that are forked; to touch it there ends them."""
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)
+
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call it once, before the memory goes, unless the whole process does."""
+        self._ending = weakref.finalize(self, call)
+        self._ending.atexit = False
+
     def close(self) -> None:
         """Give the memory back; where views or arrays of it are still about, when the last of them goes."""
+        if self._ending is not None:
+            self._ending()
         self._view.release()
         with suppress(BufferError):
             self._map.close()
@@ -62,17 +77,22 @@ class AlignedBuffer:
         self.close()
 
 
+Ready: TypeAlias = Callable[[AlignedBuffer], object]
+"""What is done with each new buffer of a pool."""
+
+
 class BufferPool:
     """At most ``count`` buffers of ``nbytes`` bytes, made when first needed and used again.
 
-    Safe for use by several threads. Its buffers are not for a forked child.
+    Safe for use by several threads. Its buffers are not for a forked child. ``ready``: called with each new one.
     """
 
-    def __init__(self, count: int, nbytes: int) -> None:
+    def __init__(self, count: int, nbytes: int, ready: Ready | None = None) -> None:
         if count < 1 or nbytes < 1:
             raise InvalidInput(f"a pool of {count} buffers of {nbytes} bytes cannot be made: give at least 1 of each")
         self.count = count
         self.nbytes = nbytes
+        self._ready = ready
         self._free: list[AlignedBuffer] = []
         self._lent = 0
         self._changed = threading.Condition()
@@ -85,17 +105,23 @@ class BufferPool:
             self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
                 raise InvalidInput("this pool of buffers is closed: make a new one")
-            buffer = self._free.pop() if self._free else AlignedBuffer(self.nbytes)
+            buffer = self._free.pop() if self._free else None
             self._lent += 1
         try:
+            if buffer is None:
+                buffer = AlignedBuffer(self.nbytes)
+                if self._ready is not None:
+                    self._ready(buffer)
             yield buffer
         finally:
             self._take_back(buffer)
 
-    def _take_back(self, buffer: AlignedBuffer) -> None:
+    def _take_back(self, buffer: AlignedBuffer | None) -> None:
         with self._changed:
             self._lent -= 1
-            if self._closed:
+            if buffer is None:  # there was no memory for it
+                pass
+            elif self._closed:
                 buffer.close()
             else:
                 self._free.append(buffer)
@@ -114,11 +140,12 @@ class KeptBuffers:
     """The buffers of the last transfer, for the next: memory that was never touched is three times as slow to fill.
 
     Who asks while they are out gets others; those of who ends last are kept, if they have at most ``most`` bytes
-    together. A forked child begins with none.
+    together. A forked child begins with none. ``ready``: called with each new buffer.
     """
 
-    def __init__(self, most: int = 256 << 20) -> None:
+    def __init__(self, most: int = 256 << 20, ready: Ready | None = None) -> None:
         self._most = most
+        self._ready = ready
         self._kept = PerProcess[deque[BufferPool]](lambda: deque(maxlen=1))
 
     @contextmanager
@@ -129,7 +156,7 @@ class KeptBuffers:
             pool = self._kept.get().pop()
         if pool is None or pool.count < count or pool.nbytes < nbytes:
             pool = None  # before the new one takes memory
-            pool = BufferPool(count, nbytes)
+            pool = BufferPool(count, nbytes, self._ready)
         try:
             yield pool
         finally:

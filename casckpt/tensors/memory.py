@@ -17,6 +17,7 @@ import torch
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Box, Region, flat_boxes, full_box, intersect
 from casckpt.lazy import cached_property
+from casckpt.tensors.gpu import wait_for_gpus
 
 T = TypeVar("T", npt.NDArray[Any], torch.Tensor)
 
@@ -32,6 +33,11 @@ class BufferMemory:
     def view(self, lo: int, hi: int) -> memoryview:
         """View the bytes in place."""
         return self._data[lo:hi]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is in a GPU's memory."""
+        return False
 
     def copy_out(self, lo: int, hi: int, buffer: memoryview) -> None:
         """Copy the bytes."""
@@ -49,6 +55,11 @@ class TensorMemory:
     @cached_property
     def _array(self) -> npt.NDArray[Any] | None:
         return host_array(self.data)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is in a GPU's memory."""
+        return self.data.is_cuda
 
     def view(self, lo: int, hi: int) -> memoryview | None:
         """View the bytes of elements [lo, hi) in place; None if they are not contiguous in host memory."""
@@ -72,10 +83,12 @@ class TensorMemory:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         aligned = raw if _is_aligned(raw, data.dtype) else torch.empty_like(raw)
         target = aligned.view(data.dtype)
-        shape = tuple(data.shape)
-        for box, start in flat_boxes(Region(full_box(shape), lo, hi)):
-            piece = target[start - lo : start - lo + box.numel].view(box.shape)
-            piece.copy_(narrow(data, box))
+        if data.is_contiguous():
+            target.copy_(data.view(-1)[lo:hi])
+        else:
+            for box, start in flat_boxes(Region(full_box(tuple(data.shape)), lo, hi)):
+                piece = target[start - lo : start - lo + box.numel].view(box.shape)
+                piece.copy_(narrow(data, box))
         if aligned is not raw:
             raw.copy_(aligned)
 
@@ -138,8 +151,11 @@ def host_array(data: torch.Tensor) -> npt.NDArray[Any] | None:
 def note_writes(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd of writes that bypass torch, so that it refuses to use values that it saved before.
 
-    All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor.
+    All views and detached forms of a tensor hear of it; a DTensor does not hear of its local tensor. What a GPU was
+    told to do with them before ends first.
     """
+    tensors = list(tensors)
+    wait_for_gpus(tensors)
     counting = [data for data in tensors if not data.is_inference()]  # the others are in no graph
     torch.autograd.graph.increment_version(counting)
 
@@ -181,6 +197,11 @@ class Destination:
         return here or sum(one.numel for one in intersect(region, self.region)) == region.numel
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it is in a GPU's memory."""
+        return self._data.is_cuda
+
+    @property
     def written(self) -> Sequence[torch.Tensor]:
         """The tensors that a write to it changes; see `note_writes`."""
         return (self._data,) if self._part_of is None else (self._data, self._part_of)
@@ -208,13 +229,22 @@ class _Tensors:
     def __init__(self, region: Region, data: torch.Tensor, stored: torch.dtype) -> None:
         self._targets = _pieces(region, data)
         self._stored = stored
+        self._region, self._flat = region, data.view(-1) if data.is_contiguous() else None
 
     def copy_in(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
         with torch.inference_mode():  # in whatever thread: tensors that were made in it can only be written in it
-            for target, source in _pairs(region, elements, self._targets):
+            whole = self._together(region)
+            for target, source in _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]:
                 target.copy_(source)
+
+    def _together(self, region: Region) -> torch.Tensor | None:
+        """View the elements of ``region``, if they lie one after the other: then one copy does."""
+        mine = self._region
+        if self._flat is None or region.box != mine.box or region.lo < mine.lo or region.hi > mine.hi:
+            return None
+        return self._flat[region.lo - mine.lo : region.hi - mine.lo]
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from casckpt.storage.buffers import AlignedBuffer
+from casckpt.tensors.gpu import on_gpu, pin
 from casckpt.tensors.memory import as_bits
 
 _ALIGNMENT = 64  # bytes: of a core's cache line, and more than any dtype needs
@@ -24,6 +25,7 @@ class Staging:
     def __init__(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._memory: AlignedBuffer | None = None
+        self._pinned = False
 
     @property
     def nbytes(self) -> int:
@@ -33,14 +35,14 @@ class Staging:
     def reserve(self, tensors: Sequence[torch.Tensor]) -> None:
         """Reserve memory for a copy of ``tensors``, and touch it."""
         before = self.nbytes
-        self._grow(sum(_room(data) for data in _distinct(tensors).values()), _on_gpu(tensors))
+        self._grow(sum(_room(data) for data in _distinct(tensors).values()), on_gpu(tensors))
         if self.nbytes != before:
             self._arena.zero_()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return contiguous copies of the same bits, complete on return. A tensor given twice is copied once."""
         distinct = _distinct(tensors)
-        self._grow(sum(_room(data) for data in distinct.values()), _on_gpu(tensors))
+        self._grow(sum(_room(data) for data in distinct.values()), on_gpu(tensors))
         copies: dict[_Same, torch.Tensor] = {}
         streams: dict[torch.device, torch.cuda.Stream] = {}
         start = 0
@@ -59,17 +61,17 @@ class Staging:
         return self._arena[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape)
 
     def _grow(self, nbytes: int, pinned: bool) -> None:
-        if nbytes <= self.nbytes and (not pinned or self._arena.is_pinned()):
+        if nbytes <= self.nbytes and (self._pinned or not pinned or not nbytes):
             return
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")  # give back what there is: two are one too many
         if self._memory is not None:
             self._memory.close()
-        if pinned:
-            self._memory = None
-            self._arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        else:
-            self._memory = AlignedBuffer(nbytes)
-            self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)
+        self._memory = AlignedBuffer(nbytes)
+        self._arena = torch.frombuffer(self._memory.view, dtype=torch.uint8)
+        self._pinned = pinned
+        if pinned:  # torch's pinned memory would be of the next power of two, and would never be given back
+            self._arena.zero_()  # by several threads: the driver would touch it with one
+            pin(self._memory)
 
 
 def _copy(target: torch.Tensor, data: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> None:
@@ -99,7 +101,3 @@ def _same(data: torch.Tensor) -> _Same:
 def _room(data: torch.Tensor) -> int:
     """Compute the bytes it takes in the arena."""
     return -(-data.numel() * data.element_size() // _ALIGNMENT) * _ALIGNMENT
-
-
-def _on_gpu(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(data.device.type == "cuda" for data in tensors)

@@ -36,10 +36,12 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.signatures.signed import check_trusted, check_verified
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.headroom import headroom
+from casckpt.tensors.gpu import pin
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
 _SCRATCH_BYTES = 2 << 20  # of what is copied once more: read, hashed and copied while a core's cache holds it
+_WORTH_PINNING = 16 << 20  # bytes that go to a GPU
 _AHEAD = 4  # threads more than compute, where reads wait for a disk: to have the next ones in flight
 _ALWAYS = 64 << 20  # so little memory is not asked for: the answer takes longer than a tiny load
 _PLENTY = 4  # times what is read: with so much memory to spare, it stays in the page cache
@@ -130,7 +132,8 @@ class Download:
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
-        scratches = BufferPool(threads, reads.most + reads.room)
+        pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
+        scratches = BufferPool(threads, reads.most + reads.room, pin if pinned else None)
         turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
         transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
         try:
@@ -181,7 +184,8 @@ class Download:
     def _reads(self, wants: Sequence[StreamRequest], done: Set[Part] = frozenset()) -> Reads:
         """All reads."""
         items = list(self._items(wants, done))
-        return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=_SCRATCH_BYTES)
+        scratch = _BATCH_BYTES if any(want.sink.on_gpu for want in wants) else _SCRATCH_BYTES
+        return plan_lots(items, self.repo.storage.traits, most=_BATCH_BYTES, scratch=scratch)
 
     def _items(self, wants: Sequence[StreamRequest], done: Set[Part]) -> Iterable[Item]:
         """One item for each distinct range of bytes that is not ``done``."""

@@ -18,7 +18,7 @@ import numpy as np
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
 from casckpt.checkpoint.loading.coded import Lot, decode_again
 from casckpt.checkpoint.loading.damage import Lost
-from casckpt.checkpoint.loading.items import Item
+from casckpt.checkpoint.loading.items import Item, Runs
 from casckpt.errors import InvalidInput, NotFound, StorageError
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import StoredCell
@@ -135,6 +135,7 @@ class Transfer:
         )
 
     def _deliver_all(self, target: _Target, lot: Lot, room: memoryview) -> None:
+        runs = Runs(target.view)
         for start, item in target.items:
             in_place, unit = target.direct, item.unit
             data = target.view if in_place else target.view[start : start + item.nbytes]
@@ -146,7 +147,11 @@ class Transfer:
             elif self.verify and unit.digest is not None and cell_digest(data) != unit.digest:
                 raise _WrongCell(item)
             for taker in item.takers[1 if in_place else 0 :]:
-                taker.take(data)
+                if taker.place is None and unit.frame is None and taker.sink.on_gpu:
+                    runs.add(taker, start)
+                else:
+                    taker.take(data)
+        runs.deliver()
 
     def _decode(self, item: Item, cell: StoredCell, lot: Lot, root: memoryview, into: memoryview) -> None:
         """Decode the cell of an item; what comes out wrong, again, link by link. Raises Lost, StorageError."""

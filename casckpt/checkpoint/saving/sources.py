@@ -18,6 +18,7 @@ from casckpt.format.sections.index import Name
 from casckpt.plan.cells import Cut, Group, plan_cells
 from casckpt.plan.packing import branch_of
 from casckpt.plan.reuse import KnownCells
+from casckpt.tensors.gpu import on_gpu
 from casckpt.tensors.memory import BufferMemory, Memory, TensorMemory, narrow
 from casckpt.tensors.shards import Piece
 
@@ -59,6 +60,11 @@ class Source:
     def nbytes(self) -> int:
         """Bytes of the whole stream, of which this rank may hold a part."""
         return prod(self.shape) * dtypes.itemsize(self.dtype)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether some of what this rank holds is in a GPU's memory."""
+        return on_gpu(piece.data for piece in self.pieces)
 
     @property
     def order(self) -> tuple[tuple[int, str], str, str, int]:

@@ -26,6 +26,7 @@ from time import perf_counter
 
 from casckpt.checkpoint.cycle_collector import collecting_later
 from casckpt.checkpoint.saving.coding import Coder
+from casckpt.checkpoint.saving.copying import Copier, copier, rooms
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.sources import Cell, Source
 from casckpt.format.blob_writer import BlobWriter, buffer_bytes, padded
@@ -189,16 +190,17 @@ class Upload:
         workers = min(writers, -(-total // capacity) or 1)
         packing = _Packing(self._queues(unknown), placed, min(capacity, padded(max(total, 1))))
         with _BUFFERS.pool(workers, buffer_bytes(packing.capacity)) as buffers:
-            run_all(lambda _: self._work(packing, buffers), range(workers), workers)
+            with rooms(self.sources, workers) as pinned:
+                run_all(lambda _: self._work(packing, buffers, pinned), range(workers), workers)
             with buffers.borrow() as borrowed:
                 for queue in packing.queues:
                     self._put_frames(queue.frames.take(0), packing, borrowed.view)
 
-    def _work(self, packing: _Packing, buffers: BufferPool) -> None:
+    def _work(self, packing: _Packing, buffers: BufferPool, pinned: BufferPool | None) -> None:
         try:
-            with buffers.borrow() as borrowed:
+            with buffers.borrow() as borrowed, copier(pinned) as mine:
                 for queue in packing.queues:
-                    self._empty(queue, packing, borrowed.view)
+                    self._empty(queue, packing, borrowed.view, mine)
         except BaseException:
             packing.stop.set()  # the other workers need not write what will never be committed
             raise
@@ -219,10 +221,10 @@ class Upload:
     def _branches(self) -> frozenset[str]:
         return branches_of(source.branch for source in self.sources)
 
-    def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> None:
+    def _empty(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> None:
         while not packing.stop.is_set() and not queue.is_empty:
             with packing.turns:
-                blob = self._fill(queue, packing, buffer)
+                blob = self._fill(queue, packing, buffer, copier)
             if blob is not None:
                 self._put(blob, buffer)
             self._put_frames(queue.frames.take(packing.capacity), packing, buffer)
@@ -233,7 +235,7 @@ class Upload:
         if self.coder is not None:
             self.coder.kept.rate.note(blob.size, perf_counter() - start)
 
-    def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview) -> BlobRef | None:
+    def _fill(self, queue: _Queue, packing: _Packing, buffer: memoryview, copier: Copier) -> BlobRef | None:
         """Fill one blob, whose bytes then begin the buffer, and name it; None if there is none to put."""
         writer, number = BlobWriter(buffer), self._next_number()
         end = writer.end + packing.capacity
@@ -241,21 +243,21 @@ class Upload:
             first, cells = queue.take(writer.end, end)
             if not cells:
                 break
-            for order, cell in enumerate(cells, first):
-                packing.placed[id(cell)], frame = self._write(cell, writer, buffer, number)
+            for order, cell in enumerate(cells):
+                at = writer.place(cell.nbytes)
+                target = buffer[at : at + cell.nbytes]
+                copier.copy(cells, order, target)
+                packing.placed[id(cell)], frame = self._write(cell, writer, target, number, at)
                 if frame is not None:
-                    queue.frames.add(order, packing.placed[id(cell)], frame)
+                    queue.frames.add(first + order, packing.placed[id(cell)], frame)
                 self.progress(cell.nbytes)
         return None if writer.is_empty else self._finish(writer, number)
 
     def _write(
-        self, cell: Cell, writer: BlobWriter, buffer: memoryview, number: int
+        self, cell: Cell, writer: BlobWriter, target: memoryview, number: int, at: int
     ) -> tuple[PlacedCell, bytes | None]:
-        """Copy a cell into the buffer and hash it there. It stays there if it is new, and no frame is returned."""
-        source, at = self.sources[cell.source], writer.place(cell.nbytes)
-        target = buffer[at : at + cell.nbytes]
-        cell.memory.copy_out(cell.start, cell.stop, target)
-        digest = cell_digest(target)
+        """Hash a cell that was copied to ``at``. It stays there if it is new, and no frame is returned."""
+        source, digest = self.sources[cell.source], cell_digest(target)
         self._look(cell, target, digest)
         place, is_new = self._claim(cell, digest, number, at)
         coder = self.coder if self.coder is not None and self.coder.takes(source, cell) else None
