@@ -28,6 +28,8 @@ settings.register_profile("full", deadline=None, max_examples=1000, print_blob=T
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="what is plain: no ranks, no servers, no other processes")
     parser.addoption("--full", action="store_true", help="long sweeps (the mark soak) too, with new random seeds")
+    points = "with --full: at so many calls of each kind is somebody struck in a bucket (10); 0: at all, for hours"
+    parser.addoption("--points", type=int, default=10, help=points)
     where = "the suites of repositories and checkpoints alone, their stores in buckets of this server"
     parser.addoption("--storage", choices=elsewhere.SERVERS, help=where)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from casckpt.frontends.follow import CURRENT
 from casckpt.store.store import Store
-from tests.support.killed_saves import check_clean
+from tests.support.killed_saves import check_clean, side_by_side
 from tests.support.saves import same_state
 from tests.support.shared import made_once
 from tests.support.struck import KEPT, KILLED, LATER, NEW, RUNS, Point, Scene, state
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.timeout(4 * 3600)  # that of all points is one sweep
 ROOT = Path(__file__).parents[2]
-POINTS = 2  # of each kind, in each way; with --full all, in buckets so many
-FAR_POINTS = 10
+POINTS = 2  # of each kind, in each way; with --full all, in buckets --points
 CAN_END = {
     "gc": {"Conflict"},  # others were faster, again and again
     "copy": {"Conflict", "Gone", "Revoked"},  # what it was at was purged, or it was given up on
@@ -39,7 +39,7 @@ def struck(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     seed = str(int(request.config.getoption("--hypothesis-seed") or 0))
     bucket, points = None, 0 if request.config.getoption("--full") else POINTS
     if request.param == "buckets":
-        points = FAR_POINTS
+        points = int(request.config.getoption("--points"))
         server: Server = request.getfixturevalue("seaweed_server")
         bucket = (server.new_place(), server.endpoint)
 
@@ -93,20 +93,24 @@ def check_what_it_did(scene: Scene, name: str) -> None:
 def test_nothing_is_lost_or_half_there_and_the_next_one_goes_on(struck: Point, name: str, sends: str) -> None:
     points = [struck.beside(one.name) for one in sorted(struck.folder.parent.glob(f"{name}-{sends}-*"))]
     assert len(points) >= POINTS
-    for point in points:
-        told = point.folder / "ended"
-        ended, where = told.read_text() if told.exists() else "", point.folder.name
-        assert (ended == "") == (sends == "SIGKILL"), where
-        assert ended in {"well", ""} | CAN_END.get(name, set()), (where, ended)
-        store = point.store()
-        if name != "repair":
-            check_whole(store)
-            assert not store.verify().is_damaged, where
-        scene = Scene(point)
-        if name != "save" or NEW not in {one.step for one in store.checkpoints()}:
-            RUNS[name](scene)
-        check_whole(point.store())
-        check_what_it_did(scene, name)
-        assert not point.store().verify(decode=True).is_damaged, where
-        assert not point.store().gc(min_age=0, wait=0, revoke_after=0).waiting, where
-        check_clean(store)
+    assert side_by_side([partial(check_point, point, name, sends) for point in points], struck.at_once)
+
+
+def check_point(point: Point, name: str, sends: str) -> None:
+    """What is left of one strike."""
+    told = point.folder / "ended"
+    ended, where = told.read_text() if told.exists() else "", point.folder.name
+    assert (ended == "") == (sends == "SIGKILL"), where
+    assert ended in {"well", ""} | CAN_END.get(name, set()), (where, ended)
+    store = point.store()
+    if name != "repair":
+        check_whole(store)
+        assert not store.verify().is_damaged, where
+    scene = Scene(point)
+    if name != "save" or NEW not in {one.step for one in store.checkpoints()}:
+        RUNS[name](scene)
+    check_whole(point.store())
+    check_what_it_did(scene, name)
+    assert not point.store().verify(decode=True).is_damaged, where
+    assert not point.store().gc(min_age=0, wait=0, revoke_after=0).waiting, where
+    check_clean(store)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -132,6 +132,26 @@ def forked(call: Callable[[], object]) -> int:
     if not child:
         run_and_exit(call)
     return os.waitpid(child, 0)[1]
+
+
+def side_by_side(calls: Sequence[Callable[[], object]], at_once: int) -> bool:
+    """Make calls, in so many children at once; whether all went well. Without children if one at a time will do."""
+    if at_once == 1:
+        for call in calls:
+            call()
+        return True
+
+    def some(first: int) -> None:
+        for call in calls[first::at_once]:
+            call()
+
+    children = []
+    for first in range(at_once):
+        children.append(os.fork())
+        if not children[-1]:
+            run_and_exit(partial(some, first))
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return not any(statuses)
 
 
 def run_and_exit(call: Callable[[], object]) -> NoReturn:

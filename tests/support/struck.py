@@ -32,13 +32,14 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
-from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit
+from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit, side_by_side
 from tests.support.saves import cells, trained
 from tests.support.servers import KEY, SECRET
 
 DROP = "optim.*"
 KEPT, NEW, LATER = (2, 3), 9, 20
 """Steps: those that nobody forgets, that of the save which is struck, and that of somebody else behind it."""
+AT_ONCE = 3
 PATIENCE = 120  # seconds until what hangs is killed
 
 
@@ -54,6 +55,11 @@ class Point:
 
     folder: Path
     bucket: tuple[str, str] | None = None
+
+    @property
+    def at_once(self) -> int:
+        """How many points to work on at once. A bucket's answers must be waited for."""
+        return 1 if self.bucket is None else AT_ONCE
 
     def storage(self, name: str = "store") -> ObjectStore:
         """One of its stores."""
@@ -184,7 +190,8 @@ def others(point: Point) -> None:
         point.away().gc(min_age=0, wait=0, revoke_after=0)
 
 
-def _strike(point: Point, name: str, at: int, sends: signal.Signals) -> None:
+def _strike(ready: Point, name: str, at: int, sends: signal.Signals) -> None:
+    point = ready.copied(f"{name}-{sends.name}-{at}")
     folder, child = point.folder, os.fork()
     if not child:
         signal.alarm(PATIENCE)
@@ -214,9 +221,13 @@ def sweep(base: Point, points: int, seed: int) -> None:
         count = ready.copied(f"count {name}")
         _check(count.folder, forked(partial(_act, count, name, 0, signal.SIGKILL, counted)))
         every = range(1, int(counted.read_text()) + 1)
-        for sends in (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else [])):
-            for at in draw.sample(every, min(points or len(every), len(every))):
-                _strike(ready.copied(f"{name}-{sends.name}-{at}"), name, at, sends)
+        strikes = [
+            partial(_strike, ready, name, at, sends)
+            for sends in (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else []))
+            for at in draw.sample(every, min(points or len(every), len(every)))
+        ]
+        if not side_by_side(strikes, base.at_once):
+            raise SystemExit(f"{name}: a strike went wrong; see above")
 
 
 if __name__ == "__main__":
