@@ -605,6 +605,14 @@ PLANTED = (
         "tests/checkpoint/loading/test_coded.py",
     ),
     Planted(
+        "a name of a lease is used again though nobody knows whether it was ended",
+        "casckpt/repository/leases.py",
+        """            log.warning("%s was not ended, and""",
+        """            _ended.get().setdefault(self._repo.storage.url, deque()).append(self._tag.name)
+            log.warning("%s was not ended, and""",
+        "tests/repository/test_leases.py",
+    ),
+    Planted(
         "what lies apart in a buffer goes to a GPU in one copy",
         "casckpt/checkpoint/loading/items.py",
         "(run.box, run.hi, run.stop) == (unit.box, unit.lo, start)",

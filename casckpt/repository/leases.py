@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -20,11 +22,15 @@ from casckpt.repository.commits import Commit, list_commits, refresh
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import Tag, end_generation, newest_generation, take_back, write_generation
+from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
+_KEPT = 256  # names of each store
 _RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again where that fails
 
 log = logging.getLogger(__name__)
+_ended = PerProcess[dict[str, deque[str]]](dict)
+"""Names of leases that this process has ended, by the URL of the store. Each name leaves a record there for ever."""
 
 
 def hold(repo: Repository, name: str, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
@@ -75,6 +81,13 @@ def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> 
     raise NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
 
 
+def _free_name(repo: Repository) -> str:
+    """Return a name that nobody holds anything by: one whose lease this process has ended, or a new one."""
+    with suppress(KeyError, IndexError):
+        return _ended.get()[repo.storage.url].pop()
+    return f"lease-{repo.entropy(8).hex()}"
+
+
 class Lease:
     """Holds a checkpoint: whatever is forgotten meanwhile, its bytes stay, until the block ends or this process dies.
 
@@ -87,7 +100,7 @@ class Lease:
         self._seconds = seconds
         self._pid = os.getpid()
         self._over = threading.Event()
-        self._tag, self.commit = hold(repo, f"lease-{repo.entropy(8).hex()}", commit, seconds)
+        self._tag, self.commit = hold(repo, _free_name(repo), commit, seconds)
         self._thread = threading.Thread(target=self._run, name=f"casckpt-{self._tag.name}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -106,6 +119,8 @@ class Lease:
             number, found = newest_generation(self._repo, self._tag.name)
             if found.tags.keys() == {self._tag.name} and found.tags[self._tag.name].unique == self._tag.unique:
                 end_generation(self._repo, self._tag.name, number + 1)
+                if not self._thread.is_alive():
+                    _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT)).append(self._tag.name)
         except CasckptError as failure:
             log.warning("%s was not ended, and ends by itself at %s: %s", self._what, self._until, failure)
 

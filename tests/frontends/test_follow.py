@@ -124,6 +124,8 @@ def test_the_newest_is_current_and_what_was_current_stays_as_it_is(store: Store,
     assert sorted(one.name[:6] for one in folder.glob("0*")) == ["000004", "000005"]
     with mapped:
         assert mapped.read() in before.values()
+    leases = {entry.key.split("/")[1] for entry in store.repository.storage.list("tags/")}
+    assert len(leases) == 1, "each version was held by one, and they leave one record behind"
 
 
 def test_only_some_keys(store: Store, tmp_path: Path) -> None:

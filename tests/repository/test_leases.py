@@ -12,7 +12,15 @@ from casckpt.errors import Conflict, InvalidInput, NotFound, StorageError
 from casckpt.repository.commits import Commit, forget, list_commits, purge, restore
 from casckpt.repository.leases import Lease, hold, renew
 from casckpt.repository.repository import Repository
-from casckpt.repository.tags import FOREIGN_CLOCKS, delete_tag, get_tag, list_tags, set_tag, tags
+from casckpt.repository.tags import (
+    FOREIGN_CLOCKS,
+    delete_tag,
+    get_tag,
+    list_tags,
+    remove_old_generations,
+    set_tag,
+    tags,
+)
 from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
 from tests.support.gcs import ticking
 from tests.support.repositories import commit_bare, meanwhile
@@ -183,6 +191,58 @@ def test_a_lease_has_a_name_of_its_own_and_ends_with_its_block(repo: Repository)
         raise ZeroDivisionError
     assert tags(repo) == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("casckpt-lease")]
+
+
+def names(repo: Repository) -> set[str]:
+    return {entry.key.split("/")[1] for entry in repo.storage.list("tags/")}
+
+
+def test_one_lease_after_the_other_leaves_one_record_behind(repo: Repository) -> None:
+    commits = [commit_bare(repo, "a", step) for step in (1, 2)]
+    for _ in range(5):
+        for commit in commits:
+            with Lease(repo, commit, HOUR) as lease:
+                lease.renew()
+                assert [tag.txid for tag in tags(repo).values()] == [commit.txid]
+            assert tags(repo) == {}
+    with Lease(repo, commits[0], HOUR), Lease(repo, commits[1], HOUR):
+        assert {tag.txid for tag in tags(repo).values()} == {commit.txid for commit in commits}
+    assert len(names(repo)) == 2
+    remove_old_generations(repo)
+    assert len(list(repo.storage.list("tags/"))) == 2
+
+
+def test_what_another_process_has_ended_is_not_used_again(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = commit_bare(repo)
+    with Lease(repo, commit, HOUR):
+        pass
+    monkeypatch.setattr("casckpt.storage.forking.os.getpid", lambda: -1)
+    with Lease(repo, commit, HOUR):
+        pass
+    assert len(names(repo)) == 2
+
+
+def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultyStore) -> None:
+    commit = commit_bare(repo)
+    faults.inject(fail_before("put", key="tags/*/1"))
+    with Lease(repo, commit, HOUR):
+        pass
+    with Lease(repo, commit, HOUR) as lease:
+        assert len(tags(repo)) == 2
+        delete_tag(repo, max(tags(repo), key=lambda name: tags(repo)[name].expires or 0))
+        assert not lease.renew()
+    with Lease(repo, commit, HOUR):
+        assert len(names(repo)) == 3
+
+
+def test_a_lease_of_a_name_of_before_is_lost_to_nobody(repo: Repository) -> None:
+    first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    with Lease(repo, first, HOUR) as before:
+        pass
+    with Lease(repo, second, HOUR):
+        assert len(names(repo)) == 1
+        assert not before.renew(), "its own is over"
+        assert [tag.txid for tag in tags(repo).values()] == [second.txid]
 
 
 def test_a_lease_is_not_given_on_what_is_gone(repo: Repository) -> None:
