@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +226,16 @@ def test_a_training_goes_on_as_if_it_had_not_stopped(store: casckpt.Store, devic
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_through_dcp(store: casckpt.Store, device: str, asynchronous: bool) -> None:
     state: Any = {"m": {"w": torch.randn(300, 200, device=device), "b": torch.randn(7, 9, device=device).t()}, "n": 3}
-    wanted = {"m": on_host(state["m"]), "n": 3}
+    wanted: Any = {"m": on_host(deepcopy(state["m"])), "n": 3}
     writer = StorageWriter(store, run="a", step=1)
-    if asynchronous:
-        future: Any = async_save(state, storage_writer=writer, no_dist=True)
-        future.result()
-    else:
-        save(state, writer, no_dist=True)
+    with busy(device):
+        state["m"]["w"].add_(1)
+        wanted["m"]["w"].add_(1)
+        if asynchronous:
+            future: Any = async_save(state, storage_writer=writer, no_dist=True)
+            future.result()
+        else:
+            save(state, writer, no_dist=True)
     target: Any = {"m": {key: torch.zeros_like(one) for key, one in state["m"].items()}, "n": 0}
     load(target, StorageReader(store, "a@1"), no_dist=True)
     assert same_state({"m": on_host(target["m"]), "n": target["n"]}, wanted)

@@ -605,11 +605,10 @@ PLANTED = (
         "tests/checkpoint/loading/test_coded.py",
     ),
     Planted(
-        "a name of a lease is used again though nobody knows whether it was ended",
+        "a lease takes a name that somebody else has used since",
         "casckpt/repository/leases.py",
-        """            log.warning("%s was not ended, and""",
-        """            _ended.get().setdefault(self._repo.storage.url, deque()).append(self._tag.name)
-            log.warning("%s was not ended, and""",
+        "(number != behind or found.tags or found.damaged)",
+        "found.damaged",
         "tests/repository/test_leases.py",
     ),
     Planted(

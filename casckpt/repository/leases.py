@@ -26,24 +26,33 @@ from casckpt.storage.forking import PerProcess
 
 STOP_SECONDS = 30.0
 _KEPT = 256  # names of each store
+_GENERATIONS = 256  # of a name, before it is left: each lease lists them
 _RENEWALS, _ATTEMPTS = 3, 30  # in the time of a lease: how often it is renewed, and tried again where that fails
 
 log = logging.getLogger(__name__)
-_ended = PerProcess[dict[str, deque[str]]](dict)
-"""Names of leases that this process has ended, by the URL of the store. Each name leaves a record there for ever."""
+_ended = PerProcess[dict[str, deque[tuple[str, int]]]](dict)
+"""Names of leases that this process has ended, and the generation with which, by the URL of the store.
+
+Each name leaves a record there for ever.
+"""
 
 
-def hold(repo: Repository, name: str, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
+def hold(
+    repo: Repository, name: str, commit: Commit, seconds: float, *, behind: int | None = None
+) -> tuple[Tag, Commit]:
     """Let ``name`` name ``commit`` for so long from now; the tag, and the commit that is visible.
 
     Raises `NotFound` if the checkpoint is not visible once the tag is set; then that is what it was before.
-    `InvalidInput`, `Conflict` if somebody else moved the tag at this instant, `StorageError`.
+    `InvalidInput`, `Conflict` if somebody else moved the tag at this instant, or since generation ``behind``,
+    `StorageError`.
     """
     check_tag(name)
     if not seconds > 0:
         raise InvalidInput("a tag that has expired at once names nothing: give a longer time")
     check_requirements(repo)
     number, found = newest_generation(repo, name)
+    if behind is not None and (number != behind or found.tags or found.damaged):
+        raise Conflict(f"tag {name!r} was moved by somebody else", key=f"tags/{name}/{number}")
     tag = write_generation(repo, name, number + 1, commit, expires=_end(repo, seconds))
     return tag, _granted(repo, tag, commit, found.tags.get(name))
 
@@ -81,11 +90,12 @@ def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> 
     raise NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
 
 
-def _free_name(repo: Repository) -> str:
-    """Return a name that nobody holds anything by: one whose lease this process has ended, or a new one."""
-    with suppress(KeyError, IndexError):
-        return _ended.get()[repo.storage.url].pop()
-    return f"lease-{repo.entropy(8).hex()}"
+def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:
+    """Hold by a name that this process has ended, if nobody has used that since; else by a new one."""
+    with suppress(KeyError, IndexError, Conflict):
+        name, end = _ended.get()[repo.storage.url].pop()
+        return hold(repo, name, commit, seconds, behind=end)
+    return hold(repo, f"lease-{repo.entropy(8).hex()}", commit, seconds)
 
 
 class Lease:
@@ -100,7 +110,7 @@ class Lease:
         self._seconds = seconds
         self._pid = os.getpid()
         self._over = threading.Event()
-        self._tag, self.commit = hold(repo, _free_name(repo), commit, seconds)
+        self._tag, self.commit = _held(repo, commit, seconds)
         self._thread = threading.Thread(target=self._run, name=f"casckpt-{self._tag.name}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -119,8 +129,9 @@ class Lease:
             number, found = newest_generation(self._repo, self._tag.name)
             if found.tags.keys() == {self._tag.name} and found.tags[self._tag.name].unique == self._tag.unique:
                 end_generation(self._repo, self._tag.name, number + 1)
-                if not self._thread.is_alive():
-                    _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT)).append(self._tag.name)
+                if number + 1 < _GENERATIONS and not self._thread.is_alive():
+                    ended = _ended.get().setdefault(self._repo.storage.url, deque(maxlen=_KEPT))
+                    ended.append((self._tag.name, number + 1))
         except CasckptError as failure:
             log.warning("%s was not ended, and ends by itself at %s: %s", self._what, self._until, failure)
 

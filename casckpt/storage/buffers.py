@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -12,6 +13,8 @@ from typing import TypeAlias
 
 from casckpt.errors import InvalidInput
 from casckpt.storage.forking import PerProcess
+
+_WIPE_ON_FORK = 18  # Linux's MADV_WIPEONFORK, which the module lacks
 
 
 def address(view: memoryview) -> int:
@@ -52,14 +55,15 @@ class AlignedBuffer:
         """Its size in bytes."""
         return self._view.nbytes
 
-    def keep_from_forks(self) -> None:
-        """Leave it out of children that are forked; to touch it there ends them."""
-        if hasattr(mmap, "MADV_DONTFORK"):
-            self._map.madvise(mmap.MADV_DONTFORK)
+    def wipe_in_forks(self) -> None:
+        """Let children that are forked find zeros in it, and not share its pages."""
+        with suppress(OSError):  # another kernel: then they do
+            self._map.madvise(_WIPE_ON_FORK)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call it once, before the memory goes, unless the whole process does."""
-        self._ending = weakref.finalize(self, call)
+        """Call it once, before the memory goes, unless the whole process does. Not in a forked child."""
+        made_by = os.getpid()
+        self._ending = weakref.finalize(self, lambda: call() if os.getpid() == made_by else None)
         self._ending.atexit = False
 
     def close(self) -> None:
@@ -109,9 +113,10 @@ class BufferPool:
             self._lent += 1
         try:
             if buffer is None:
-                buffer = AlignedBuffer(self.nbytes)
+                new = AlignedBuffer(self.nbytes)
                 if self._ready is not None:
-                    self._ready(buffer)
+                    self._ready(new)
+                buffer = new
             yield buffer
         finally:
             self._take_back(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -28,6 +29,12 @@ def wait_for_gpus(tensors: Iterable[torch.Tensor]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def wait_for_copies(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for what threads of casckpt have queued for ``tensors``: a copy into strides ends on the GPU."""
+    for device in {data.device for data in tensors if data.is_cuda}:
+        torch.cuda.default_stream(device).synchronize()
+
+
 def pin(buffer: AlignedBuffer) -> None:
     """Let GPUs copy to and from a buffer without the driver's own buffers between, until it is closed.
 
@@ -35,9 +42,11 @@ def pin(buffer: AlignedBuffer) -> None:
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's own
     at = address(buffer.view)
-    buffer.keep_from_forks()
+    buffer.wipe_in_forks()
     found = int(runtime.cudaHostRegister(at, buffer.nbytes, _PORTABLE))
     if found:
-        log.info("%d bytes of memory cannot be pinned: %s", buffer.nbytes, runtime.cudaGetErrorString(found))
+        log.info("%d bytes of memory cannot be pinned: CUDA error %d", buffer.nbytes, found)
+        with suppress(RuntimeError):  # the error stays until it is asked for, and would be that of what comes next
+            torch.zeros(1, device="cuda")
     else:
         buffer.at_end(lambda: runtime.cudaHostUnregister(at))

@@ -46,12 +46,14 @@ class Staging:
         copies: dict[_Same, torch.Tensor] = {}
         streams: dict[torch.device, torch.cuda.Stream] = {}
         start = 0
-        for same, data in distinct.items():
-            copies[same] = self._view(data, start)
-            _copy(copies[same], data, streams)
-            start += _room(data)
-        for stream in streams.values():
-            stream.synchronize()
+        try:
+            for same, data in distinct.items():
+                copies[same] = self._view(data, start)
+                _copy(copies[same], data, streams)
+                start += _room(data)
+        finally:
+            for stream in streams.values():
+                stream.synchronize()
         return [copies[_same(data)] for data in tensors]
 
     def _view(self, data: torch.Tensor, start: int) -> torch.Tensor:

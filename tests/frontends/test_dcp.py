@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, 
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import casckpt
-from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound
+from casckpt.errors import Damaged, ForgottenWarning, InvalidInput, Mismatch, NotFound, StorageError
 from casckpt.format.sections.index import TENSOR
 from casckpt.frontends.dcp import PickleFreeLoadPlanner, PickleFreeSavePlanner, StorageReader, StorageWriter
 from casckpt.repository import manifests
@@ -354,6 +354,25 @@ def test_a_reader_that_read_says_what_is_not_there_the_next_time(store: Store) -
         error = failure(lambda: load(target, reader))
         assert isinstance(causes(error)[0], NotFound)
         assert target["a"].eq(0).all()
+
+
+@pytest.mark.parametrize("error", [StorageError("503"), MemoryError("all is full")])
+def test_a_reader_says_what_went_wrong_wherever_it_did(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    get = store.get
+
+    def failing(ref: str) -> Any:
+        if ref == "default@1" or ref.startswith("other/rank-0@"):
+            raise error
+        return get(ref)
+
+    save({"a": torch.ones(2)}, StorageWriter(store, step=1))
+    monkeypatch.setattr(store, "get", failing)
+    for ref in ("default@1", "other@1"):  # in the first call, and in the second
+        found = causes(failure(lambda ref=ref: load({"a": torch.zeros(2)}, StorageReader(store, ref))))[0]  # type: ignore[misc]
+        assert type(found) is type(error)
+        assert str(error) in str(found)
 
 
 # the patterns of torch's own documentation of planners

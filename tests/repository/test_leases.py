@@ -235,6 +235,29 @@ def test_what_was_not_ended_is_not_used_again(repo: Repository, faults: FaultySt
         assert len(names(repo)) == 3
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_name_that_somebody_else_has_used_since_is_left_to_him(repo: Repository, ended: bool) -> None:
+    first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    with Lease(repo, first, HOUR):
+        (name,) = tags(repo)
+    set_tag(repo, name, first)
+    if ended:
+        delete_tag(repo, name)
+    with Lease(repo, second, HOUR):
+        assert len(names(repo)) == 2
+    assert list(tags(repo)) == ([] if ended else [name])
+
+
+def test_a_name_is_left_when_it_has_many_generations(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("casckpt.repository.leases._GENERATIONS", 6)
+    commit = commit_bare(repo)
+    for count in range(1, 10):
+        with Lease(repo, commit, HOUR):
+            pass
+        assert len(names(repo)) == -(-count // 4)
+        assert max(generations(repo, name) for name in names(repo)) <= 8
+
+
 def test_a_lease_of_a_name_of_before_is_lost_to_nobody(repo: Repository) -> None:
     first, second = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     with Lease(repo, first, HOUR) as before:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from casckpt.errors import InvalidInput
 from casckpt.storage.base import BLOCK
 from casckpt.storage.buffers import AlignedBuffer, BufferPool, KeptBuffers, address, plain_bytes
+from tests.support.killed_saves import forked
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 5000, 3 << 20])
@@ -31,6 +34,43 @@ def test_buffer_closes_under_a_view() -> None:
     assert array.sum() == 0
     with pytest.raises(ValueError, match="released"):
         _ = buffer.view
+
+
+def test_a_forked_child_finds_zeros_and_ends_nothing(tmp_path: Path) -> None:
+    with AlignedBuffer(3 << 20) as buffer:
+        buffer.wipe_in_forks()
+        buffer.at_end((tmp_path / "ended").touch)
+        buffer.view[:] = bytes([7]) * buffer.nbytes
+
+        def child() -> None:
+            assert bytes(buffer.view) == bytes(buffer.nbytes)
+            arrays = [np.full(1 << 20, 5) for _ in range(8)]
+            buffer.close()
+            assert all((array == 5).all() for array in arrays)
+
+        assert forked(child) == 0
+        assert set(buffer.view) == {7}
+        assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "ended").exists()
+
+
+def test_what_is_dropped_ends_too(tmp_path: Path) -> None:
+    buffer = AlignedBuffer(1)
+    buffer.at_end((tmp_path / "ended").touch)
+    del buffer
+    gc.collect()
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_buffer_that_could_not_be_made_ready_is_lent_to_nobody() -> None:
+    def fail(buffer: AlignedBuffer) -> None:
+        raise MemoryError
+
+    pool = BufferPool(1, 10, fail)
+    for _ in range(3):
+        with pytest.raises(MemoryError), pool.borrow():
+            pass
+    pool.close()
 
 
 def test_nonsense_sizes() -> None:

@@ -36,7 +36,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.signatures.signed import check_trusted, check_verified
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.headroom import headroom
-from casckpt.tensors.gpu import pin
+from casckpt.tensors.gpu import pin, wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
@@ -142,6 +142,7 @@ class Download:
         finally:
             slots.close()
             scratches.close()
+        wait_for_copies(tensor for want in wants for tensor in want.sink.written)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
         """What one thread reads after the other, and how many threads do."""

@@ -41,6 +41,7 @@ from casckpt.plan.reads import Batch, affordable_gap, plan_batches, plan_units
 from casckpt.plan.routes import Link, Route, Span, common, find_route, find_way, links, within
 from casckpt.repository import manifests
 from casckpt.storage.base import ShortObject
+from casckpt.tensors.gpu import wait_for_copies
 from casckpt.tensors.memory import Destination, note_writes
 
 _LOT_BYTES = 8 << 20  # of frames that are read before the first of them is used, for each thread
@@ -174,6 +175,7 @@ class _Update:
             self._compare(_Place(entry.key, want.sink, region, self.known.get(entry.key, {})), before, table)
         if self._steps:
             self._take(list(self._steps.values()))
+            wait_for_copies(tensor for want in wants for tensor in want.sink.written)
         made = Counter(sink for sink, *_ in self.done)
         return [want for want in left if made[id(want.sink)] < self._cells[id(want.sink)]]
 

@@ -18,7 +18,6 @@ from casckpt.format.keys import check_attachment_name
 from casckpt.format.plain import Spill
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR
 from casckpt.tensors.dtypes import dtype_name
-from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.objects import encode_object
 from casckpt.tensors.shards import Piece, local_tensor
 from casckpt.tensors.staging import Staging
@@ -67,7 +66,6 @@ def prepare(
             entry, parts = stored_object(key, mine, partial(encode_object, key, leaf.value, allow_pickle))
             objects.append(entry)
             sources += parts
-    wait_for_gpus(piece.data for source in sources for piece in source.pieces)
     inline, large = _attachments(attachments or {})
     return Prepared([*sources, *large], objects, inline, encode_tree(flat.tree))
 

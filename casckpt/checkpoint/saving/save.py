@@ -29,6 +29,7 @@ from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, just_committed
 from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import AlignedBuffer
+from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.memory import TensorMemory
 
 log = logging.getLogger(__name__)
@@ -163,6 +164,7 @@ def store_share(
 
     The blobs that are reused are looked at: what is not there any more is marked, and its cells are stored anew.
     """
+    wait_for_gpus(piece.data for source in prepared.sources for piece in source.pieces)
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))

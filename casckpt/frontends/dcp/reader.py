@@ -22,7 +22,7 @@ from casckpt.checkpoint.loading.download import Download, StreamRequest
 from casckpt.checkpoint.loading.load_plan import LoadOptions
 from casckpt.checkpoint.loading.tied import Tied
 from casckpt.checkpoint.ranks import this_rank
-from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Mismatch, NotFound
+from casckpt.errors import Conflict, Damaged, InvalidInput, Mismatch, NotFound
 from casckpt.format.keys import check_run
 from casckpt.format.regions import Box, Region
 from casckpt.frontends.dcp.hooks import hook
@@ -91,7 +91,8 @@ class StorageReader(Protocol):
         self._threads = usable_threads(threads)
         self._options = LoadOptions(verify=verify, cast=cast, allow_pickle=allow_pickle, threads=self._threads)
         self._shown = progress
-        self._failed: CasckptError | None = None
+        self._failed: Exception | None = None
+        self._absent = False  # there is no such checkpoint of all ranks
         self._alone = False
         self._opened: Opened | None = None
 
@@ -101,7 +102,7 @@ class StorageReader(Protocol):
         if checkpoint_id is not None:
             self._ref = reference_of(checkpoint_id, self._run)
         self._load_id = str(uuid4())
-        self._opened, self._failed = None, None
+        self._opened, self._failed, self._absent = None, None, False
 
     @hook
     def read_metadata(self, *args: object, rank: int | None = None, **kwargs: object) -> Metadata:
@@ -109,14 +110,17 @@ class StorageReader(Protocol):
 
         DCP calls it without ``rank`` first. Only where there is no such checkpoint on any rank does the second call
         look for what each rank saved for itself (``use_collectives=False``). DCP drops what the calls raise, and some
-        versions do not even tell it: if the second fails, too, `set_up_storage_reader` raises the error of the first.
+        versions do not even tell it. So if the second fails, too, `set_up_storage_reader` raises what went wrong in the
+        first; or in the second, if that was not that there is nothing there, either.
         """
         if rank is None:
-            self._failed = None
+            self._failed, self._absent = None, False
         try:
             return self._metadata(rank)
-        except CasckptError as error:
-            self._opened, self._failed = None, self._failed or error
+        except Exception as error:  # whatever it was, DCP would drop it
+            if self._failed is None or not isinstance(error, NotFound):
+                self._failed = error
+            self._opened = None
             if rank is None:
                 raise
             return Metadata({})
@@ -134,13 +138,17 @@ class StorageReader(Protocol):
         return metadata
 
     def _of_all(self, ref: str | Checkpoint) -> Checkpoint:
-        found = self._store.get(ref)
+        try:
+            found = self._store.get(ref)
+        except NotFound:
+            self._absent = True
+            raise
         warn_if_forgotten(found.commit)
         return found
 
     def _of_rank(self, ref: str | Checkpoint, rank: int) -> Checkpoint:
         """What the rank saved for itself, if there is no checkpoint of all; what that one lacks is no reason."""
-        if not isinstance(self._failed, NotFound) or not isinstance(ref, str) or "@" not in ref:
+        if not self._absent or not isinstance(ref, str) or "@" not in ref:
             raise self._failed or NotFound(f"rank {rank} saved nothing of its own as {ref}")
         run, _, step = ref.rpartition("@")
         return self._store.get(f"{run}/rank-{rank}@{step}")
