@@ -437,8 +437,8 @@ PLANTED = (
     Planted(
         "a lease is granted on what is forgotten",
         "casckpt/repository/leases.py",
-        "    if now.visible:\n        return now\n",
-        "    if now.live:\n        return now\n",
+        "    if not found.visible:\n        take_back",
+        "    if not found.live:\n        take_back",
         "tests/repository/test_leases.py",
     ),
     Planted(

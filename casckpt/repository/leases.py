@@ -50,6 +50,8 @@ def hold(
     if not seconds > 0:
         raise InvalidInput("a tag that has expired at once names nothing: give a longer time")
     check_requirements(repo)
+    if not commit.visible and not (now := _visible(repo, commit)).visible:  # each tag leaves a record
+        raise _not_visible(now)
     number, found = newest_generation(repo, name)
     if behind is not None and (number != behind or found.tags or found.damaged):
         raise Conflict(f"tag {name!r} was moved by somebody else", key=f"tags/{name}/{number}")
@@ -79,15 +81,23 @@ def _end(repo: Repository, seconds: float) -> int:
 
 def _granted(repo: Repository, tag: Tag, commit: Commit, before: Tag | None) -> Commit:
     """Return what is visible of the checkpoint, now that the tag is there. Raises `NotFound` if nothing is."""
+    found = _visible(repo, commit)
+    if not found.visible:
+        take_back(repo, tag, before)
+        raise _not_visible(found)
+    return found
+
+
+def _visible(repo: Repository, commit: Commit) -> Commit:
+    """Return this commit as it is now, or another one of its checkpoint, if that is visible, and it is not."""
     now = refresh(repo, commit)
-    if now.visible:
-        return now
-    other = list_commits(repo).of_id(commit.id)
-    if other is not None and other.visible:
-        return other
-    take_back(repo, tag, before)
+    other = None if now.visible else list_commits(repo).of_id(commit.id)
+    return other if other is not None and other.visible else now
+
+
+def _not_visible(now: Commit) -> NotFound:
     more = f"; `casckpt restore STORE {now.id[:16]}` makes it visible again" if now.live else ""
-    raise NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
+    return NotFound(f"{now} was {now.last}, and only what is visible can be held{more}", checkpoints=(now.id,))
 
 
 def _held(repo: Repository, commit: Commit, seconds: float) -> tuple[Tag, Commit]:

@@ -106,8 +106,8 @@ def test_what_is_forgotten_is_not_held_and_not_restored(repo: Repository) -> Non
 
 
 def test_what_is_restored_while_it_is_set_is_held(repo: Repository, faults: FaultyStore) -> None:
-    commit = forget(repo, commit_bare(repo))
-    faults.inject(call_first("put", meanwhile(lambda: restore(repo, commit)), key="tags/*"))
+    commit = commit_bare(repo)
+    faults.inject(call_first("put", meanwhile(lambda: restore(repo, forget(repo, commit))), key="tags/*"))
     assert hold(repo, "eval", commit, HOUR)[1].visible
 
 
@@ -271,7 +271,7 @@ def test_a_lease_of_a_name_of_before_is_lost_to_nobody(repo: Repository) -> None
 def test_a_lease_is_not_given_on_what_is_gone(repo: Repository) -> None:
     with pytest.raises(NotFound):
         Lease(repo, forget(repo, commit_bare(repo)), HOUR)
-    assert tags(repo) == {}
+    assert names(repo) == set()
 
 
 def test_a_lease_is_renewed_behind(repo: Repository, faults: FaultyStore) -> None:
