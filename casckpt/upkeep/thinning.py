@@ -57,7 +57,7 @@ class Thin:
 class ThinPlan:
     """What is to be thinned, oldest first. ``done``: chosen, but thin already. ``failed``: that cannot be, and why.
 
-    ``tagged``: their tags go along.
+    ``tagged``: their tags go along. ``chosen``: how many were named, or are kept whole by no rule.
     """
 
     drop: tuple[str, ...]
@@ -65,6 +65,7 @@ class ThinPlan:
     done: tuple[Commit, ...] = ()
     failed: tuple[CasckptError, ...] = ()
     tagged: bool = False
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def plan_thin(
     found = list(in_parallel(repo.storage.traits.requests, partial(_plan_one, repo, rule), todo))
     thin = tuple(one for one in found if isinstance(one, Thin) and one.entries)
     failed = tuple(one for one in found if isinstance(one, CasckptError))
-    return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged)
+    return ThinPlan(tuple(sorted(rule)), thin, done, failed, tagged, len(left))
 
 
 def _barring(repo: Repository, *, tagged: bool) -> dict[str, Tag]:
@@ -326,10 +327,10 @@ def _lacking(commit: Commit) -> int:
 
 
 def check(plan: ThinPlan) -> None:
-    """Raise the first error of ``plan``; MissingKey if none of its patterns matches anything anywhere."""
+    """Raise the first error of ``plan``; MissingKey if its patterns match nothing in all that was chosen."""
     for error in plan.failed:
         more = f" ({len(plan.failed)} checkpoints cannot be thinned, this is one)" if plan.failed[1:] else ""
         raise type(error)(f"{error}{more}", **error.__dict__) from error
-    if not plan.thin and not plan.done:
+    if plan.chosen and not plan.thin and not plan.done:
         patterns = " or ".join(map(repr, plan.drop))
         raise MissingKey(f"no tensor of what was chosen matches {patterns}; casckpt show lists keys", keys=plan.drop)

@@ -164,6 +164,14 @@ def test_a_later_save_reuses_what_is_left(store: Store) -> None:
     assert same_state(store.read("run@5", keys=["model.*"])["model"], state(5)["model"])
 
 
+def test_where_a_rule_keeps_everything_whole_there_is_nothing_to_do(store: Store) -> None:
+    for drop in (DROP, "nothing.*"):
+        assert store.thin(drop=drop, keep_last=100).thinned == ()
+    empty = small()
+    empty.create()
+    assert empty.thin(drop=DROP, keep_last=1).thinned == ()
+
+
 def test_what_makes_no_sense_is_refused(store: Store) -> None:
     for arguments in ({"drop": DROP}, {"drop": [], "keep_last": 1}, {"drop": [1], "keep_last": 1}):
         with pytest.raises(InvalidInput):
