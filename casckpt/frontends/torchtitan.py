@@ -44,7 +44,8 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
 
         ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a checkpoint
         of the store to begin from, while the run has none (instead of ``initial_load_path``). ``async_save``: in the
-        background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``: see `Checkpointer`.
+        background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``, ``health``: see
+        `Checkpointer`.
         """
 
         store: str = ""
@@ -54,6 +55,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         fixed_steps: tuple[int, ...] = ()
         throttle: int | None = None
         pre_download: bool = False
+        health: bool = False
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             fixed_steps=config.fixed_steps,
             throttle=config.throttle,
             pre_download=config.pre_download,
+            health=config.health,
         )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -115,7 +115,7 @@ def whole(rank: int, size: int, path: Path, width: int = 12) -> Any:
 
 
 def broken_off(rank: int, size: int, path: Path, width: int = 12) -> Any:
-    loop = Loop(rank, size, path, keep_latest_k=2, enable_first_step_checkpoint=True, width=width)
+    loop = Loop(rank, size, path, keep_latest_k=2, enable_first_step_checkpoint=True, width=width, health=True)
     loop.load()
     losses = loop.train(5)
     loop.manager.maybe_wait_for_saving()
@@ -136,6 +136,7 @@ def test_a_training_that_is_broken_off_goes_on_to_the_bit(store_path: Path, rank
     first = ranks.run(2, broken_off, store_path)
     store = casckpt.open(store_path)
     assert [one.step for one in store.checkpoints("titan")] == [2, 4]
+    assert all(one.health for one in store.checkpoints("titan"))
     second = ranks.run(2, resumed, store_path)
     for rank in range(2):
         losses, weights = expected[rank]
