@@ -249,8 +249,11 @@ def test_memory_for_copies_is_of_the_size_that_they_have_and_is_given_back(devic
         assert torch.equal(copy, given.cpu())
         assert copy.is_pinned() is (device == "cuda")
         assert arena.nbytes <= (5 << 20) * 4
-    (plain,) = arena.copy([torch.ones(3)])
-    assert plain.tolist() == [1, 1, 1]
+    given, plain = torch.randn(64, 33, device=device).t(), torch.ones(3)
+    copies = arena.copy([given, plain])
+    assert copies[0].is_contiguous()
+    assert torch.equal(copies[0], given.cpu())
+    assert copies[1].tolist() == [1, 1, 1]
 
 
 def test_pinned_buffers_can_be_made_and_closed_again_and_again(device: str) -> None:
