@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.cli import main
+from benchmarks.scenarios.base import Bench, Options
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,3 +260,30 @@ def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
         (latest,) = asked.pop((group, "latest on a new host, under 300 commits of other runs"))
         assert latest[:2] == (6, 2)
     assert not asked
+
+
+@pytest.mark.parametrize("scenarios", [[], ["save", "small"]])
+def test_on_a_gpu_are_only_the_states_of_some_scenarios(
+    scenarios: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*scenarios, "--device", "cuda"])
+    assert "--device cuda is for save, async, load" in capsys.readouterr().err
+
+
+def test_states_in_the_hosts_memory_are_made_as_an_earlier_tree_makes_them(tmp_path: Path) -> None:
+    """Its tasks run with ``--before``, and know of no device."""
+    given: list[dict[str, Any]] = []
+
+    class Told:
+        broken = False
+
+        def call(self, task: str, **arguments: Any) -> list[int]:
+            given.append(arguments)
+            return [1]
+
+    told: Any = Told()
+    for device in ("cpu", "cuda"):
+        bench = Bench(Options(tmp_path, [], 1, 2, device=device), _teams={("", 1): told})
+        bench.make_state("state", "model", 1)
+    assert ["device" in one for one in given] == [False, True]

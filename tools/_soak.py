@@ -133,7 +133,7 @@ def _end(signum: int, frame: object) -> NoReturn:
 
 @dataclass
 class Worker:
-    """What every worker has. ``copy``: URL of the other store."""
+    """What every worker has. ``copy``: the other store. ``rounds``: that `live` has made."""
 
     store: Store
     copy: Store

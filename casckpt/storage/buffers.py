@@ -124,11 +124,9 @@ class BufferPool:
     def _take_back(self, buffer: AlignedBuffer | None) -> None:
         with self._changed:
             self._lent -= 1
-            if buffer is None:  # there was no memory for it
-                pass
-            elif self._closed:
+            if buffer is not None and self._closed:
                 buffer.close()
-            else:
+            elif buffer is not None:  # else it could not be made
                 self._free.append(buffer)
             self._changed.notify()
 

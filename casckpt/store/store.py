@@ -520,9 +520,9 @@ class Store:
         that purges the old places frees the space. Until then `restore` of these (`checkpoints` with ``forgotten``)
         brings everything back.
 
-        Raises InvalidInput, NotFound, MissingKey if nothing matches, Conflict if one of ``refs`` is tagged,
-        StorageError. If one cannot be thinned because it is damaged, the others still are, and that is raised at the
-        end.
+        Raises InvalidInput, NotFound, MissingKey if nothing in what was chosen matches, Conflict if one of ``refs`` is
+        tagged, StorageError. If one cannot be thinned because it is damaged, the others still are, and that is raised
+        at the end.
         """
         check_keywords("Store.thin", keep, KeepRules)
         policy = Policy(**keep)

@@ -34,7 +34,7 @@ class WrongBytes(Exception):
 class Here:
     """What one worker has at hand. ``states``: by name; ``peers``: by name and settings, kept for their caches.
 
-    ``quick``: a smoke run, which must not slow others down.
+    ``quick``: a smoke run, which must not slow others down. ``on_gpu``: some state is in a GPU's memory.
     """
 
     rank: int

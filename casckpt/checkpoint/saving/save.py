@@ -12,7 +12,7 @@ from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import BeginAnswer, BeginRequest, FinishAnswer, FinishRequest, Leader, SaveMemory
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
-from casckpt.checkpoint.saving.prepare import Prepared
+from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
 from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
@@ -164,7 +164,7 @@ def store_share(
 
     The blobs that are reused are looked at: what is not there any more is marked, and its cells are stored anew.
     """
-    wait_for_gpus(piece.data for source in prepared.sources for piece in source.pieces)
+    wait_for_gpus(tensors_of(prepared))
     cell_bytes = repo.marker.cell_bytes
     work = plan_work(prepared.sources, cell_bytes, known)
     progress.expect(sum(cell.nbytes for cells in work for cell in cells))

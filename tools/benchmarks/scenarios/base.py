@@ -31,6 +31,7 @@ class Options:
     """What a run was asked for. ``size``: bytes of a state, None for the scenario's own. ``quick``: a smoke run.
 
     ``before``: the tree of the peer of that name. ``full``: sizes that take long. ``traces``: where those are kept.
+    ``device``: torch's name of where states are.
     """
 
     folder: Path
@@ -86,7 +87,9 @@ class Bench:
 
     def make_state(self, name: str, kind: str, size: int, *, ranks: int = 1, **more: Any) -> int:
         """Make a state in the workers of every environment; its size in bytes."""
-        arguments = {"name": name, "kind": kind, "size": size, "device": self.options.device, **more}
+        arguments = {"name": name, "kind": kind, "size": size, **more}
+        if self.options.device != "cpu":  # of which the tasks of an earlier tree know nothing
+            arguments["device"] = self.options.device
         first = self.team(ranks=ranks)
         self._made.append((ranks, "states:make", arguments))
         found: int = first.call("states:make", **arguments)[0]
