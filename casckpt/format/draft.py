@@ -83,7 +83,7 @@ class Encoded(NamedTuple):
 
     def manifest(self) -> Manifest:
         """Return it as if it had been read."""
-        return of_bytes(self.decoded_head, self.data, ours=True)
+        return of_bytes(self.decoded_head, self.data)
 
 
 def encode(draft: Draft) -> Encoded:

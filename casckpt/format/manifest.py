@@ -66,9 +66,11 @@ class Manifest:
     """A manifest, of which a part may still lie in its store. What was decoded was checked against the limits.
 
     ``front``: its sections of `FRONT`. ``read``: how to get the others, whose pieces are proved when asked for.
-    ``data``: all of its bytes, where they are at hand. ``proved``: these have the hashes of the head. It pickles, for
-    other ranks, without ``read``: see `attach`. ``left_out``: of a checkpoint that was thinned, by what and when; None
-    for others.
+    ``data``: all of its bytes, where they are at hand. It pickles, for other ranks, without ``read``: see `attach`.
+    ``left_out``: of a checkpoint that was thinned, by what and when; None for others.
+
+    The id is the hash of the index, and only what the index proves is what was saved (and signed): pieces are compared
+    with the hashes there, also where they have those of the head, which anybody can write who writes the commit record.
     """
 
     left_out: str | None = None
@@ -80,16 +82,15 @@ class Manifest:
         read: Read | None = None,
         *,
         data: Buffer | None = None,
-        proved: bool = False,
     ) -> None:
-        self.head, self.proved = head, proved
+        self.head = head
         self.id = ManifestId(head[INDEX].digest.hex())
         self._front, self._read, self._data = front, read, data
 
     def check(self) -> Self:
         """Prove and decode what is in front; the manifest itself. Raises Damaged, or Refused where it is unusable."""
         try:
-            for name in () if self.proved else FRONT:
+            for name in FRONT:
                 check_section(self.head[name], self._front[name])
             self.head.check_known()
             self.body.check()
@@ -197,7 +198,7 @@ class Manifest:
 
     def _pieces(self, name: str, table: Pieces, count: int) -> PieceReader:
         try:
-            return PieceReader(table, count, self.head[name], self.read, proved=self.proved)
+            return PieceReader(table, count, self.head[name], self.read)
         except InvalidInput as error:
             raise _unfit(self.id, error) from error
 
@@ -313,14 +314,24 @@ class Manifest:
         return found
 
     def section(self, name: str) -> Buffer:
-        """Read a whole section, and prove it. Raises Damaged, and what reading does."""
+        """Read a whole section, and prove it, by its pieces too. Raises Damaged, Refused, and what reading does."""
         section = self.head[name]
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
             check_section(section, data)
+            pieces = {CELLS: self._cells, ROWS: self._rows, OBJECTS: self._objects}.get(name)
+            if pieces is not None and not pieces.prove(data):
+                raise Damaged(f"its section {name!r} is not the one of this checkpoint")
         except Damaged as error:
             raise _unfit(self.id, error) from error
         return data
+
+    @property
+    def is_sound(self) -> bool:
+        """Has each of its sections, all of which are at hand, its hash?"""
+        sections = self.head.sections
+        found = self.read([(one.offset, one.length) for one in sections])
+        return all(cell_digest(data) == one.digest for one, data in zip(sections, found, strict=True))
 
     def encoded(self) -> bytes:
         """Return all of its bytes, each proved. Raises Damaged, and what reading does."""
@@ -354,11 +365,10 @@ def decode(data: Buffer, id: ManifestId, head: str | None = None) -> Manifest:
     return of_bytes(found, data).check()
 
 
-def of_bytes(head: Head, data: Buffer, *, ours: bool = False) -> Manifest:
-    """Return a manifest of all of its bytes, which nobody needs to prove if this process encoded them."""
+def of_bytes(head: Head, data: Buffer) -> Manifest:
+    """Return a manifest of all of its bytes, of which nothing is proved yet."""
     view = memoryview(data)
-    proved = ours or all(cell_digest(view[one.offset : one.end]) == one.digest for one in head.sections)
-    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data, proved=proved)
+    return Manifest(head, {name: view[head[name].offset : head[name].end] for name in FRONT}, data=data)
 
 
 def decode_front(data: Buffer, id: ManifestId, head: str | None) -> Head:

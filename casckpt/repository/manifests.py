@@ -125,7 +125,7 @@ def _unless_purged(repo: Repository, commit: Commit, act: Callable[[], T]) -> T:
 def _read(repo: Repository, commit: Commit) -> Manifest:
     record = commit.committed
     held = repo.manifests.get(commit.txid, record.head)
-    if held is not None and not held.is_spoilt:
+    if held is not None and held.id == record.manifest and not held.is_spoilt:
         return held
     with _telling(commit):
         if record.manifest_bytes <= WHOLE_BYTES:
@@ -137,7 +137,7 @@ def _read(repo: Repository, commit: Commit) -> Manifest:
                 front = _range(reader, head[FRONT[0]].offset, head[FRONT[-1]].end - head[FRONT[0]].offset)
             manifest = Manifest(head, _cut(head, front), partial(_read_later, repo, commit)).check()
         _check_record(record, manifest)
-    if record.manifest_bytes > WHOLE_BYTES or manifest.proved:  # what is damaged may be put right in the store
+    if record.manifest_bytes > WHOLE_BYTES or manifest.is_sound:  # what is damaged may be put right in the store
         repo.manifests.add(commit.txid, manifest)
     return manifest
 

@@ -39,12 +39,12 @@ def cut(pieces: Sequence[Buffer]) -> tuple[Pieces, bytes]:
 
 
 class PieceReader:
-    """The ``count`` pieces of a section, each read and (unless that is ``proved``) proved when asked for. Thread-safe.
+    """The ``count`` pieces of a section, each read and proved when asked for. Thread-safe.
 
     Raises Refused if the table does not fit the section.
     """
 
-    def __init__(self, table: Pieces, count: int, section: Section, read: Read, *, proved: bool = False) -> None:
+    def __init__(self, table: Pieces, count: int, section: Section, read: Read) -> None:
         self._section, self._read, self._hashes = section, read, table.hashes
         lengths, self._each = unpack(table.lengths), table.each
         if len(lengths) != count or self._each < 1:
@@ -54,7 +54,6 @@ class PieceReader:
         if ends[-1] != section.length or len(table.hashes) != _HASH * (len(self._bounds) - 1):
             raise Refused(f"the pieces of its section {section.name!r} do not add up to it, or have other hashes")
         self._held: dict[int, memoryview | None] = {}  # None: it does not have its hash
-        self._all = memoryview(read([(section.offset, section.length)])[0]) if proved else None
         self.is_spoilt = False
 
     def __len__(self) -> int:
@@ -66,10 +65,7 @@ class PieceReader:
 
     def get(self, number: int) -> memoryview:
         """Return a piece. Raises Damaged if its group does not have its hash, and what reading does."""
-        ends = self._ends
-        if self._all is not None:
-            return self._all[ends[number] : ends[number + 1]]
-        group = number // self._each
+        group, ends = number // self._each, self._ends
         try:
             held = self._held[group]
         except KeyError:
@@ -90,8 +86,6 @@ class PieceReader:
 
     def ready(self, numbers: Iterable[int]) -> None:
         """Read what is missing of these pieces, in few reads. Raises what reading does; `get` tells what is damaged."""
-        if self._all is not None:
-            return
         groups = {number // self._each for number in numbers}
         if missing := groups - self._held.keys():
             self._fetch(sorted(missing))
@@ -113,6 +107,14 @@ class PieceReader:
             view, begin = memoryview(data), bounds[run[0]]
             for group in run:
                 part = view[bounds[group] - begin : bounds[group + 1] - begin]
-                right = cell_digest(part) == self._hashes[_HASH * group : _HASH * (group + 1)]
+                right = self._has_hash(group, part)
                 self._held[group] = part if right else None
                 self.is_spoilt |= not right
+
+    def prove(self, data: Buffer) -> bool:
+        """Tell whether all pieces have their hashes, of which ``data``, the section, is made."""
+        view = memoryview(data)
+        return all(self._has_hash(group, view[lo:hi]) for group, (lo, hi) in enumerate(pairwise(self._bounds)))
+
+    def _has_hash(self, group: int, data: Buffer) -> bool:
+        return cell_digest(data) == self._hashes[_HASH * group : _HASH * (group + 1)]
