@@ -522,6 +522,34 @@ PLANTED = (
         "tests/store/test_signatures.py",
     ),
     Planted(
+        "a manifest is proved by its head alone",
+        "casckpt/format/sections/pieces.py",
+        "        return cell_digest(data) == self._hashes[_HASH * group : _HASH * (group + 1)]\n",
+        "        return True\n",
+        "tests/store/test_forged.py",
+    ),
+    Planted(
+        "a section is copied that the index does not name",
+        "casckpt/format/manifest.py",
+        "            if pieces is not None and not pieces.prove(data):\n",
+        "            if False:\n",
+        "tests/store/test_forged.py",
+    ),
+    Planted(
+        "a manifest that is held is that of any id",
+        "casckpt/repository/manifests.py",
+        "    if held is not None and held.id == record.manifest and not held.is_spoilt:\n",
+        "    if held is not None and not held.is_spoilt:\n",
+        "tests/store/test_forged.py",
+    ),
+    Planted(
+        "a folder's own store is asked for no signature",
+        "casckpt/frontends/stores.py",
+        "    opened.repository.trusted = like.repository.trusted\n",
+        "",
+        "tests/frontends/megatron/test_training_loop.py",
+    ),
+    Planted(
         "verify=False may be said where signatures are required",
         "casckpt/repository/signatures/signed.py",
         "    if repo.trusted is not None and not verify:",
@@ -531,8 +559,8 @@ PLANTED = (
     Planted(
         "metadata is the record's where only what is signed counts",
         "casckpt/checkpoint/handle.py",
-        "self._record.metadata if self.repo.trusted is None else None",
-        "self._record.metadata",
+        "        if self.repo.trusted is not None:  # a signature does not cover the record\n",
+        "        if False:\n",
         "tests/store/test_signatures.py",
     ),
     Planted(

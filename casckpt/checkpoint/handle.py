@@ -156,9 +156,12 @@ class Checkpoint:
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
-        """The user's metadata."""
-        found = self._record.metadata if self.repo.trusted is None else None  # a signature does not cover the record
-        return deepcopy(found) if found is not None else self._manifest.metadata
+        """The user's metadata. Raises Unsigned where the store was opened for what is signed, and this is not."""
+        if self.repo.trusted is not None:  # a signature does not cover the record
+            from casckpt.repository.signatures.signed import get_trusted
+
+            return get_trusted(self.repo, self.commit).metadata
+        return deepcopy(found) if (found := self._record.metadata) is not None else self._manifest.metadata
 
     @property
     def tags(self) -> list[str]:

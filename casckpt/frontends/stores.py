@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypeAlias
 
+from casckpt.errors import Unsigned
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 
@@ -15,3 +16,23 @@ AnyStore: TypeAlias = Store | str | os.PathLike[str]
 def as_store(store: AnyStore) -> Store:
     """The store itself, opened if it is named. Raises InvalidInput or Unsupported for a URL that cannot be used."""
     return store if isinstance(store, Store) else open_store(store)
+
+
+def as_trusting(store: AnyStore, like: Store | None) -> Store:
+    """The same; a store that is opened here for what ``like`` was opened for, if that is what somebody has signed."""
+    if isinstance(store, Store) or like is None:
+        return as_store(store)
+    if store == like.url:
+        return like
+    opened = as_store(store)
+    opened.repository.trusted = like.repository.trusted
+    return opened
+
+
+def check_foreign(store: Store | None, path: str | os.PathLike[str]) -> None:
+    """Raise Unsigned for what is in no store, where ``store`` was opened for what somebody has signed."""
+    if store is not None and store.repository.trusted is not None:
+        raise Unsigned(
+            f"{os.fspath(path)} is in no store, so nobody has signed it, and {store.url} was opened with "
+            "require_signature. Import it, and sign that; or load it with a store that was opened without"
+        )

@@ -20,14 +20,16 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from casckpt.errors import CasckptError, Conflict, NotFound, StorageError
+from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsigned
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
+from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.saves import small_folder, steps
+from tests.support.signing import pair
 from tests.support.training import identical
 
 pytestmark = pytest.mark.filterwarnings(
@@ -202,6 +204,9 @@ def test_a_file_for_all_that_reads_files(tmp_path: Path) -> None:
     # and the plug-in takes it in turn, as any file that Lightning wrote before there was a store
     io = CasCheckpointIO(store, run="sft")
     assert io.load_checkpoint(path)["global_step"] == 4
+    trusting = CasCheckpointIO(open_store(store.url, require_signature=pair(tmp_path / "keys").public), run="sft")
+    with pytest.raises(Unsigned, match=r"real\.ckpt is in no store, so nobody has signed it"):
+        trusting.load_checkpoint(path)
     io.remove_checkpoint(path)
     assert not path.exists()
 

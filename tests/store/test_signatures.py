@@ -318,6 +318,8 @@ def test_metadata_is_that_of_what_is_signed_not_of_the_record(store: Store, trus
         commit_key(record.txid), records.encode(records.changed(record, metadata={"n": "evil"}))
     )
     assert trusting().get("run@2").metadata == {"n": 2}
+    with pytest.raises(Unsigned, match="run@3"):
+        _ = trusting().get("run@3").metadata
 
 
 def test_what_is_no_checkpoint_of_its_record_is_not_signed(store: Store, alice: Pair) -> None:

@@ -17,7 +17,7 @@ from casckpt.errors import CasckptError, InvalidInput
 from casckpt.frontends.lightning.files import RunFiles
 from casckpt.frontends.lightning.pointer import AnyPath, Pointer
 from casckpt.frontends.new_files import new_file
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, as_store, check_foreign
 
 log = logging.getLogger(__name__)
 
@@ -82,14 +82,16 @@ class CasCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: AnyPath, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Give what was saved there; of a file that Lightning wrote by itself, its contents.
+        """Give what was saved there; of a file that Lightning wrote by itself, its contents, as Lightning loads it.
 
-        ``path`` may also be a reference into the store. ``weights_only`` says nothing here: no pickle is loaded, unless
-        ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a FileNotFoundError.
+        ``path`` may also be a reference into the store. ``weights_only`` is for files of Lightning's: of a store no
+        pickle is loaded, unless ``allow_pickle`` was given. Every rank makes the call. Raises NotFound, a
+        FileNotFoundError; Unsigned for a file of Lightning's, where the store was opened with ``require_signature``.
         """
         self._settle()
         pointer = Pointer(path)
         if pointer.is_foreign():
+            check_foreign(self.store, path)
             more = {} if map_location is None else {"map_location": map_location}
             loaded: dict[str, Any] = self._torch_io.load_checkpoint(Path(path), weights_only=weights_only, **more)
             return loaded

@@ -24,7 +24,7 @@ from casckpt.frontends.megatron.config import BACKEND, VERSION
 from casckpt.frontends.megatron.folders import Folder, is_pointed, pointed_at
 from casckpt.frontends.megatron.place import StoreRef
 from casckpt.frontends.megatron.strategies import CasLoadShardedStrategy, CasSaveShardedStrategy, StepOf
-from casckpt.frontends.stores import AnyStore, as_store
+from casckpt.frontends.stores import AnyStore, as_trusting, check_foreign
 
 _LOADS = ("load", "load_tensors_metadata", "load_sharded_metadata")
 _SAVES = ("save", "async_save")
@@ -107,12 +107,11 @@ def install(
 
 
 class _Loads(CasLoadShardedStrategy):
-    """From the store that a folder names: it may be that of another training."""
+    """From the store that a folder names: it may be that of another training, and has to be signed by the same."""
 
     def _place(self, folder: Folder) -> StoreRef:
         url, ref = pointed_at(folder)
-        same = self.store is not None and self.store.url == url
-        return StoreRef(self.store if same and self.store is not None else as_store(url), ref)
+        return StoreRef(as_trusting(url, self.store), ref)
 
 
 def _run_of(run: str, folder: Path) -> str:
@@ -128,10 +127,17 @@ def _teach_loads(strategy: CasLoadShardedStrategy, active: Callable[[], bool] = 
     """Let Megatron's own loader hand folders of ours over to ``strategy``; what puts back what was there."""
     undo = ExitStack()
     undo.callback(_registered(strategy))
+
+    def takes(folder: Folder) -> bool:
+        if not active():
+            return False
+        if not is_pointed(folder):
+            check_foreign(strategy.store, folder)
+            return False
+        return True
+
     for name in _LOADS:
-        method = _handing_over(
-            _ORIGINALS[name], getattr(strategy, name), lambda folder: active() and is_pointed(folder)
-        )
+        method = _handing_over(_ORIGINALS[name], getattr(strategy, name), takes)
         undo.callback(_replaced(TorchDistLoadShardedStrategy, name, method))
     return undo.close
 

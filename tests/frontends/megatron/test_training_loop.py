@@ -18,6 +18,7 @@ from casckpt.frontends import megatron
 from tests.support import gpt
 from tests.support.gpt import Topology, differences
 from tests.support.megatron_core import core, module, own_state, strategies_of_the_loop, theirs
+from tests.support.signing import pair
 
 if TYPE_CHECKING:
     from tests.support.ranks import Pool
@@ -164,3 +165,36 @@ def test_checkpoints_that_are_not_to_stay_have_a_run_of_their_own(tmp_path: Path
     assert ranks.run(1, in_folders, tmp_path) == [["torch_dist", "torch_dist"]]
     found = {(one.run, one.step) for one in casckpt.open(tmp_path / "store").checkpoints()}
     assert found == {(run, step) for run in ("a", "a-non-persistent") for step in (5, 7)}
+
+
+def trusting_loads(rank: int, size: int, path: Path, key: Path) -> list[str]:
+    """What became of loads of a folder that spells the store in other ways, that names a copy, that has no store."""
+    core()
+    part = megatron.ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    folder, store = path / "iter_0000005", path / "store"
+    with megatron.install(store, run="a"):
+        saved_by_the_loop({}, folder, {"w": part}, fully_parallel=False)
+    casckpt.open(store).copy_to(path / "copy")
+    pointer = folder / "casckpt.json"
+    told = json.loads(pointer.read_text())
+    become = []
+    with megatron.install(casckpt.open(store, require_signature=key), run="a"):
+        _, load = strategies_of_the_loop({}, folder, fully_parallel=False)
+        for url in (str(store), f"{store}/", f"file://{store}", f"{path}/./store", str(path / "copy"), None):
+            pointer.write_text(json.dumps({**told, "store": url}))
+            if url is None:
+                pointer.unlink()
+            try:
+                core().load({"w": theirs(part)}, str(folder), load)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it is told)
+                become.append(f"{type(error).__name__}: {error}")
+            else:
+                become.append("loaded")
+    return become
+
+
+def test_what_nobody_signed_is_loaded_from_no_folder_where_signatures_are_demanded(tmp_path: Path, ranks: Pool) -> None:
+    alice = pair(tmp_path / "keys")
+    *pointed, foreign = ranks.run(1, trusting_loads, tmp_path, alice.public)[0]
+    assert all("has no right signature of" in one for one in pointed), pointed
+    assert "is in no store, so nobody has signed it" in foreign
