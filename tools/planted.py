@@ -498,8 +498,8 @@ PLANTED = (
     Planted(
         "a gc deletes without a look at what is demanded of writers",
         "casckpt/upkeep/gc/gc.py",
-        "        check_requirements(self.repo)\n        _delete(",
-        "        _delete(",
+        "        check_requirements(self.repo)\n        _settle_records(",
+        "        _settle_records(",
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
@@ -513,6 +513,52 @@ PLANTED = (
     return Transaction(repo, began, seconds=seconds, seen=seen)
 """,
         "tests/repository/test_requirements.py",
+    ),
+    Planted(
+        "a record that is there is taken for durable",
+        "casckpt/repository/repository.py",
+        "                self.settle(key)\n",
+        "                pass\n",
+        "tests/repository/test_repository.py tests/store/test_durable.py",
+    ),
+    Planted(
+        "a commit that is there is taken for durable",
+        "casckpt/repository/transactions.py",
+        "            self._repo.settle(commit_key(self.txid))\n",
+        "            pass\n",
+        "tests/store/test_durable.py",
+    ),
+    Planted(
+        "a gc deletes for records that are not durable",
+        "casckpt/upkeep/gc/gc.py",
+        """        _settle_records(self.repo)
+        _delete(""",
+        "        _delete(",
+        "tests/upkeep/gc/test_gc.py",
+    ),
+    Planted(
+        "a gc undoes what somebody forgot by name",
+        "casckpt/upkeep/gc/retiring.py",
+        "partial(restore, as_read=True)",
+        "restore",
+        "tests/upkeep/gc/test_retiring.py",
+    ),
+    Planted(
+        "who thins undoes what somebody forgot by name",
+        "casckpt/upkeep/thinning.py",
+        "restore(repo, _replaced(before[commit.id], commit), as_read=True)",
+        "restore(repo, before[commit.id])",
+        "tests/upkeep/test_thinning.py",
+    ),
+    Planted(
+        "a tag that is not granted stays",
+        "casckpt/repository/tags.py",
+        """            take_back(repo, tag, found.tags.get(name))
+            raise
+    elif""",
+        """            raise
+    elif""",
+        "tests/repository/test_tags.py",
     ),
     Planted(
         "a signature of another checkpoint counts",

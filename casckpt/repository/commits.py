@@ -252,15 +252,18 @@ def forget(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Forgotten)
 
 
-def restore(repo: Repository, commit: Commit) -> Commit:
+def restore(repo: Repository, commit: Commit, *, as_read: bool = False) -> Commit:
     """Make a forgotten checkpoint visible again, or one that was replaced. A visible one is returned as it is.
 
-    Raises `Conflict` if it was purged, or if another checkpoint of its run and step is visible; `StorageError`.
+    ``as_read``: what took it away is the last record that ``commit`` knows, and nothing else is undone: for whoever
+    takes back what he did himself. Raises `Conflict` if it was purged, or if another checkpoint of its run and step is
+    visible; with ``as_read`` also if somebody has taken it away since; `StorageError`.
     """
     check_requirements(repo)
     found = list_commits(repo)
-    commit = found.commits.get(commit.txid, commit)
-    if commit.last in _AFTER["restored"]:
+    now = found.commits.get(commit.txid, commit)
+    commit = commit if as_read else now
+    if now.last in _AFTER["restored"]:
         place = (commit.run, commit.step)
         twin = next((other for other in found.current() if (other.run, other.step) == place), None)
         if twin is not None and not found.is_rewrite_of(twin, commit.txid):

@@ -293,8 +293,17 @@ class Repository:
             found = self._read_back(key)
             if found is None:
                 raise
+            if found == data:
+                self.settle(key)
             return found == data
         return True
+
+    def settle(self, key: str) -> None:
+        """Make the name of a record durable that is there, whoever put it: that put may not have come to its end.
+
+        Raises `StorageError`: then it may be gone after a loss of power.
+        """
+        self.storage.settle(key.rpartition("/")[0])
 
     def _read_back(self, key: str) -> bytes | None:
         try:

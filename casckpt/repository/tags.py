@@ -113,7 +113,11 @@ def set_tag(repo: Repository, name: str, commit: Commit) -> Tag:
         take_back(repo, tag, found.tags.get(name))
         raise Conflict(f"{commit} was purged just now: it cannot be tagged", checkpoints=(commit.id,))
     if not now.visible:
-        restore(repo, now)
+        try:
+            restore(repo, now)
+        except Conflict:  # its place was taken at this instant
+            take_back(repo, tag, found.tags.get(name))
+            raise
     elif now.txid != commit.txid and now.dropped not in (None, commit.dropped):
         with suppress(Conflict):  # it was purged: what is left is tagged
             restore(repo, commit)

@@ -129,9 +129,10 @@ class Transaction:
         return just_committed(record)
 
     def _committed(self, wanted: Committed) -> Committed:
-        """Read the record of the checkpoint, if it stands. Raises `Revoked` if another one does."""
+        """Read the record of the checkpoint, if it stands, and see that it stays. Raises `Revoked` if another does."""
         found = self._repo.get_record(commit_key(self.txid), FirstRecord)
         if isinstance(found, Committed) and found.manifest == wanted.manifest:
+            self._repo.settle(commit_key(self.txid))
             return found
         raise Revoked(f"transaction {self.txid} has ended otherwise; begin another one", key=commit_key(self.txid))
 

@@ -268,12 +268,18 @@ def _but_tagged(
     for commit in made:
         try:
             if commit.txid in found:
-                restore(repo, before[commit.id])
+                restore(repo, _replaced(before[commit.id], commit), as_read=True)
                 continue
-        except Conflict:  # purged by now: so the tag came later, and names what is thin
+        except Conflict:  # purged by now, so the tag came later, and names what is thin; or taken away by somebody
             pass
         left.append(commit)
     return left
+
+
+def _replaced(base: Commit, made: Commit) -> Commit:
+    """Return what ``made`` has replaced, as it was right behind that."""
+    _, number = made.replaces or (base.txid, base.number)
+    return replace(base, last="replaced", number=number, replaced=(number, made.txid))
 
 
 def _dropped(one: Thin, drop: Iterable[str]) -> Dropped:

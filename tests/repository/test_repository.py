@@ -169,6 +169,16 @@ def test_a_record_whose_answer_got_lost_is_ours(tmp_path: Path) -> None:
         repo.put_record(key, Forgotten(txid=commit.txid, time=4))
 
 
+def test_a_record_that_is_there_and_does_not_become_durable_is_an_error(tmp_path: Path) -> None:
+    repo = repository(tmp_path, FaultyStore(memory()))
+    commit = commit_bare(repo)
+    key = commit_key(commit.txid, 1)
+    repo.storage.inject(fail_after("put"))  # type: ignore[attr-defined]  # a FaultyStore
+    repo.storage.inject(fail_before("settle", key="commits"))  # type: ignore[attr-defined]  # a FaultyStore
+    with pytest.raises(StorageError):
+        repo.put_record(key, Forgotten(txid=commit.txid, time=3))
+
+
 def test_a_record_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     repo = repository(tmp_path, FaultyStore(memory()))
     commit = commit_bare(repo)

@@ -134,6 +134,24 @@ def test_what_is_purged_while_it_is_tagged_leaves_the_tag_as_it_was(
     assert named(repo) == ({"best": other.txid} if had_one else {})
 
 
+@pytest.mark.parametrize("had_one", [False, True])
+def test_what_is_overwritten_while_it_is_tagged_leaves_the_tag_as_it_was(
+    repo: Repository, faults: FaultyStore, had_one: bool
+) -> None:
+    commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
+    if had_one:
+        set_tag(repo, "best", other)
+
+    def overwrite() -> None:
+        forget(repo, commit)
+        commit_bare(repo, "a", 1)
+
+    faults.inject(call_first("put", meanwhile(overwrite), key="tags/*"))
+    with pytest.raises(Conflict, match="visible under the same run and step"):
+        set_tag(repo, "best", commit)
+    assert named(repo) == ({"best": other.txid} if had_one else {})
+
+
 def test_a_tag_whose_answer_got_lost_is_set(repo: Repository, faults: FaultyStore) -> None:
     commit = commit_bare(repo)
     faults.inject(fail_after("put", key="tags/*"))

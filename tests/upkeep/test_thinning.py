@@ -20,6 +20,7 @@ from casckpt.repository.tags import delete_tag, set_tag, tags, write_generation
 from casckpt.upkeep.copies import mirror
 from casckpt.upkeep.copies.mirror import Mirror
 from casckpt.upkeep.copies.mirrored import key_of_note, lag_of, needed_in_mirror
+from casckpt.upkeep.gc.forgetting import forget
 from casckpt.upkeep.repair.repair import repair
 from casckpt.upkeep.repair.verify import verify
 from casckpt.upkeep.thinning import execute, plan_thin, thin_alike, whole_of
@@ -217,6 +218,23 @@ def test_what_is_tagged_while_it_is_thinned_stays_whole(filled: Repository, faul
         collect(filled)
     check(filled)
     assert [one.dropped is None for one in list_commits(filled).visible()] == [True, False, True]
+
+
+def test_it_takes_back_what_it_did_and_not_what_somebody_did_since(filled: Repository, faults: FaultyStore) -> None:
+    """Before it restores what was tagged, who tags has done so, and somebody forgets it by name."""
+    whole = resolve(filled, "run@0")
+    tag_right_before(filled, faults, "a tag")
+
+    def restore_and_forget() -> None:
+        restore(filled, whole)
+        forget(filled, [resolve(filled, "run@0")])
+
+    def count_on(_: object) -> None:
+        faults.inject(call_first("list", meanwhile(restore_and_forget), key="commits/"))
+
+    faults.inject(call_first("list", count_on, key="tags/", at=2))
+    thin(filled, "run@0")
+    assert "run@0" not in {f"{one.run}@{one.step}" for one in list_commits(filled).visible()}
 
 
 def test_so_it_does_in_a_mirror_that_is_thinned_alike(filled: Repository, faults: FaultyStore, tmp_path: Path) -> None:

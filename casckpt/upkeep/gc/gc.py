@@ -31,6 +31,7 @@ from casckpt.parallel import in_parallel
 from casckpt.plan.progress import Progress, silent
 from casckpt.plan.retention import Policy
 from casckpt.repository import blobs
+from casckpt.repository.commits import PREFIX as COMMITS
 from casckpt.repository.commits import Commit, list_commits, list_names
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
@@ -278,6 +279,7 @@ class _Collection:
         spare_roots(self.repo, paused.candidates, commits)
         check_recorded(self.repo, paused.candidates.sizes, commits.commits)
         check_requirements(self.repo)
+        _settle_records(self.repo)
         _delete(self.repo, paused.candidates.sizes, self.progress)
         self.tally.deleted |= paused.candidates.sizes
         return True
@@ -293,6 +295,14 @@ def _candidates(repo: Repository, stock: Stock, as_purged: set[TxId]) -> Candida
         except Unreadable:
             continue
     raise Conflict("another gc purges checkpoints right now; try again when it is done")
+
+
+def _settle_records(repo: Repository) -> None:
+    """Make durable what others have put into commits/, and this gc has seen: they may have died before they did that.
+
+    Else power that is lost could take back a purge, and not what was deleted for it.
+    """
+    repo.storage.settle(COMMITS.rstrip("/"))
 
 
 def _delete(repo: Repository, sizes: Iterable[str], progress: Progress) -> None:
@@ -317,6 +327,7 @@ def _tidy(repo: Repository, tally: _Tally) -> None:
     held what was just deleted, or that no live checkpoint guards, as long as no open transaction has their name.
     """
     closed = list_names(repo)
+    _settle_records(repo)
     names = (parse_log(entry.key) for entry in repo.storage.list(TRANSACTIONS, known=parse_log))
     begun = {name[0] for name in names if name is not None}
     uploaders = {name.uploader for key in tally.deleted if (name := parse_object(key)) is not None}

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from casckpt.errors import Conflict, Damaged, Gone, Refused
 from casckpt.format import records
@@ -218,7 +219,7 @@ def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
     forgotten = _each_unless_changed(repo, forget, chosen)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
     tagged = _barred(repo, [*plan.purge, *forgotten])
-    _each_unless_changed(repo, restore, [commit for commit in forgotten if commit.txid in tagged])
+    _each_unless_changed(repo, partial(restore, as_read=True), [one for one in forgotten if one.txid in tagged])
     forgotten = [commit for commit in forgotten if commit.txid not in tagged]
     now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
     due = [now[commit.txid] for commit in plan.purge]

@@ -24,7 +24,7 @@ from casckpt.storage.local.newfile import Naming, temporary_name
 from casckpt.storage.local.store import LocalStore
 from casckpt.upkeep.gc.gc import GcResult, execute, plan_gc
 from casckpt.upkeep.gc.retiring import min_age_of
-from tests.support.faulty import FaultyStore, call_first
+from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.gcs import (
     LAST,
     begin_elsewhere,
@@ -125,6 +125,24 @@ def test_no_store_is_not_found(tmp_path: Path) -> None:
 def test_nonsense_is_refused(repo: Repository, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="makes no sense"):
         run_gc(repo, **options)
+
+
+def test_what_it_has_read_is_durable_before_it_deletes(tmp_path: Path) -> None:
+    """Whoever put a purge may have died before he made its name durable: power that is lost would take it back."""
+    faults = FaultyStore(memory())
+    repo = repository(tmp_path, faults)
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    faults.calls.clear()
+    run_gc(repo, LAST)
+    calls = [
+        call.method for call in faults.calls if (call.method, call.key) == ("settle", "commits") or is_change(call)
+    ]
+    assert calls[:2] == ["settle", "delete"]
+
+
+def is_change(call: Call) -> bool:
+    return call.method == "delete" and call.key.startswith("objects/")
 
 
 def test_progress_counts_every_deleted_object(repo: Repository) -> None:

@@ -291,6 +291,25 @@ def test_what_was_granted_while_a_gc_forgets_stays(repo: Repository, faults: Fau
     assert first(repo).visible
 
 
+def test_a_gc_takes_back_what_it_did_and_not_what_somebody_did_since(repo: Repository, faults: FaultyStore) -> None:
+    """Tagged when it has forgotten; before it restores that, who tags has done so, and somebody forgets it by name."""
+    commit, plan = first(repo), plan_gc(repo, LAST, min_age=0.0)
+
+    def tag_it(_: object) -> None:
+        if first(repo).last == "forgotten":  # by the gc, which lists tags now
+            faults.heal()
+            tags.write_generation(repo, "best", 0, commit)
+            faults.inject(call_first("list", meanwhile(restore_and_forget), key="commits/", at=2))
+
+    def restore_and_forget() -> None:
+        commits.restore(repo, first(repo))
+        forgetting.forget(repo, [first(repo)])
+
+    faults.inject(call_first("list", tag_it, key="tags/", times=9))
+    execute(repo, plan)
+    assert (first(repo).txid, first(repo).last, tags.tags(repo)) == (commit.txid, "forgotten", {})
+
+
 def test_what_is_set_while_a_gc_lists_tags_is_not_granted(repo: Repository, faults: FaultyStore) -> None:
     commit = first(repo)
     commits.forget(repo, commit)
