@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, with_table
+from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, soaked_on, with_table
 from casckpt.errors import StorageError
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.repositories import memory
@@ -29,7 +29,9 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "counts.json").write_text(
         json.dumps({"save": 1234, "seconds": 5400, "load": 2, "load under a lease": 3})
     )
-    first = with_table(EMPTY, figures(added("5 states of models\n"), [tmp_path]), "tools/evidence", "2026-01-01, abc")
+    soaks = {"soak in a bucket": "2025-12-31, 123 to 456"}
+    counted = figures(added("5 states of models\n"), [tmp_path])
+    first = with_table(EMPTY, counted, "tools/evidence", "2026-01-01, abc", soaks)
     page = with_table(first, figures(added("7 states of models\n")), "tools/evidence tests/model", "later, def")
     rows = [line.split(" | ") for line in page.partition(BEGIN)[2].partition(END)[0].splitlines()[2:]]
     told = {row[0].removeprefix("| "): (row[1], row[2], row[3]) for row in rows}
@@ -38,7 +40,7 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
         "`tools/evidence tests/model`",
         "later, def |",
     )
-    assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2026-01-01, abc |")
+    assert told["soak in a bucket: saves"] == ("1,234", "`tools/soak`", "2025-12-31, 123 to 456 |")
     assert told["soak in a bucket: hours"][0] == "1.50"
     assert told["planted bugs that the default run kills"][2] == "2026-01-01, abc |"  # nobody has planted them again
     (tmp_path / "store").mkdir()
@@ -49,6 +51,16 @@ def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:
     assert list(told) == [what for what in ROWS if what in told]
     assert page.startswith("before\n")
     assert page.endswith("after\n")
+
+
+def test_a_soak_says_of_which_commits_it_is(tmp_path: Path) -> None:
+    runs = [{"commit": "123", "time": 0}, {"commit": "456", "time": 86400}]
+    (tmp_path / "runs").write_text("".join(f"{json.dumps(one)}\n" for one in runs))
+    assert soaked_on(tmp_path) == "1970-01-02, 123 to 456"
+    (tmp_path / "runs").write_text(f"{json.dumps(runs[1])}\n" * 2)
+    assert soaked_on(tmp_path) == "1970-01-02, 456"
+    (tmp_path / "runs").write_text(f"{json.dumps({'commit': None, 'time': None})}\n{json.dumps(runs[1])}\n")
+    assert soaked_on(tmp_path) == "1970-01-02, earlier ones to 456"
 
 
 def test_the_page_has_its_table_and_the_planted_bugs() -> None:

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import _soak
+import casckpt
+from casckpt.errors import Revoked
+from casckpt.repository.tags import tags
+from casckpt.repository.transactions import Transaction, begin
+from casckpt.store.store import Store
+from casckpt.upkeep.copies.copying import CopyResult
+from casckpt.upkeep.gc import retiring
+from soaking import cli, looks, workers
+from soaking.books import RUNS, Books, Wrong, state
+from soaking.growth import growth
+from soaking.master import Soak
+from soaking.workers import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
-SOAK = (sys.executable, ROOT / "tools" / "_soak.py")
+SOAK = (sys.executable, "-m", "soaking")
+ENVIRON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
 
 
-def soak(hours: float, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [*map(str, (*SOAK, hours, *arguments))]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True, timeout=250
-    )
+def soak(hours: float, *arguments: object, program: Sequence[str] = SOAK) -> subprocess.CompletedProcess[str]:
+    command = [*map(str, (*program, hours, *arguments))]
+    return subprocess.run(command, env=os.environ | ENVIRON, check=False, capture_output=True, text=True, timeout=250)
 
 
 def counts(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -48,15 +61,15 @@ def test_a_minute_and_another_one_that_goes_on(tmp_path: Path, seed: int) -> Non
 
 @pytest.mark.parametrize("what", ["rss", "files", "threads", "nothing"])
 def test_who_holds_more_and_more_is_told(tmp_path: Path, what: str) -> None:
-    books = _soak.Books(tmp_path)
+    books = Books(tmp_path)
     for number in range(60):
         held = {"rss": 300 << 20, "files": 20, "threads": 6}
         held |= {what: held[what] + number * (2 << 20 if what == "rss" else 1)} if what in held else {}
-        books.note("samples.live.7", **held)
+        books.note("samples.live.7.1000", **held)
+        books.note("samples.live.7.999", rss=number << 30, files=number, threads=number)  # of an earlier run
     for number in range(9):  # too few to say anything
-        books.note("samples.follow.8", rss=number << 30, files=number, threads=number)
-    asked = _soak.arguments(["1", "--folder", str(tmp_path)])
-    sampled, grown = _soak.Soak(asked, tmp_path, random.Random(1)).growth()
+        books.note("samples.follow.8.1000", rss=number << 30, files=number, threads=number)
+    sampled, grown = growth(books, 1000)
     assert sampled == 60
     assert [one.split(":")[1].split()[0] for one in grown] == ([what] if what != "nothing" else [])
 
@@ -65,9 +78,8 @@ def test_who_holds_more_and_more_is_told(tmp_path: Path, what: str) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda one: one.name)
 def test_a_signal_ends_it_with_all_that_was_counted(tmp_path: Path, signum: signal.Signals) -> None:
     command = [*map(str, SOAK), "1", "--folder", str(tmp_path)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=os.environ | ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as running:
         while not (tmp_path / "ledger").exists():  # a save has returned
             assert running.poll() is None
@@ -91,3 +103,164 @@ def test_a_flipped_byte_ends_it(tmp_path: Path) -> None:
     done = soak(60 / 3600, "--folder", tmp_path)
     assert done.returncode != 0
     assert "damaged" in done.stderr
+    assert "damaged" in (tmp_path / "failures").read_text()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    here, there = (casckpt.open(tmp_path / name, cache_dir=tmp_path / "cache") for name in ("store", "copy"))
+    made = Worker(here, there, Books(tmp_path), random.Random(1))
+    looks.make(made)
+    return made
+
+
+def counted(worker: Worker) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for one in worker.books.lines(f"counts.{os.getpid()}"):
+        found[one["did"]] += one["times"]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::casckpt.errors.ForgottenWarning")
+def test_what_a_gc_takes_from_under_a_lease_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(3):
+        assert workers.save(worker, RUNS[0])
+    oldest = worker.store.get(f"{RUNS[0]}@0")
+    monkeypatch.setattr(worker, "wait", lambda most: workers.overtake(worker))
+    workers.load_under_lease(worker, oldest)
+    assert counted(worker)["forgotten under a lease"] == counted(worker)["load under a lease"] == 1
+    worker.store.restore(oldest)
+    without_end = {name: tag for name, tag in tags(worker.store.repository).items() if tag.expires is None}
+    monkeypatch.setattr(retiring, "tags", lambda repo, **more: without_end)
+    with pytest.raises(Wrong, match=r"alpha@0.* is gone, under a lease"):
+        workers.load_under_lease(worker, oldest)
+
+
+def test_a_lease_of_what_is_gone_by_then_is_none(worker: Worker) -> None:
+    workers.save(worker, RUNS[0])
+    gone = worker.store.get(f"{RUNS[0]}@0")
+    worker.store.forget(gone)
+    workers.load_under_lease(worker, gone)
+    assert counted(worker)["lease of what was gone"] == 1
+
+
+def test_a_copy_that_copies_nothing_is_noticed(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(6):
+        workers.save(worker, RUNS[0])
+        worker.store.copy_to(worker.copy)
+        worker.copy.gc(keep_last=4, min_age=0)
+    looks.look(worker)
+    assert len(worker.copy.checkpoints()) == 6  # those that it had rotated out were named
+    workers.save(worker, RUNS[0])
+    monkeypatch.setattr(Store, "copy_to", lambda *given, **more: CopyResult())
+    with pytest.raises(Wrong, match=r"not there after a copy: .*alpha@6"):
+        looks.look(worker)
+
+
+def test_a_gc_that_keeps_one_too_few_is_noticed(worker: Worker) -> None:
+    for _ in range(3):
+        workers.save(worker, RUNS[1])
+    worker.store.gc(keep_last=2, min_age=0)
+    looks.look(worker)
+    worker.store.gc(keep_last=1, min_age=0)
+    with pytest.raises(Wrong, match=r"beta/lora@1 was saved, and is not there: \[2\]"):
+        looks.look(worker)
+
+
+def test_what_was_saved_may_go_where_newer_ones_were_never_noted(worker: Worker) -> None:
+    workers.save(worker, RUNS[0])
+    for step in (1, 2):  # both killed before they could note it
+        worker.store.save(state(RUNS[0], step), run=RUNS[0], step=step)
+    worker.store.gc(keep_last=2, min_age=0)
+    looks.look(worker)
+
+
+def test_a_save_that_was_given_up_on_is_counted_and_leaves_nothing(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Store.save
+    commit = Transaction.commit
+
+    def overtaken(self: Transaction, *given: Any, **more: Any) -> Any:
+        workers.overtake(worker)
+        return commit(self, *given, **more)
+
+    logger = logging.getLogger(workers.TELLS_OF_REVOKED)
+    monkeypatch.setattr(logger, "handlers", [workers.BegunAnew(worker)])
+    for drawn in (0.1, 0.9):  # save_async, and save
+        monkeypatch.setattr(worker.random, "random", lambda drawn=drawn: drawn)
+        monkeypatch.setattr(Transaction, "commit", overtaken)
+        assert not workers.save(worker, RUNS[0])
+        monkeypatch.setattr(Transaction, "commit", commit)
+    assert counted(worker)["save revoked"] == 2
+    assert counted(worker)["save given up on, and begun anew"] == 2
+    assert counted(worker)["transactions revoked by gc"] == 4
+    assert workers.save(worker, RUNS[0])
+
+    def lies(store: Store, *given: Any, **more: Any) -> None:
+        real(store, *given, **more)
+        raise Revoked("of it nothing is visible")
+
+    monkeypatch.setattr(Store, "save", lies)
+    with pytest.raises(Wrong, match="alpha@1 was revoked, and is there"):
+        workers.save(worker, RUNS[0])
+
+
+def test_a_gc_tells_what_it_deleted_and_whether_it_came_to_its_end(worker: Worker) -> None:
+    for _ in range(4):
+        workers.save(worker, RUNS[0])
+    in_the_way = begin(worker.store.repository, RUNS[1], 0)
+    worker.collect(worker.store, keep_last=2, min_age=0, wait=0)
+    waited = worker.warm
+    assert "blobs deleted by gc" not in counted(worker)
+    worker.store.revoke(in_the_way.txid)
+    worker.collect(worker.store, keep_last=2, min_age=0, wait=0)
+    assert (waited, worker.warm) == (False, True)
+    assert counted(worker)["blobs deleted by gc"] > 1
+
+
+PLANTED = """
+import os, signal, sys
+from soaking import cli, workers
+def dies(worker):
+    os.kill(os.getpid(), signal.{signal})
+workers.ROLES["{role}"] = dies
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("role", "name"), [("read", "SIGSEGV"), ("live", "SIGKILL")])
+def test_who_dies_by_a_signal_that_the_soak_did_not_send_ends_it(tmp_path: Path, role: str, name: str) -> None:
+    program = [sys.executable, "-c", PLANTED.format(role=role, signal=name)]
+    done = soak(60 / 3600, "--folder", tmp_path, "--every", 0.1, "--pause", 3, "--seed", 1, program=program)
+    assert done.returncode == 1
+    (told,) = Books(tmp_path).lines("failures")
+    assert f"{role}, pid " in told["text"]
+    assert f"ended by itself: {name}" in told["text"]
+
+
+def master(folder: Path) -> Soak:
+    return Soak(cli.arguments(["1", "--folder", str(folder)]), folder, random.Random(1))
+
+
+def test_counts_are_added_up_in_the_middle_too(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text('{"save": 5, "seconds": 60}')
+    soaked = master(tmp_path)
+    soaked.gathered -= 7.9
+    for _ in range(2):
+        soaked.books.note("counts.77", did="save", times=1)
+        soaked.books.note("counts.78", did="blobs deleted by gc", times=20)
+        soaked.books.note("counts.78", did="save")  # of a version that counted by lines alone
+        soaked._gather()
+    assert json.loads((tmp_path / "counts.json").read_text()) == {"save": 9, "seconds": 67, "blobs deleted by gc": 40}
+
+
+@pytest.mark.process
+def test_a_run_says_of_which_commit_it_is(tmp_path: Path) -> None:
+    (tmp_path / "counts.json").write_text('{"save": 5}')
+    for _ in range(2):
+        master(tmp_path)._note_run()
+    before, *those = Books(tmp_path).lines("runs")
+    assert before["commit"] is None  # there was no such book then
+    assert len({one["commit"] for one in those}) == 1
+    assert len(those) == 2

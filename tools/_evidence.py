@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, TESTING = ROOT / "docs" / "reliability.md", ROOT / "docs" / "testing.md"
@@ -45,7 +46,8 @@ ROWS = {
     "planted bugs that the default run kills": "planted",
 }
 """What a line of the table says, and how what it counts begins in the tally."""
-SOAKED = ("hours", "saves", "loads, each compared", "updates, each compared", "gcs", "processes killed",
+SOAKED = ("hours", "saves", "saves given up on by a gc", "loads, each compared", "of these under a lease",
+          "updates, each compared", "gcs", "blobs deleted by them", "processes killed",
           "processes stopped, and continued")  # fmt: skip
 _SOAKS = [f"soak in {where}: {what}" for where in ("a folder", "a bucket") for what in SOAKED]
 ROWS |= dict(zip(_SOAKS, _SOAKS, strict=True))
@@ -76,10 +78,26 @@ def soaked(folder: Path) -> dict[str, str]:
         sys.exit(f"{folder / 'failures'} tells of invariants that did not hold: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
     loads = counts["load"] + counts["load under a lease"]
-    told = [counts["save"], loads, counts["update"], counts["gc"], counts["killed"], counts["stopped"]]
-    where = "a folder" if (folder / "store").is_dir() else "a bucket"
+    given_up = counts["save given up on, and begun anew"] + counts["save revoked"]
+    told = [
+        counts["save"], given_up, loads, counts["load under a lease"], counts["update"], counts["gc"],
+        counts["blobs deleted by gc"], counts["killed"], counts["stopped"],
+    ]  # fmt: skip
     found = [f"{counts['seconds'] / 3600:.2f}", *(f"{count:,}" for count in told)]
-    return {f"soak in {where}: {what}": figure for what, figure in zip(SOAKED, found, strict=True)}
+    return {f"{_soak_in(folder)}: {what}": figure for what, figure in zip(SOAKED, found, strict=True)}
+
+
+def soaked_on(folder: Path) -> str:
+    """Of which commits its runs were, the first to the last; nobody knows of those before there was a book of them."""
+    runs = [json.loads(line) for line in (folder / "runs").read_text().splitlines()]
+    first, last = (one["commit"] or "earlier ones" for one in (runs[0], runs[-1]))
+    return (
+        f"{datetime.fromtimestamp(runs[-1]['time'], UTC):%Y-%m-%d}, {first if first == last else f'{first} to {last}'}"
+    )
+
+
+def _soak_in(folder: Path) -> str:
+    return f"soak in {'a folder' if (folder / 'store').is_dir() else 'a bucket'}"
 
 
 def planted() -> str:
@@ -97,8 +115,10 @@ def figures(counted: Mapping[str, int], soaks: Sequence[Path] = ()) -> dict[str,
     return found
 
 
-def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> str:
-    """The page with these figures instead of those it had; others stay."""
+def with_table(
+    page: str, new: Mapping[str, str], command: str, when: str, soaks: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The page with these figures instead of those it had; others stay. ``soaks``: of which commits each of them is."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     held = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()[2:]}
@@ -107,7 +127,8 @@ def with_table(page: str, new: Mapping[str, str], command: str, when: str) -> st
         had = held.get(what, "").split(" | ")[1:2]
         stands = counts == "planted" and had == [new.get(counts)]  # nobody has counted again
         if counts in new and not stands:
-            held[what] = f"| {what} | {new[counts]} | `{by}` | {when} |"
+            on = soaks.get(counts.partition(":")[0], when)
+            held[what] = f"| {what} | {new[counts]} | `{by}` | {on} |"
     lines = ["| evidence | count | command | when |", "|---|---|---|---|"]
     table = "\n".join([*lines, *(held[what] for what in ROWS if what in held)])
     return f"{before}{BEGIN}{table}\n{END}{after}"
@@ -123,7 +144,8 @@ def main() -> None:
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
     when = f"{datetime.now(UTC):%Y-%m-%d}, {commit}"
     command = shlex.join(["tools/evidence", *arguments])
-    PAGE.write_text(with_table(PAGE.read_text(), figures(counted, asked.soak), command, when))
+    soaks = {_soak_in(folder): soaked_on(folder) for folder in asked.soak}
+    PAGE.write_text(with_table(PAGE.read_text(), figures(counted, asked.soak), command, when, soaks))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""A pause: with nobody at work, the store is as it should be, and so is its copy."""
+
+from __future__ import annotations
+
+import casckpt
+from casckpt.format.keys import blob_key, manifest_key
+from casckpt.repository import manifests
+from casckpt.repository.commits import list_commits
+from casckpt.store.store import Store
+from soaking.books import CELL, KEPT, Wrong
+from soaking.workers import Worker
+
+
+def make(worker: Worker) -> None:
+    """Make both stores, of small cells and blobs."""
+    for store in (worker.store, worker.copy):
+        store.create(cell_bytes=CELL, blob_bytes=16 * CELL)
+
+
+def look(worker: Worker) -> None:
+    """End what is open, and look at all that is there."""
+    for save_in_progress in worker.store.transactions():
+        worker.store.revoke(save_in_progress.txid)
+    for name in worker.store.tags():
+        worker.store.untag(name)  # leases of killed readers end by themselves; nobody reads now
+    for store in (worker.store, worker.copy):
+        store.gc(min_age=0, wait="5s", revoke_after=0)
+    _check_copy(worker)
+    for store in (worker.store, worker.copy):
+        found = store.verify(decode=True)
+        if found.is_damaged or found.failed:
+            raise Wrong(f"verify in a pause: {found}")
+        for one in store.checkpoints():
+            worker.check(one, store.read(one, keys=None if one.dropped is None else ["model.*", "step"]))
+        _check_objects(store)
+    _check_saved(worker)
+    worker.did("pause", checkpoints=len(worker.store.checkpoints()))
+
+
+def _check_copy(worker: Worker) -> None:
+    """Copy once more: the newest of each run are there then, and the others, too, if one names them."""
+    here = worker.store.checkpoints()
+    worker.store.copy_to(worker.copy)
+    there = {one.id for one in worker.copy.checkpoints()}
+    newest = [one for run in worker.store.runs() for one in worker.store.checkpoints(run)[-KEPT:]]
+    _check_ids(worker.copy, newest, there)
+    rotated = [one for one in here if one.id not in there]
+    if rotated:
+        worker.store.copy_to(worker.copy, *rotated)
+        _check_ids(worker.copy, here, {one.id for one in worker.copy.checkpoints()})
+
+
+def _check_ids(copied: Store, wanted: list[casckpt.Checkpoint], there: set[str]) -> None:
+    lacking = [str(one) for one in wanted if one.id not in there]
+    if lacking:
+        raise Wrong(f"{copied.url}: not there after a copy: {', '.join(lacking)}")
+
+
+def _check_saved(worker: Worker) -> None:
+    """Of those whose save has returned the newest are there, but where newer ones are, whose save was killed late."""
+    for run, steps in worker.books.newest().items():
+        there = {one.step for one in worker.store.checkpoints(run)}
+        for step in steps:
+            if step not in there and sum(one > step for one in there) < KEPT:
+                raise Wrong(f"{run}@{step} was saved, and is not there: {sorted(there)}")
+
+
+def _check_objects(store: Store) -> None:
+    repo, named = store.repository, set[str]()
+    for one in list_commits(repo).live():
+        named.add(manifest_key(one.txid, one.id))
+        named.update(blob_key(uploader, blob) for uploader, blob, _ in manifests.blobs_of(repo, one))
+    there = {entry.key for entry in repo.storage.list("objects/")}
+    if there != named:
+        raise Wrong(f"{store.url}: needed and gone {named - there}, there and not needed {there - named}")

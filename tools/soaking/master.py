@@ -1,0 +1,287 @@
+"""The process that starts all others, kills, stops, waits and adds up."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import casckpt
+from casckpt.errors import StorageError
+from soaking.books import Books, Wrong
+from soaking.growth import growth, held
+from soaking.looks import look, make
+from soaking.workers import LASTING, REVOCABLE, ROLES, TELLS_OF_REVOKED, BegunAnew, Worker, overtake
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENDS = (signal.SIGINT, signal.SIGTERM)
+WRONG = 3
+ONCE: dict[str, Callable[[Worker], object]] = {"make": make, "pause": look, "overtake": overtake}
+SAMPLE_EVERY = 2.0  # seconds
+REST = 300.0  # seconds, at most, until those that are not killed have ended their round
+LOOK = 3600.0  # seconds, at most, of a pause
+OVERTAKEN = 10.0  # seconds, at most, for which one is stopped until a gc has given up on it
+
+
+class Ended(Exception):
+    """Somebody ends the soak, by a signal."""
+
+
+def _end(signum: int, frame: object) -> NoReturn:
+    raise Ended
+
+
+@dataclass
+class Soak:
+    """One run of all."""
+
+    asked: argparse.Namespace
+    folder: Path
+    random: random.Random
+
+    def __post_init__(self) -> None:
+        self.books = Books(self.folder)
+        self.counts: Counter[str] = Counter(self._earlier())
+        self.children: dict[int, str] = {}
+        self.killed: set[int] = set()
+        self.began, self.gathered = time.time_ns() // 10**9, time.monotonic()
+
+    def _earlier(self) -> dict[str, int]:
+        path = self.folder / "counts.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def run(self) -> int:
+        """Go on for as long as asked; the exit status."""
+        for left in (self._rests(), *self.folder.glob("rests.*")):
+            left.unlink(missing_ok=True)
+        self._note_run()
+        for one in ENDS:  # whatever they were: who runs this behind a shell's & ignores SIGINT
+            signal.signal(one, _end)
+        good = self._holds(self._rounds)
+        for one in ENDS:
+            signal.signal(one, signal.SIG_IGN)
+        good &= self._holds(self._end_all)
+        self._gather()
+        sampled, grown = growth(self.books, self.began)
+        for text in grown:
+            self._fail(text)
+        print(json.dumps(dict(sorted(self.counts.items())) | {"sampled": sampled, "grown": grown}, indent=2))
+        return 0 if good and not grown else 1
+
+    def _note_run(self) -> None:
+        """Of which commit this is; of runs before there was such a book nobody knows."""
+        if self.counts and not (self.folder / "runs").exists():
+            self.books.note("runs", commit=None, time=None)
+        told = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        found = subprocess.run(told, cwd=ROOT, check=False, capture_output=True, text=True)
+        self.books.note("runs", commit=found.stdout.strip() or None, time=self.began)
+
+    def _holds(self, what: Callable[[], None]) -> bool:
+        """Whether all goes well; what does not is written down."""
+        try:
+            what()
+        except Ended:
+            pass
+        except Exception:  # noqa: BLE001 - whatever it is, it is a finding
+            self._fail(traceback.format_exc())
+            return False
+        return True
+
+    def _fail(self, text: str, role: str = "soak") -> None:
+        self.books.note("failures", role=role, pid=os.getpid(), time=time.time(), text=text)
+        print(text, file=sys.stderr)
+
+    def _rounds(self) -> None:
+        ends = time.monotonic() + 3600 * self.asked.hours
+        self._once("make")
+        while time.monotonic() < ends:
+            self._at_work(min(ends, time.monotonic() + self.asked.pause))
+            self._pause()
+
+    def _at_work(self, until: float) -> None:
+        """All workers, of which one is killed or stopped now and then."""
+        self._rests().unlink(missing_ok=True)
+        calm = until - self.asked.pause / 3
+        for role in [role for role in ROLES if role not in self.children.values()]:
+            self._start(role)
+        while time.monotonic() < until:
+            time.sleep(self.random.uniform(0.2, 2) * self.asked.every)
+            if time.monotonic() < calm:
+                self._hit()
+            while found := self._ended():
+                if (role := self._judged(*found)) in ROLES:
+                    self._start(role)
+
+    def _pause(self) -> None:
+        """Nobody is at work: those that last rest, the others are killed."""
+        self._end_all(but=LASTING)
+        self._rests().touch()
+        late = time.monotonic() + REST
+        while not all(self._rests(pid).exists() for pid in self.children):
+            if found := self._ended():
+                raise Wrong(f"{self._judged(*found)} ended, and is never killed")
+            if time.monotonic() > late:
+                raise Wrong(f"no end of a round in {REST} s: {self.children}")
+            time.sleep(0.05)
+        self._once("pause")
+        self._gather()
+
+    def _rests(self, pid: int | None = None) -> Path:
+        """There while all should rest; of one worker: while it does."""
+        return self.folder / ("rest" if pid is None else f"rests.{pid}")
+
+    def _hit(self) -> None:
+        """Kill one, or stop it for a while: some of those that save or copy until a gc has given up on them."""
+        drawn = self.random.random()
+        chosen = REVOCABLE if drawn < 0.1 else ROLES.keys() - LASTING
+        pid = self.random.choice([pid for pid, role in self.children.items() if role in chosen])
+        if drawn > 0.25:
+            self.killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+            self.counts["killed"] += 1
+            self.counts[f"killed: {self.children[pid]}"] += 1
+            time.sleep(0.05)
+            return
+        os.kill(pid, signal.SIGSTOP)
+        if drawn < 0.1:
+            self._wait(self._start("overtake"), OVERTAKEN)
+            self.counts["overtaken"] += 1
+        else:
+            time.sleep(self.random.uniform(0, 1))
+        os.kill(pid, signal.SIGCONT)
+        self.counts["stopped"] += 1
+
+    def _ended(self) -> tuple[int, int] | None:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        return (pid, status) if pid else None
+
+    def _judged(self, pid: int, status: int) -> str:
+        """The role of one that has ended. Raises Wrong if nobody here has ended it, and it had not done all."""
+        role, how = self.children.pop(pid), os.waitstatus_to_exitcode(status)
+        was_killed = pid in self.killed
+        self.killed.discard(pid)
+        if how == 0 or (was_killed and how == -signal.SIGKILL):
+            return role
+        told = f"exit status {how}" if how > 0 else signal.Signals(-how).name
+        raise Wrong(f"{role}, pid {pid}, ended by itself: {told}")
+
+    def _once(self, role: str) -> None:
+        """Let one process do this, and wait for it."""
+        if not self._wait(self._start(role), LOOK):
+            raise Wrong(f"no end of {role!r} in {LOOK} s")
+
+    def _wait(self, pid: int, seconds: float) -> bool:
+        """Wait for one that ends by itself, but not longer than that. Whether it has ended."""
+        late = time.monotonic() + seconds
+        while time.monotonic() < late:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._judged(pid, status)
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _start(self, role: str) -> int:
+        seed = self.random.randrange(1 << 62)
+        child = os.fork()
+        if child == 0:
+            self._work(role, seed)
+        self.children[child] = role
+        return child
+
+    def _work(self, role: str, seed: int) -> NoReturn:
+        """In a child: rounds until somebody kills it, or a single one."""
+        status = 0
+        try:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # with its parent
+            for one in ENDS:
+                signal.signal(one, signal.SIG_IGN)  # a Ctrl-C is for the parent, who ends this
+            os.nice(self.asked.nice)
+            worker = self._worker(seed)
+            logging.getLogger(TELLS_OF_REVOKED).addHandler(BegunAnew(worker))
+            if role in ONCE:
+                ONCE[role](worker)
+            else:
+                self._go_on(role, worker)
+        except Ended:  # told to the whole group, before this one ignored it
+            pass
+        except BaseException:  # noqa: BLE001 - whatever it is, it is a finding
+            self._fail(traceback.format_exc(), role)
+            status = WRONG
+        os._exit(status)
+
+    def _go_on(self, role: str, worker: Worker) -> NoReturn:
+        sampled = 0.0
+        while True:
+            try:
+                ROLES[role](worker)
+            except StorageError as error:
+                worker.did("storage error", text=str(error)[:200])
+                time.sleep(1)
+            if role in LASTING:
+                self._rest()
+            if role in LASTING and worker.warm and time.monotonic() > sampled + SAMPLE_EVERY:
+                sampled = time.monotonic()
+                self.books.note(f"samples.{role}.{os.getpid()}.{self.began}", **held())
+            worker.wait(self.asked.idle)
+
+    def _rest(self) -> None:
+        """In a child: as long as all should."""
+        mine = self._rests(os.getpid())
+        while self._rests().exists():
+            mine.touch()
+            time.sleep(0.05)
+        mine.unlink(missing_ok=True)
+
+    def _worker(self, seed: int) -> Worker:
+        options = dict(one.split("=", 1) for one in self.asked.storage_option)
+        cache = self.folder / "caches" / str(seed % 3)
+        here, there = (
+            casckpt.open(f"{self.asked.storage}/{name}", storage_options=options, cache_dir=cache, cache_bytes=0)
+            for name in ("store", "copy")
+        )
+        return Worker(here, there, self.books, random.Random(seed))  # noqa: S311
+
+    def _end_all(self, but: frozenset[str] = frozenset()) -> None:
+        """Kill all. Raises Wrong if one had ended by itself."""
+        wrong = []
+        for pid in [pid for pid, role in self.children.items() if role not in but]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                self.killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+            try:
+                self._judged(pid, status)
+            except Wrong as error:
+                wrong.append(error)
+            self._rests(pid).unlink(missing_ok=True)
+        if wrong:
+            raise wrong[0]
+
+    def _gather(self) -> None:
+        """Take what workers counted into the sums of all runs; with nobody at work."""
+        now = time.monotonic()
+        seconds = int(now - self.gathered)
+        self.gathered += seconds
+        self.counts["seconds"] += seconds
+        for path in self.folder.glob("counts.[0-9]*"):
+            for one in self.books.lines(path.name):
+                self.counts[one["did"]] += one.get("times", 1)
+            path.unlink()
+        temporary = self.folder / "counts.new"
+        temporary.write_text(json.dumps(self.counts))
+        temporary.replace(self.folder / "counts.json")

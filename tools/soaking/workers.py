@@ -1,0 +1,280 @@
+"""What the workers do: each call is one round."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from casckpt.checkpoint.saving.options import SaveArguments
+from casckpt.errors import Conflict, Gone, MissingKey, NotFound, Revoked, StorageError
+from casckpt.store.store import Store
+from soaking.books import KEPT, LONG, RUNS, Books, Wrong, same, state
+
+TAG = "soak"
+TELLS_OF_REVOKED = "casckpt.checkpoint.saving.save"
+COMPRESS: tuple[Literal["off", "auto", "always"], ...] = ("off", "auto", "always")
+HELD = 1.0  # seconds at most, between a lease and the load under it
+UNDONE = 5  # times that a gc may forget what is tagged, and be killed, while one looks
+
+
+@dataclass
+class Worker:
+    """What every worker has.
+
+    ``copy``: the other store. ``rounds``: that `live` has made. ``warm``: it has done once all that it does; until then
+    what it needs for that is no growth.
+    """
+
+    store: Store
+    copy: Store
+    books: Books
+    random: random.Random
+    rounds: int = 0
+    warm: bool = False
+
+    def did(self, what: str, times: int = 1, **more: Any) -> None:
+        """Count something."""
+        if times:
+            self.books.note(f"counts.{os.getpid()}", did=what, times=times, **more)
+
+    def wait(self, most: float) -> None:
+        """Let others go on for a moment."""
+        time.sleep(self.random.uniform(0, most))
+
+    def check(self, ref: Any, found: Mapping[str, Any]) -> None:
+        """Compare a checkpoint with what its run and step say."""
+        wanted = {key: value for key, value in state(ref.run, ref.step).items() if key in found}
+        if not same(found, wanted) or not {"model", "step"} <= set(found):
+            raise Wrong(f"{ref} is not what was saved")
+
+    def load(self, ref: Any) -> None:
+        """Load and compare it; of one that is thin, or is thinned just now, what it has."""
+        try:
+            self.check(ref, self.store.read(ref))
+        except MissingKey:
+            self.check(ref, self.store.read(ref, keys=["model.*", "step"]))
+
+    def read_or_gone(self, ref: Any) -> bool:
+        """Load what may be purged, or thinned, meanwhile."""
+        try:
+            self.load(ref)
+        except (NotFound, MissingKey):
+            return False
+        return True
+
+    def collect(self, store: Store, **policy: Any) -> None:
+        """Forget by a rule, and delete; count what came of it."""
+        try:
+            result = store.gc(**policy)
+        except Conflict:
+            self.did("gc in the way of others")
+            return
+        self.did("gc")
+        self.did("blobs deleted by gc", result.deleted_blobs)
+        self.did("transactions revoked by gc", len(result.revoked))
+        self.warm |= not any(one.reason == "transaction" for one in result.waiting)
+
+
+class BegunAnew(logging.Handler):
+    """Counts saves of which a gc revoked the first attempt: they only say so in the log."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.worker = worker
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count one."""
+        if "saving again" in record.getMessage():
+            self.worker.did("save given up on, and begun anew")
+
+
+def save(worker: Worker, run: str) -> bool:
+    """Save the next step, in one of several ways. Whether it is there: a gc may give up on it twice."""
+    try:
+        step = worker.store.get(f"{run}@latest").step + 1
+    except NotFound:
+        step = 0
+    told = max(worker.books.newest().get(run, [-1]))
+    if step <= told:
+        raise Wrong(f"{run}@{told} was saved, and the latest is {step - 1}")
+    how = SaveArguments(compress=worker.random.choice(COMPRESS), metrics={"loss": 1 / (step + 1)})
+    try:
+        if worker.random.random() < 0.3:
+            worker.store.save_async(state(run, step), run=run, step=step, **how).result()
+        else:
+            worker.store.save(state(run, step), run=run, step=step, **how)
+    except Revoked:
+        if any(one.step == step for one in worker.store.checkpoints(run)):
+            raise Wrong(f"{run}@{step} was revoked, and is there") from None
+        worker.did("save revoked")
+        return False
+    worker.books.note("ledger", run=run, step=step)
+    worker.did("save")
+    return True
+
+
+def read(worker: Worker) -> None:
+    """Load anything: under a lease it must go well."""
+    there = worker.store.checkpoints()
+    if not there:
+        return
+    chosen = worker.random.choice(there)
+    if worker.random.random() < 0.5:
+        worker.did("load" if worker.read_or_gone(chosen) else "load of what was gone")
+        return
+    load_under_lease(worker, chosen)
+
+
+def load_under_lease(worker: Worker, chosen: Any) -> None:
+    """Hold it for a moment, in which others forget and collect, and load it then."""
+    with ExitStack() as held:
+        try:
+            ref = held.enter_context(worker.store.lease(chosen, expires="10m"))
+        except (NotFound, Conflict):
+            worker.did("lease of what was gone")
+            return
+        _forget_old(worker, ref)
+        worker.wait(HELD)
+        try:
+            worker.load(ref)
+        except NotFound as error:
+            raise Wrong(f"{ref} is gone, under a lease: {error}") from error
+        worker.did("load under a lease")
+
+
+def _forget_old(worker: Worker, ref: Any) -> None:
+    """Forget it while one holds it, so that nothing but the lease keeps it; of a run in which nobody tags."""
+    newer = [one for one in worker.store.checkpoints(RUNS[0]) if one.step > ref.step]
+    if ref.run == RUNS[0] and len(newer) >= KEPT:
+        with suppress(NotFound, Conflict):
+            worker.store.forget(ref, tagged=True)
+            worker.did("forgotten under a lease")
+
+
+def follow(worker: Worker) -> None:
+    """Watch a run for a while, and update one state from version to version. It is never killed."""
+    run, held, loaded = worker.random.choice(RUNS), None, None
+    for told in worker.store.watch(run, latest_only=True, timeout="5s", poll="0.1s"):
+        ref = told.checkpoint
+        loaded = state(run, 0) if loaded is None else loaded
+        try:
+            held = worker.store.update(loaded, ref, held=held)
+        except (NotFound, MissingKey):
+            held = loaded = None
+            worker.did("update to what was gone")
+            continue
+        worker.check(ref, loaded)
+        worker.did("update")
+        worker.warm = True
+        if worker.random.random() < 0.05:
+            return
+
+
+def live(worker: Worker) -> None:
+    """Save, load under a lease, look, verify and collect in one process, which is never killed.
+
+    It collects until a gc comes to its end, too: it needs the most memory for that, and that is no growth.
+    """
+    if save(worker, LONG):
+        newest = worker.store.get(f"{LONG}@latest")
+        worker.store.diff(newest, newest)
+    if there := worker.store.checkpoints():
+        load_under_lease(worker, worker.random.choice(there))
+    worker.store.stats()
+    worker.store.verify(mode="exists")
+    if not worker.warm or worker.rounds % 20 == 0:
+        worker.collect(worker.store, keep_last=3, min_age=0, wait="5s")
+    worker.rounds += 1
+    worker.did("round of one process")
+
+
+def collect(worker: Worker) -> None:
+    """Forget by a rule, and delete."""
+    keep, age = worker.random.choice([KEPT, 3, 5]), worker.random.choice(["0s", "1s"])
+    worker.collect(worker.store, keep_last=keep, min_age=age, wait="2s")
+
+
+def overtake(worker: Worker) -> None:
+    """Delete at once, and give up on all who save or copy: while one of them is stopped."""
+    for store in (worker.store, worker.copy):
+        with suppress(StorageError):  # who only collects counts those
+            worker.collect(store, min_age=0, wait="2s", revoke_after=0)
+
+
+def thin(worker: Worker) -> None:
+    """Leave optimizers out."""
+    try:
+        worker.store.thin(drop="optim.*", keep_last=KEPT)
+    except (Conflict, NotFound, MissingKey):
+        worker.did("thin of what was gone")
+    else:
+        worker.did("thin")
+    time.sleep(2)
+
+
+def tag(worker: Worker) -> None:
+    """Tag one, load it by its tag, and move the tag on."""
+    there = [one for one in worker.store.checkpoints() if one.run != RUNS[0]]  # who forgets there takes tags along
+    if not there:
+        return
+    name, chosen = f"{TAG}-{os.getpid()}", worker.random.choice(there)
+    try:
+        worker.store.tag(name, chosen)
+    except (Conflict, NotFound):
+        worker.did("tag on what was gone")
+        return
+    for _ in range(3):
+        worker.load(_tagged(worker, name, chosen))
+        time.sleep(0.2)
+    worker.store.untag(name)
+    worker.did("tag")
+
+
+def _tagged(worker: Worker, name: str, chosen: Any) -> Any:
+    """What a tag names. A gc that had not seen it may forget that, and be killed before it takes that back."""
+    for _ in range(UNDONE):
+        try:
+            return worker.store.get(f"tag:{name}")
+        except NotFound:
+            worker.did("tagged and forgotten")
+            time.sleep(1)
+            with suppress(Conflict):  # it is visible again
+                worker.store.restore(chosen.id)
+    return worker.store.get(f"tag:{name}")
+
+
+def verify(worker: Worker) -> None:
+    """Nothing is ever damaged."""
+    found = worker.store.verify(mode=worker.random.choice(["full", "exists"]))
+    if found.is_damaged or found.failed:
+        raise Wrong(f"verify: {found.damaged} {found.manifests} {found.records} {found.failed}")
+    worker.did("verify")
+    time.sleep(1)
+
+
+def copy(worker: Worker) -> None:
+    """Copy all that is visible, and rotate there."""
+    result = worker.store.copy_to(worker.copy, check=False)
+    for one in result.failed:
+        if not isinstance(one.error, Conflict | Gone):
+            raise one.error
+    worker.did("copy", checkpoints=len(result.copied))
+    worker.collect(worker.copy, keep_last=4, min_age=0, wait="2s")
+    time.sleep(1)
+
+
+ROLES: dict[str, Callable[[Worker], object]] = {
+    "save alpha": lambda worker: save(worker, RUNS[0]), "save beta": lambda worker: save(worker, RUNS[1]),
+    "read": read, "gc": collect, "other gc": collect, "thin": thin, "tag": tag, "verify": verify, "copy": copy,
+    "follow": follow, "live": live,
+}  # fmt: skip
+LASTING = frozenset({"follow", "live"})
+"""Never killed: their memory, files and threads are looked at."""
+REVOCABLE = frozenset({"save alpha", "save beta", "copy"})
+"""While one of them is stopped, a gc may give up on it."""
