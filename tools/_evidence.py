@@ -27,6 +27,7 @@ ROWS = {
     "SIGKILL right before or behind a system call": "SIGKILL at a system call",
     "processes stopped (SIGSTOP) at a call of the storage, and continued": "SIGSTOP at a call of the",
     "processes stopped (SIGSTOP) at a call of a bucket, and continued": "SIGSTOP at a call of a",
+    "losses of power, of names that are not durable any, none or all left": "power lost",
     "a process that ends before or behind a change of the storage": "change of a storage: killed",
     "a change of the storage whose answer is lost": "change of a storage: no answer",
     "calls that failed before they did anything": "fault: fail before",

@@ -529,6 +529,13 @@ PLANTED = (
         "tests/store/test_durable.py",
     ),
     Planted(
+        "a commit's name is not made durable",
+        "casckpt/storage/local/store.py",
+        "            if settle:  # also",
+        "            if settle and folder != 'commits':  # also",
+        "tests/store/test_power.py",
+    ),
+    Planted(
         "a gc deletes for records that are not durable",
         "casckpt/upkeep/gc/gc.py",
         """        _settle_records(self.repo)
