@@ -26,11 +26,14 @@ last line of a message says what to do next. Code that retries catches `StorageE
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class CasckptError(Exception):
-    """Root of the tree. ``kind`` is a stable name for programs, ``exit_status`` what the command line returns."""
+    """Root of the tree. ``kind`` is a stable name for programs, ``exit_status`` what the command line returns.
+
+    ``done``: of a gc, the `GcResult` of what it had done by then.
+    """
 
     kind: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 1
@@ -40,6 +43,7 @@ class CasckptError(Exception):
     blob: str | None = None
     checkpoints: tuple[str, ...] = ()
     rank: int | None = None
+    done: Any = None
 
     def __init__(self, message: str, **attributes: object) -> None:
         super().__init__(message)

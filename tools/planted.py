@@ -317,8 +317,8 @@ PLANTED = (
     Planted(
         "a gc leaves forgotten what an earlier one forgot beside a tag",
         "casckpt/upkeep/gc/gc.py",
-        "    restored = bring_back(repo, plan)\n",
-        "    restored: list[Commit] = []\n",
+        "        bring_back(repo, plan, done)\n",
+        "",
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
@@ -331,8 +331,8 @@ PLANTED = (
     Planted(
         "a gc that restores takes a later number",
         "casckpt/upkeep/gc/retiring.py",
-        "    return _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted)\n",
-        "    return _each_unless_changed(repo, restore, wanted)\n",
+        "    _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted, done.restored)\n",
+        "    _each_unless_changed(repo, restore, wanted, done.restored)\n",
         "tests/upkeep/gc/test_retiring.py",
     ),
     Planted(
@@ -373,19 +373,19 @@ PLANTED = (
     Planted(
         "tags are not listed again right before a purge",
         "casckpt/upkeep/gc/retiring.py",
-        "    tagged = _barred(repo, [*plan.purge, *forgotten])\n",
+        "    tagged = _barred(repo, [*plan.purge, *done.forgotten])\n",
         "    tagged: set[TxId] = set()\n",
         "tests/upkeep/gc/test_gc.py",
     ),
     Planted(
         "tags are listed before a gc forgets",
         "casckpt/upkeep/gc/retiring.py",
-        """    forgotten = _each_unless_changed(repo, forget, chosen)
+        """    _each_unless_changed(repo, forget, chosen, done.forgotten)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
-    tagged = _barred(repo, [*plan.purge, *forgotten])
+    tagged = _barred(repo, [*plan.purge, *done.forgotten])
 """,
         """    tagged = _barred(repo, [*plan.purge, *plan.forget])
-    forgotten = _each_unless_changed(repo, forget, chosen)
+    _each_unless_changed(repo, forget, chosen, done.forgotten)
 """,
         "tests/upkeep/gc/test_retiring.py",
     ),
@@ -867,7 +867,7 @@ PLANTED = (
     Planted(
         "a rule chooses although records are lost",
         "casckpt/upkeep/gc/gc.py",
-        "        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)\n",
+        "    check_recorded(repo, stock.sizes, commits.commits)\n",
         "",
         "tests/upkeep/test_lost.py",
     ),

@@ -9,7 +9,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import click
 
@@ -18,6 +18,7 @@ from casckpt.errors import CasckptError
 
 FAILED: Final = 1
 INTERRUPTED: Final = 130
+_BESIDE: Final = "_beside"  # the attribute of an error
 _HELP = getattr(click.exceptions, "NoArgsIsHelpError", ())  # its message is the help
 
 
@@ -37,8 +38,8 @@ class Reported:
     ) -> bool:
         if error is None or not isinstance(error, Exception | KeyboardInterrupt):
             return False
-        if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError):
-            error = error.__cause__  # click takes it for the end of what a person types
+        if isinstance(error, click.Abort) and isinstance(error.__cause__, EOFError | KeyboardInterrupt):
+            error = error.__cause__  # click takes the first for the end of what a person types
         if self.debug:
             traceback.print_exception(error)
         self.status = self._report(error)
@@ -47,31 +48,37 @@ class Reported:
     def _report(self, error: BaseException) -> int:
         if isinstance(error, BrokenPipeError):
             return _reader_is_gone()
+        more: dict[str, Any] = getattr(error, _BESIDE, {})
         if isinstance(error, KeyboardInterrupt | click.Abort):
-            return self._say("interrupted", "interrupted", INTERRUPTED)
+            return self._say("interrupted", "interrupted", INTERRUPTED, more)
         if isinstance(error, CasckptError):
-            return self._say(error.kind, str(error), error.exit_status)
+            return self._say(error.kind, str(error), error.exit_status, more)
         if isinstance(error, click.ClickException):
             _show_usage(error)
-            return self._as_json("usage", error.format_message(), error.exit_code)
+            return self._as_json("usage", error.format_message(), error.exit_code, {})
         from casckpt.storage.failures import in_one_line
 
-        return self._say("error", f"{in_one_line(error)}\n{self._hint()}", FAILED)
+        return self._say("error", f"{in_one_line(error)}\n{self._hint()}", FAILED, more)
 
     def _hint(self) -> str:
         if self.debug:
             return "The traceback above says where; please report it, if it is not clear what to do."
         return "Run it again with --debug to see where it happened."
 
-    def _say(self, kind: str, message: str, status: int) -> int:
+    def _say(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
         click.echo(f"casckpt: {printable(message, lines=True)}", err=True)
-        return self._as_json(kind, message, status)
+        return self._as_json(kind, message, status, more)
 
-    def _as_json(self, kind: str, message: str, status: int) -> int:
+    def _as_json(self, kind: str, message: str, status: int, more: dict[str, Any]) -> int:
         if self.as_json:
             with suppress(OSError):  # stdout may be what failed
-                click.echo(json.dumps({"error": {"kind": kind, "message": message}}, indent=2))
+                click.echo(json.dumps({"error": {"kind": kind, "message": message}} | more, indent=2))
         return status
+
+
+def beside(error: BaseException, found: dict[str, Any]) -> None:
+    """Have the JSON of an error say ``found``, too, beside "error"."""
+    vars(error)[_BESIDE] = found
 
 
 def _show_usage(error: click.ClickException) -> None:

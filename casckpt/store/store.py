@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -578,7 +577,9 @@ class Store:
         ``progress`` is called with the number of objects deleted so far, and of all that are to be, ``tell`` with what
         is waited for.
 
-        Raises Damaged if a live checkpoint cannot be read: then nothing is deleted. InvalidInput, StorageError.
+        Raises Damaged if a live checkpoint cannot be read: then nothing is forgotten or deleted. InvalidInput,
+        StorageError. However it fails, also by an interrupt, ``error.done`` is the `GcResult` of what was forgotten,
+        purged, restored and thinned by then; with ``dry_run``, of what would be.
         """
         policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly, keep_best)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
@@ -587,11 +588,10 @@ class Store:
         thinned = None if thinning is None else thin_by(repo, thinning, run, spare=plan.forget, dry_run=dry_run)
         if thinned is not None and not dry_run:
             plan = plan_gc(repo, policy, run=run, min_age=_optional(min_age, "min-age"))
-        result = preview(repo, plan) if dry_run else execute(
+        return preview(repo, plan, thin=thinned) if dry_run else execute(
             repo, plan, wait=wait_seconds, revoke_after=revoke_seconds,
-            progress=Progress(progress), tell=tell or (lambda waiting: None),
+            progress=Progress(progress), tell=tell or (lambda waiting: None), thin=thinned,
         )  # fmt: skip
-        return replace(result, thin=thinned)
 
     @property
     def settings(self) -> StoreSettings:

@@ -562,6 +562,42 @@ def test_gc_says_who_is_in_the_way(saved: Path, store: casckpt.Store, as_json: A
     assert as_json("gc", saved)["deleted_blobs"] > 0
 
 
+def test_a_gc_that_cannot_read_a_manifest_shows_its_plan_and_does_nothing_of_it(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    next(saved.glob(f"objects/*/{store.get('a@3').id}.manifest")).unlink()
+    rule = ("gc", saved, "--keep-last", 1, "--min-age", 0)
+    planned = as_json(*rule, "--dry-run", status=4)
+    assert (planned["error"]["kind"], planned["dry_run"]) == ("damaged", True)
+    assert named(planned["forgotten"]) == named(planned["purged"]) == ["a@1", "a@2"]
+    assert "would purge a@1 (" in (told := run(*rule, "--dry-run", status=4)).stdout
+    assert "would delete" not in told.stdout
+    assert "gc deletes nothing" in told.stderr
+    done = as_json(*rule, status=4)
+    assert (done["error"]["kind"], done["forgotten"], done["purged"]) == ("damaged", [], [])
+    assert run(*rule, status=4).stdout == ""
+    assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+
+
+def test_a_gc_that_is_interrupted_says_what_it_has_forgotten_and_purged(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("casckpt.cli.commands.gc._Teller.__call__", interrupt)
+    transaction = begin(store.repository, "a", 4)
+    done = as_json("gc", saved, "--keep-last", 2, "--min-age", 0, status=130)
+    assert done["error"]["kind"] == "interrupted"
+    assert named(done["forgotten"]) == named(done["purged"]) == ["a@1"]
+    assert "deleted_blobs" not in done
+    told = run("gc", saved, "--keep-last", 1, status=130)
+    assert "forgot a@2 (" in told.stdout
+    assert ", can be restored until " in told.stdout
+    assert told.stderr.strip() == "casckpt: interrupted"
+    transaction.abort("test")
+
+
 def test_transactions_are_listed_and_revoked(saved: Path, store: casckpt.Store, as_json: AsJson, run: Run) -> None:
     assert as_json("transactions", saved) == []
     transaction = begin(store.repository, "a", 4)

@@ -10,6 +10,7 @@ import click
 from casckpt.cli.commands.thin import text as thinned_text
 from casckpt.cli.completion import RUN
 from casckpt.cli.describe import doubt, plain
+from casckpt.cli.failures import beside
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.rules import AT_LEAST_ONE, keep_options
 from casckpt.cli.session import Session, store_command
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from casckpt.upkeep.gc.retiring import Waiting
 
 _OLD: Final = "the old places of "  # of what was rewritten
+_KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked", "thin", "dry_run")  # when it fails
 
 
 @store_command("gc")
@@ -56,9 +58,25 @@ def command(
     if options["run"] is not None:
         doubt(session.store, options["run"])
     rule = {"drop": thin, "keep_last": thin_keep_last} if thin else None
-    with progress_bar("deleting", of_bytes=False) as done:
-        result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)
+    try:
+        with progress_bar("deleting", of_bytes=False) as done:
+            result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)
+    except BaseException as error:
+        _say_by_then(session, error)
+        raise
     session.give(described(result), text)
+
+
+def _say_by_then(session: Session, error: BaseException) -> None:
+    """Say what a gc that failed, or was interrupted, had done by then: a purge is for ever."""
+    done: GcResult | None = getattr(error, "done", None)
+    if done is None:
+        return
+    known = {name: value for name, value in described(done).items() if name in _KNOWN_BY_THEN}
+    if session.as_json:
+        beside(error, known)
+    else:
+        text(known)
 
 
 def described(result: GcResult) -> dict[str, Any]:
@@ -100,10 +118,11 @@ def text(result: dict[str, Any]) -> None:
     say_some([f"{purge} {_OLD if 'replaced' in one else ''}{name(one)}" for one in result["purged"]])
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")
-    _say_space(delete, result)
+    if "deleted_blobs" in result:
+        _say_space(delete, result)
     later = [one for one in result["waiting"] if one.get("id") not in forgotten]
     say_some([f"left for later: {_waits(one)}" for one in later])
-    if result["foreign"]:
+    if result.get("foreign"):
         say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from casckpt.errors import Conflict, InvalidInput, Unsupported
@@ -42,7 +43,16 @@ from casckpt.repository.transactions import OpenTransaction, open_transactions, 
 from casckpt.upkeep.gc import paused as paused_state
 from casckpt.upkeep.gc.marking import Candidates, Unreadable, candidates, commits_without_doubt, spare_roots
 from casckpt.upkeep.gc.paused import Paused
-from casckpt.upkeep.gc.retiring import GcPlan, Waiting, bring_back, min_age_of, plan_retiring, retire, waiting_for
+from casckpt.upkeep.gc.retiring import (
+    GcPlan,
+    Retired,
+    Waiting,
+    bring_back,
+    min_age_of,
+    plan_retiring,
+    retire,
+    waiting_for,
+)
 from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.gc.waiting import Limits, Sleep, wait_until_closed
 from casckpt.upkeep.lost import check_recorded
@@ -54,6 +64,7 @@ log = logging.getLogger(__name__)
 
 WAIT, REVOKE_AFTER = 60.0, 3600.0  # seconds
 ATTEMPTS = 5
+_NAMED_AT_MOST = 20
 _RECORDS = ("", "commits", "transactions", "settings", "tags", "damaged", "mirrored", "signatures", "probes", "runs")
 
 Tell = Callable[[Sequence[Waiting]], None]
@@ -68,6 +79,8 @@ class GcResult:
     ``foreign``: keys under objects/ that no casckpt made, which are left alone. ``thin``: what was thinned before, or
     would be, and not counted in the rest; None without such a rule. ``restored``: what an earlier gc had forgotten
     when somebody tagged it, and was killed before it could take that back.
+
+    Of one that failed, what it had done to checkpoints by then: the error has it as ``done``. All counts are 0 there.
     """
 
     forgotten: tuple[Commit, ...] = ()
@@ -96,20 +109,12 @@ class _Tally:
     still: list[OpenTransaction] = field(default_factory=list)
     revoked: list[TxId] = field(default_factory=list)
 
-    def result(
-        self,
-        repo: Repository,
-        plan: GcPlan,
-        *,
-        forgotten: tuple[Commit, ...],
-        purged: tuple[Commit, ...],
-        restored: tuple[Commit, ...],
-        waiting: tuple[Waiting, ...],
-        dry_run: bool = False,
-    ) -> GcResult:
+    def result(self, repo: Repository, plan: GcPlan, done: GcResult, opened: Iterable[OpenTransaction]) -> GcResult:
+        """Add to ``done`` all that a gc knows at its end. ``opened``: transactions that are in the way yet."""
         deleted, kept = sums_of(self.deleted.items()), self.stock.total(but=self.deleted)
         later = needed_only_by(repo, list_commits(repo), plan.young) if plan.young else Sums()
-        return GcResult(
+        return replace(
+            done,
             deleted_blobs=deleted.blobs,
             deleted_bytes=deleted.blob_bytes,
             deleted_manifests=deleted.manifests,
@@ -119,11 +124,7 @@ class _Tally:
             later_bytes=later.blob_bytes,
             revoked=tuple(self.revoked),
             foreign=tuple(self.stock.foreign),
-            forgotten=forgotten,
-            purged=purged,
-            restored=restored,
-            waiting=waiting,
-            dry_run=dry_run,
+            waiting=(*plan.waiting, *map(waiting_for, opened)),
         )
 
 
@@ -145,27 +146,21 @@ def plan_gc(
     return plan_retiring(repo, commits, policy or Policy(), ages, run)
 
 
-def preview(repo: Repository, plan: GcPlan) -> GcResult:
+def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:
     """Say what `execute` would do with ``plan``. Writes nothing.
 
     Objects count as deleted as if the purges had happened, and as if no open transaction came to commit. Raises as
-    `execute` does.
+    `execute` does; the error has the plan as ``done``.
     """
     as_purged = {commit.txid for commit in plan.purge}
-    stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
-    commits = commits_without_doubt(repo)
-    found = _candidates(repo, stock, as_purged)
-    check_recorded(repo, found.sizes, commits.commits)
-    opened = open_transactions(repo, commits.commits) if found.sizes else []
-    return _Tally(found.sizes, stock).result(
-        repo,
-        plan,
-        forgotten=plan.forget,
-        purged=plan.purge,
-        restored=plan.restore,
-        waiting=(*plan.waiting, *map(waiting_for, opened)),
-        dry_run=True,
-    )
+    done = GcResult(plan.forget, plan.restore, plan.purge, waiting=plan.waiting, dry_run=True, thin=thin)
+    with _telling(lambda: done):
+        stock = take_stock(repo, commits_without_doubt(repo), as_purged=as_purged)
+        commits = commits_without_doubt(repo)
+        found = _candidates(repo, stock, as_purged)
+        check_recorded(repo, found.sizes, commits.commits)
+        opened = open_transactions(repo, commits.commits) if found.sizes else []
+        return _Tally(found.sizes, stock).result(repo, plan, done, opened)
 
 
 def execute(
@@ -177,17 +172,19 @@ def execute(
     progress: Progress = silent,
     tell: Tell = lambda waiting: None,
     sleep: Sleep = time.sleep,
+    thin: ThinResult | None = None,
 ) -> GcResult:
     """Carry out ``plan``, and delete what nothing needs.
 
     ``wait``: seconds to wait, in all, for transactions in the way; then the rest is left to the next gc, which goes on
     from there. ``revoke_after``: seconds without a new sign of life after which a transaction is revoked (None: the
     store's setting, else an hour). ``progress``: called with the number of objects just deleted. ``tell``: called with
-    what is waited for.
+    what is waited for. ``thin``: what was thinned before, for the result.
 
-    Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted.
-    Raises `Conflict` if other gcs come in between again and again; `Unsupported`, also where the store demands of
-    writers what this version does not know; `StorageError`.
+    Raises `Damaged`, naming the checkpoints, if a manifest or a record cannot be read: then nothing is deleted, and
+    nothing forgotten or purged if it can be known before that. Raises `Conflict` if other gcs come in between again and
+    again; `Unsupported`, also where the store demands of writers what this version does not know; `StorageError`.
+    However it ends, also by an interrupt, the error has as ``done`` what was done to checkpoints by then.
     """
     _check_seconds("a wait", wait)
     _check_seconds("a time to revoke after", revoke_after)
@@ -197,19 +194,60 @@ def execute(
     if revoke_after is None:
         known = settings.revoke_after_seconds
         revoke_after = REVOKE_AFTER if known is None else known
-    if plan.forget or plan.purge:  # chosen from what is listed; if that is not all, it is not for a policy to choose
-        commits = commits_without_doubt(repo)
-        check_recorded(repo, take_stock(repo, commits).sizes, commits.commits)
-    restored = bring_back(repo, plan)
-    forgotten, purged = retire(repo, plan)
-    gc = _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
-    gc.run()
-    _tidy(repo, gc.tally)
-    settle(repo, revoke_after)
-    waiting = (*plan.waiting, *map(waiting_for, gc.tally.still))
-    return gc.tally.result(
-        repo, plan, forgotten=tuple(forgotten), purged=tuple(purged), restored=tuple(restored), waiting=waiting
+    done, gc = Retired(), _Collection(repo, Limits(wait, revoke_after, sleep), progress, tell)
+    with _telling(lambda: _so_far(plan, done, gc.tally, thin)):
+        if plan.forget or plan.purge:
+            _check_first(repo, plan)
+        bring_back(repo, plan, done)
+        retire(repo, plan, done)
+        gc.run()
+        _tidy(repo, gc.tally)
+        settle(repo, revoke_after)
+        return gc.tally.result(repo, plan, _so_far(plan, done, gc.tally, thin), gc.tally.still)
+
+
+def _check_first(repo: Repository, plan: GcPlan) -> None:
+    """Raise what would keep a gc from deleting, before it forgets or purges: nothing would be won by that."""
+    commits = commits_without_doubt(repo)
+    stock = take_stock(repo, commits)
+    # chosen from what is listed; if that is not all, it is not for a policy to choose
+    check_recorded(repo, stock.sizes, commits.commits)
+    _candidates(repo, stock, {commit.txid for commit in plan.purge})
+
+
+def _so_far(plan: GcPlan, done: Retired, tally: _Tally, thin: ThinResult | None) -> GcResult:
+    """Return what was done by now; of what waits only how long what was forgotten may be restored."""
+    forgotten = {commit.txid for commit in done.forgotten}
+    return GcResult(
+        forgotten=tuple(done.forgotten),
+        restored=tuple(done.restored),
+        purged=tuple(done.purged),
+        waiting=tuple(one for one in plan.waiting if one.txid in forgotten),
+        revoked=tuple(tally.revoked),
+        thin=thin,
     )
+
+
+@contextmanager
+def _telling(done: Callable[[], GcResult]) -> Iterator[None]:
+    """Give an error, or an interrupt, what was done by then; a traceback shows the note.
+
+    A purge is for ever: whoever called must be able to say what went.
+    """
+    try:
+        yield
+    except BaseException as error:
+        found = done()
+        vars(error)["done"] = found
+        told = {"forgotten": found.forgotten, "purged": found.purged, "restored": found.restored}
+        if any(told.values()) and not found.dry_run:
+            error.add_note("by then this gc had " + "; ".join(f"{how} {_named(some)}" for how, some in told.items()))
+        raise
+
+
+def _named(some: Sequence[Commit]) -> str:
+    more = f" and {len(some) - _NAMED_AT_MOST} more" if some[_NAMED_AT_MOST:] else ""
+    return ", ".join(map(str, some[:_NAMED_AT_MOST])) + more if some else "nothing"
 
 
 def _check_seconds(what: str, seconds: Any) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 
@@ -82,6 +83,15 @@ class GcPlan:
     waiting: tuple[Waiting, ...] = ()
     young: tuple[Commit, ...] = ()
     restore: tuple[Commit, ...] = ()
+
+
+@dataclass
+class Retired:
+    """What was done so far of a plan. Filled as things happen, so that an error on the way loses nothing of it."""
+
+    restored: list[Commit] = field(default_factory=list)
+    forgotten: list[Commit] = field(default_factory=list)
+    purged: list[Commit] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -168,14 +178,14 @@ def _without_end(named: Mapping[str, Tag]) -> dict[str, Tag]:
     return {name: tag for name, tag in named.items() if tag.expires is None}
 
 
-def bring_back(repo: Repository, plan: GcPlan) -> list[Commit]:
-    """Restore what ``plan`` says; what was restored. What somebody has untagged or changed since is left alone.
+def bring_back(repo: Repository, plan: GcPlan, done: Retired) -> None:
+    """Restore what ``plan`` says. What somebody has untagged or changed since is left alone.
 
     Raises `Damaged` or `Refused` if a tag cannot be read, `StorageError`.
     """
     tagged = tagged_txids(_without_end(_tags_now(repo)), plan.restore) if plan.restore else set()
     wanted = [commit for commit in plan.restore if commit.txid in tagged]
-    return _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted)
+    _each_unless_changed(repo, lambda repo, commit: append(repo, commit, Restored), wanted, done.restored)
 
 
 def thinned_though_claimed(repo: Repository, listed: CommitList, since: int) -> list[Commit]:
@@ -208,27 +218,28 @@ def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: 
     return Waiting(reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags)
 
 
-def retire(repo: Repository, plan: GcPlan) -> tuple[list[Commit], list[Commit]]:
-    """Forget and purge what ``plan`` says: the commits that were forgotten, and those that were purged.
+def retire(repo: Repository, plan: GcPlan, done: Retired) -> None:
+    """Forget and purge what ``plan`` says. ``done``: empty yet.
 
     What somebody else changed or tagged since is left alone. Raises `StorageError`, `Unsupported` where the store
     demands of writers what this version does not know.
     """
     chosen = _untagged(repo, plan.forget)
     announce_all(repo, chosen)
-    forgotten = _each_unless_changed(repo, forget, chosen)
+    _each_unless_changed(repo, forget, chosen, done.forgotten)
     # again: a tag that was set meanwhile counts, and one set later sees what is done here
-    tagged = _barred(repo, [*plan.purge, *forgotten])
-    _each_unless_changed(repo, partial(restore, as_read=True), [one for one in forgotten if one.txid in tagged])
-    forgotten = [commit for commit in forgotten if commit.txid not in tagged]
-    now = {commit.txid: commit for commit in (*plan.purge, *forgotten)}  # as this gc last saw them
+    tagged = _barred(repo, [*plan.purge, *done.forgotten])
+    claimed = [commit for commit in done.forgotten if commit.txid in tagged]
+    _each_unless_changed(repo, partial(restore, as_read=True), claimed, [])
+    done.forgotten = [commit for commit in done.forgotten if commit.txid not in tagged]
+    now = {commit.txid: commit for commit in (*plan.purge, *done.forgotten)}  # as this gc last saw them
     due = [now[commit.txid] for commit in plan.purge]
     settings = repo.settings  # again: the store may have got a mirror meanwhile, or demand more of writers
     records.check_requirements(settings, repo.storage.url)
     unsafe = _unsafe(repo, due, settings.mirror)
     left = [c for c in due if not c.visible and c.txid not in tagged and c.txid not in unsafe]
     announce_all(repo, left)
-    return forgotten, _each_unless_changed(repo, purge, left)
+    _each_unless_changed(repo, purge, left, done.purged)
 
 
 def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
@@ -241,15 +252,16 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     records.check_requirements(settings, repo.storage.url)
     unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
     chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
-    ages = min_age_of(repo, None, AT_ONCE)
-    return retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))))[0]
+    ages, done = min_age_of(repo, None, AT_ONCE), Retired()
+    retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))), done)
+    return done.forgotten
 
 
 def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
     """Purge the places of checkpoints that were rewritten, with no gc in between, as `retire_now` does."""
     commits, ages = list_commits(repo).commits, min_age_of(repo, None, AT_ONCE)
     old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
-    retire(repo, GcPlan((), tuple(commit for commit in old if not ages.of(commit))))
+    retire(repo, GcPlan((), tuple(commit for commit in old if not ages.of(commit))), Retired())
 
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
@@ -328,14 +340,16 @@ def _end(found: Iterable[Tag]) -> datetime | None:
 
 
 def _each_unless_changed(
-    repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit]
-) -> list[Commit]:
-    """Call ``action`` on each; leave out those whose log somebody else went on with."""
+    repo: Repository, action: Callable[[Repository, Commit], Commit], commits: Iterable[Commit], done: list[Commit]
+) -> None:
+    """Call ``action`` on each, and add to ``done``; leave out those whose log somebody else went on with."""
 
-    def attempt(commit: Commit) -> Commit | None:
-        try:
-            return action(repo, commit)
-        except Conflict:
-            return None
+    def attempt(commit: Commit) -> None:
+        with suppress(Conflict):
+            done.append(action(repo, commit))
 
-    return [done for done in in_parallel(repo.storage.traits.requests, attempt, commits) if done is not None]
+    try:
+        for _ in in_parallel(repo.storage.traits.requests, attempt, commits):
+            pass
+    finally:
+        done.sort(key=lambda commit: commit.order)  # threads have added them as they came

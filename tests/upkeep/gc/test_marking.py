@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,36 @@ def test_a_live_manifest_that_cannot_be_read_stops_deletion(repo: Repository, da
         run_gc(repo, dry_run=True)
 
 
+@pytest.mark.parametrize(("where", "damage"), [("repo", "gone"), ("repo", "torn"), ("remote", "gone")])
+def test_what_cannot_be_read_is_known_before_anything_is_forgotten_or_purged(
+    where: str, damage: str, request: pytest.FixtureRequest
+) -> None:
+    repo: Repository = request.getfixturevalue(where)
+    saved = [save(repo, step=step, texts=[str(step)]) for step in range(4)]
+    commits.forget(repo, saved[0])
+    key = manifest_key(saved[3].txid, saved[3].id)
+    repo.storage.delete(key)
+    if damage == "torn":
+        repo.storage.put(key, b"CASCKPT\x01 and no more")
+    before = snapshot(repo)
+    for _ in range(2):
+        with pytest.raises(Damaged, match="run@3") as caught:
+            run_gc(repo, LAST)
+        assert snapshot(repo) == before
+        assert (caught.value.done.forgotten, caught.value.done.purged) == ((), ())
+        assert not hasattr(caught.value, "__notes__")
+
+
+def test_a_dry_run_that_fails_says_what_is_planned(repo: Repository) -> None:
+    saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
+    repo.storage.delete(manifest_key(saved[2].txid, saved[2].id))
+    with pytest.raises(Damaged, match="run@2") as caught:
+        run_gc(repo, LAST, min_age=None, dry_run=True)
+    done = caught.value.done
+    assert (done.dry_run, steps(done.forgotten), done.purged) == (True, [0, 1], ())
+    assert [(one.reason, one.step) for one in done.waiting] == [("young", 0), ("young", 1)]
+
+
 def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
     saved = [save(repo, step=step, texts=[str(step)]) for step in range(3)]
     repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
@@ -84,13 +115,47 @@ def test_a_failed_deletion_shows_and_the_next_gc_does_the_rest(tmp_path: Path) -
     for step in range(6):
         save(repo, step=step, texts=[str(step)])
     store.inject(fail_before("delete", at=2, key="objects/*.safetensors"))
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError) as caught:
         run_gc(repo, LAST)
+    assert steps(caught.value.done.forgotten) == steps(caught.value.done.purged) == [0, 1, 2, 3, 4]
+    assert ["run@4 (" in note for note in caught.value.__notes__] == [True]
+    sent = pickle.loads(pickle.dumps(caught.value))  # as ranks do
+    assert sent.done == caught.value.done
     kept = list_commits(repo).live()
     assert steps(kept) == [5]
     store.heal()
     assert run_gc(repo, LAST).deleted_manifests == 5
     assert len(keys(repo)) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["forget", "purge"])
+def test_a_gc_that_fails_while_it_forgets_or_purges_says_how_far_it_came(tmp_path: Path, number: int) -> None:
+    store = FaultyStore(memory())
+    repo = repository(tmp_path, store)
+    for step in range(6):
+        save(repo, step=step, texts=[str(step)])
+    store.inject(fail_before("put", at=3, key=f"commits/*.{number}"))
+    with pytest.raises(StorageError) as caught:
+        run_gc(repo, LAST)
+    found = sorted(list_commits(repo).commits.values(), key=lambda commit: commit.step)
+    gone, purged = ([one for one in found if not one.visible], [one for one in found if not one.live])
+    assert steps(caught.value.done.forgotten) == steps(gone)
+    assert steps(caught.value.done.purged) == steps(purged)
+    assert 0 < len([gone, purged][number - 1]) < 5
+
+
+def test_an_interrupt_while_it_waits_says_what_was_purged(repo: Repository) -> None:
+    for step in range(3):
+        save(repo, step=step, texts=[str(step)])
+    put_blob(repo, begin_elsewhere(repo), "half")
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_gc(repo, LAST, sleep=interrupt)
+    done = vars(caught.value)["done"]
+    assert steps(done.forgotten) == steps(done.purged) == [0, 1]
 
 
 def test_a_storage_without_exclusive_creates_is_refused(tmp_path: Path) -> None:
