@@ -44,9 +44,15 @@ class Best:
         return cls(metric, int(number), way == "max")
 
     def of(self, current: Iterable[Kept]) -> list[Kept]:
-        """Return the best of these, which are oldest first."""
-        known = [one for one in current if not isnan(one.metrics.get(self.metric, nan))]
+        """Return the best of these, which are oldest first; all of them if none has the metric: any may be the best."""
+        known = [one for one in current if self.is_known_of(one)]
+        if not known:
+            return list(current)
         return sorted(known, key=lambda one: one.metrics[self.metric] * (-1 if self.is_max else 1))[: self.count]
+
+    def is_known_of(self, one: Kept) -> bool:
+        """Tell whether a checkpoint has a number for the metric."""
+        return not isnan(one.metrics.get(self.metric, nan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class Policy:
     created at most that long ago ("7d", or a timedelta). ``keep_daily``, ``keep_weekly``, ``keep_monthly``: the newest
     of each of so many last days, weeks (from Monday) and months, in UTC, in which any was created. ``keep_best``:
     "loss:3", the three with the least of this metric, "acc:max:1", the one with the most; or several of these. Of equal
-    ones those saved first; none without the metric, or where it is NaN. Raises InvalidInput for what makes no sense.
+    ones those saved first; none without the metric, or where it is NaN, but all as long as the whole run is without it.
+    Raises InvalidInput for what makes no sense.
     """
 
     keep_last: int | None = None
@@ -174,6 +181,31 @@ def plan_forget(
         by_run[one.run].append(one)
     chosen = {one.txid for group in by_run.values() for one in _forget_of_run(group, policy, now)}
     return [one for one in wanted if one.txid in chosen and one.txid not in tagged]
+
+
+def runs_without(visible: Iterable[Kept], policy: Policy, *, run: str | None = None) -> dict[str, list[str]]:
+    """Return by metric of ``keep_best`` the runs of which no checkpoint has a number for it, and so all stay.
+
+    Raises InvalidInput if no checkpoint has it at all, as its name may be mistyped. ``run`` limits it to that run.
+    """
+    by_run: dict[str, list[Kept]] = defaultdict(list)
+    for one in visible:
+        if run is None or one.run == run:
+            by_run[one.run].append(one)
+    there = {name for group in by_run.values() for one in group for name in one.metrics}
+    for best in policy.best if by_run else ():
+        if best.metric not in there:
+            known = (
+                f"there are {', '.join(sorted(there))}: give one of these"
+                if there
+                else "none of them has any: save with metrics={...}, or leave this rule out"
+            )
+            of = "here" if run is None else f"of run {run}"
+            raise InvalidInput(f"keep-best: no checkpoint {of} has a metric {best.metric!r}; {known}")
+    return {
+        best.metric: [run for run, group in by_run.items() if not any(map(best.is_known_of, group))]
+        for best in policy.best
+    }
 
 
 def _forget_of_run(group: list[Kept], policy: Policy, now: int) -> list[Kept]:

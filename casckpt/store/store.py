@@ -48,6 +48,7 @@ from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
+from casckpt.upkeep.gc.retiring import check_metrics
 from casckpt.upkeep.repair.repair import RepairResult, repair
 from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
 from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
@@ -525,6 +526,7 @@ class Store:
         """
         check_keywords("Store.thin", keep, KeepRules)
         policy = Policy(**keep)
+        check_metrics(self.repository, policy, run)
         plan = plan_thin(self.repository, map(_plain, refs), drop=drop, keep=policy, run=run, tagged=tagged)
         result = thin(self.repository, plan, dry_run=dry_run)
         check_thinned(plan)
@@ -577,13 +579,16 @@ class Store:
         ``progress`` is called with the number of objects deleted so far, and of all that are to be, ``tell`` with what
         is waited for.
 
-        Raises Damaged if a live checkpoint cannot be read: then nothing is forgotten or deleted. InvalidInput,
-        StorageError. However it fails, also by an interrupt, ``error.done`` is the `GcResult` of what was forgotten,
-        purged, restored and thinned by then; with ``dry_run``, of what would be.
+        Raises Damaged if a live checkpoint cannot be read: then nothing is forgotten or deleted. InvalidInput, also for
+        a metric that no checkpoint has; MissingKey if ``thin`` matches nothing in what it chooses; StorageError.
+
+        However it fails, also by an interrupt, ``error.done`` is the `GcResult` of what was forgotten, purged, restored
+        and thinned by then; with ``dry_run``, of what would be.
         """
         policy = Policy(keep_last, keep_every, keep_within, keep_daily, keep_weekly, keep_monthly, keep_best)
         wait_seconds, revoke_seconds = seconds_of(wait, "wait"), _optional(revoke_after, "revoke-after")
         thinning, repo = thinning_of(thin), self.repository
+        check_metrics(repo, policy, run)
         plan = plan_gc(repo, policy, run=run, min_age=_optional(min_age, "min-age"))
         thinned = None if thinning is None else thin_by(repo, thinning, run, spare=plan.forget, dry_run=dry_run)
         if thinned is not None and not dry_run:

@@ -29,7 +29,7 @@ from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import Tag, tags, tags_of
-from casckpt.upkeep.gc.retiring import GcPlan, min_age_of, plan_retiring
+from casckpt.upkeep.gc.retiring import GcPlan, check_metrics, min_age_of, plan_retiring
 
 _NO_TIME = ("tagged", "unmirrored")
 
@@ -143,8 +143,10 @@ def footprint(
 ) -> Footprint:
     """Find out. ``run``: of this one alone, though others count as users. ``policy``: rules to count, one by one.
 
-    Raises NotFound, Damaged or Refused if a tag cannot be read, StorageError.
+    Raises NotFound, InvalidInput for a metric that no checkpoint has, Damaged or Refused if a tag cannot be read,
+    StorageError.
     """
+    check_metrics(repo, policy or Policy(), run)
     commits = list_commits(repo)
     live = sorted(commits.live(), key=lambda commit: commit.order)
     named, found = _Named(repo, live), tags(repo)

@@ -34,7 +34,7 @@ from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import Tag, tagged_txids, tags, tags_of, write_generation
-from casckpt.upkeep.gc.retiring import kept_of, min_age_of
+from casckpt.upkeep.gc.retiring import check_metrics, kept_of, min_age_of
 from casckpt.upkeep.rewriting import record_of, rewrite
 
 log = logging.getLogger(__name__)
@@ -237,8 +237,14 @@ def thin(repo: Repository, plan: ThinPlan, *, dry_run: bool = False) -> ThinResu
 def thin_by(
     repo: Repository, rule: Thinning, run: str | None, *, spare: Iterable[Commit] = (), dry_run: bool = False
 ) -> ThinResult:
-    """Thin by a rule, or say what would be. What cannot be thinned is told in the log. Raises as `execute`."""
+    """Thin by a rule, or say what would be. What cannot be thinned is told in the log.
+
+    Raises as `execute`, and before that MissingKey if nothing in what the rule chooses matches, InvalidInput.
+    """
+    check_metrics(repo, rule.keep, run)
     plan = plan_thin(repo, drop=rule.drop, keep=rule.keep, run=run, spare=spare)
+    if not plan.failed:
+        check(plan)
     for error in plan.failed:
         log.warning("this stays as it is: %s", error)
     return thin(repo, plan, dry_run=dry_run)

@@ -104,6 +104,7 @@ def test_messages_do_not_talk_to_the_terminal(failing: Any, run: Run) -> None:
         ["gc", "s", "--keep-last"],
         ["gc", "s", "--keep-last", "-1"],
         ["gc", "s", "--keep-every", "0"],
+        ["gc", "s", "--thin-keep-last", "1"],
         ["transactions", "s", "--revoke", "a", "--give-up", "b"],
     ],
     ids=" ".join,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from casckpt.errors import InvalidInput
 from casckpt.format.keys import make_txid
 from casckpt.format.names import TxId
-from casckpt.plan.retention import Kept, Policy, plan_forget, thinning_of
+from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without, thinning_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = 86_400_000_000
@@ -176,12 +176,34 @@ def scored(*values: float | None, name: str = "loss") -> list[Kept]:
         ("loss:max:1", [0]),
         (["loss:1", "loss:max:1"], [0, 3]),
         ("loss:99", [0, 1, 2, 3]),
-        ("acc:3", []),
+        ("acc:3", [0, 1, 2, 3, 4, 5]),  # nobody knows which are the best
+        (["loss:1", "acc:3"], [0, 1, 2, 3, 4, 5]),
     ],
 )
 def test_the_best_of_a_metric_stay(best: Any, stay: list[int]) -> None:
     store = [*scored(9.0, 2.0, 2.0, float("-inf"), float("nan"), None), kept(9, 9)]
     assert steps(plan_forget(store, Policy(keep_best=best), 0)) == [n for n in range(6) if n not in stay]
+
+
+def test_a_run_without_the_metric_stays_and_is_named() -> None:
+    with_it, young = scored(3.0, 1.0, 2.0), [kept(number, number, run="young") for number in range(2)]
+    sick = [replace(kept(number, number, run="sick"), metrics={"loss": float("nan")}) for number in range(2)]
+    store, policy = [*with_it, *sick, *young], Policy(keep_best="loss:1")
+    assert plan_forget(store, policy, 0) == with_it[:1]
+    assert runs_without(store, policy) == {"loss": ["sick", "young"]}
+    assert runs_without(with_it, policy) == {"loss": []}
+    assert runs_without(store, Policy(keep_last=1)) == {}
+
+
+def test_a_metric_that_nobody_has_is_refused() -> None:
+    store = [replace(one, metrics={**one.metrics, "acc": 1.0}) for one in scored(1.0, 2.0)]
+    with pytest.raises(InvalidInput, match="no checkpoint here has a metric 'los'; there are acc, loss"):
+        runs_without(store, Policy(keep_best=["loss:1", "los:3"]))
+    other = replace(store[0], run="other", metrics={})
+    assert runs_without([*store, other], Policy(keep_best="loss:1")) == {"loss": ["other"]}
+    with pytest.raises(InvalidInput, match="no checkpoint of run other has a metric 'loss'; none of them has any"):
+        runs_without([*store, other], Policy(keep_best="loss:1"), run="other")
+    assert runs_without([], Policy(keep_best="loss:1")) == {"loss": []}, "an empty store has no typing errors"
 
 
 def test_a_metric_may_have_colons() -> None:

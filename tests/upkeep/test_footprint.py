@@ -80,7 +80,7 @@ def test_a_thinned_one_counts_as_what_it_holds() -> None:
     assert freed(store) == old.bytes_alone
 
 
-@pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "none:1")])
+@pytest.mark.parametrize(("first", "every", "best"), [(1, 2, "loss:1"), (2, 3, "loss:max:2"), (9, 1, "loss:9")])
 def test_each_rule_frees_what_it_says(first: int, every: int, best: str) -> None:
     rules: dict[str, Any] = {"keep_last": first, "keep_every": every, "keep_best": [best]}
     for number, (name, value) in enumerate(rules.items()):

@@ -31,7 +31,9 @@ _KNOWN_BY_THEN: Final = ("forgotten", "restored", "purged", "waiting", "revoked"
 @click.option(
     "--thin", multiple=True, metavar="PATTERN", help="Drop such tensors from what stays (see thin). May be repeated."
 )
-@click.option("--thin-keep-last", type=AT_LEAST_ONE, default=1, metavar="N", help="Not from the N newest of each run.")
+@click.option(
+    "--thin-keep-last", type=AT_LEAST_ONE, metavar="N", help="Not from the N newest of each run.  [default: 1]"
+)
 @click.option(
     "--min-age",
     type=DURATION,
@@ -46,7 +48,7 @@ def command(
     session: Session,
     dry_run: bool,
     thin: tuple[str, ...],
-    thin_keep_last: int,
+    thin_keep_last: int | None,
     **options: Any,  # those of `Store.gc`
 ) -> None:
     """Forget by rules, delete what nothing needs.
@@ -55,9 +57,11 @@ def command(
     newest of each run, and tagged ones, always stay. What is forgotten can be restored for a day, unless --min-age says
     otherwise. The next gc after that deletes it. What has to wait is left to the next gc.
     """
+    if thin_keep_last is not None and not thin:
+        raise click.UsageError("--thin-keep-last says what --thin leaves whole: give --thin PATTERN, too")
     if options["run"] is not None:
         doubt(session.store, options["run"])
-    rule = {"drop": thin, "keep_last": thin_keep_last} if thin else None
+    rule = {"drop": thin, "keep_last": thin_keep_last or 1} if thin else None
     try:
         with progress_bar("deleting", of_bytes=False) as done:
             result = session.store.gc(dry_run=dry_run, thin=rule, progress=done, tell=_Teller(), **options)

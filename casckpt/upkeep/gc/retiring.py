@@ -13,6 +13,7 @@ ends such tags first; so what a person has forgotten stays forgotten. What was o
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -27,7 +28,7 @@ from casckpt.format.metrics import metric_values
 from casckpt.format.names import TxId
 from casckpt.format.records import Restored, Settings, time_of
 from casckpt.parallel import in_parallel
-from casckpt.plan.retention import Kept, Policy, plan_forget
+from casckpt.plan.retention import Kept, Policy, plan_forget, runs_without
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, announce_all, append, forget, list_commits, purge, restore
 from casckpt.repository.folding import STANDS, VOID, Holdings
@@ -35,6 +36,10 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
 from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
+
+log = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,21 @@ def kept_of(commit: Commit) -> Kept:
     said = commit.committed
     metrics = metric_values(said.metrics)
     return Kept(commit.txid, said.run, said.step, said.created_at, metrics=metrics, healthy=said.healthy)
+
+
+def check_metrics(repo: Repository, policy: Policy, run: str | None) -> None:
+    """Raise InvalidInput for a metric of ``keep_best`` that no visible checkpoint has; warn of runs that lack it.
+
+    For rules that a person gives. A training may well give its own before the first checkpoint that has the metric.
+    """
+    if not policy.best:
+        return
+    visible = map(kept_of, list_commits(repo).visible())
+    for metric, runs in runs_without(visible, policy, run=run).items():
+        if runs:
+            more = f" and {len(runs) - _NAMED_AT_MOST} more" if runs[_NAMED_AT_MOST:] else ""
+            named = ", ".join(runs[:_NAMED_AT_MOST]) + more
+            log.warning("keep-best: no checkpoint of run %s has a number for %r, so all of these stay", named, metric)
 
 
 def _forgotten_though_tagged(

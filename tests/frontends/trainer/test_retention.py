@@ -374,6 +374,18 @@ def test_the_best_stay_whatever_their_metadata_weigh() -> None:
     assert steps(store) == [("sft", 1), ("sft", 3), ("sft", 5)]
 
 
+def test_a_young_run_keeps_all_until_the_first_metric_is_there() -> None:
+    rule = {"drop": "optim.*", "keep_best": "loss:1"}
+    store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "loss:1"}, thin=rule)
+    for step in range(3):
+        checkpointer.save(step, model, optimizer)
+    assert steps(store) == [("sft", 0), ("sft", 1), ("sft", 2)]
+    assert not any(one.dropped for one in store.checkpoints())
+    checkpointer.save(3, model, optimizer, metrics={"loss": 1.0})
+    checkpointer.save(4, model, optimizer)
+    assert steps(store) == [("sft", 3), ("sft", 4)]
+
+
 def test_the_last_healthy_one_is_there_to_resume_from() -> None:
     store, checkpointer, model, optimizer = trained(max_checkpoints=1)
     for step, word in enumerate([None, True, False, False]):
