@@ -139,7 +139,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     gone = [commit for commit in [*forgotten, *forgets] if commit not in back]
     unsafe = _unsafe(repo, gone, mirror_to_wait_for(repo))
     for commit in sorted(gone, key=lambda commit: commit.order):
-        until = (now if commit.visible else commit.changed_at) + min_age.of(commit)
+        until = _gone_since(commit, now) + min_age.of(commit)
         if commit.txid in unsafe:
             waiting.append(_waits(commit, "unmirrored"))
         elif commit.txid in tagged:
@@ -154,6 +154,16 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             purges.append(commit)
     chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
     return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back))
+
+
+def _gone_since(commit: Commit, now: int) -> int:
+    """Return when a commit was forgotten or replaced; now for one that will be.
+
+    By the clock of whoever did that, but not before the save: then that clock was behind. A save in the future says
+    nothing: then the clock of the saver was ahead.
+    """
+    saved = commit.committed.time
+    return now if commit.visible else max(commit.changed_at, saved if saved <= now else 0)
 
 
 def kept_of(commit: Commit) -> Kept:

@@ -205,6 +205,31 @@ def test_age_counts_from_the_forgetting(remote: Repository) -> None:
     assert plan.waiting[0].until.timestamp() == pytest.approx(remote.clock() / 1e6 + 86400, abs=1)
 
 
+def test_who_forgets_with_a_clock_that_is_behind_takes_no_day_from_a_new_checkpoint(tmp_path: Path) -> None:
+    storage = memory()
+    repo, behind = repository(tmp_path, storage), repository(tmp_path / "behind", storage, seed=2)
+    ticking(repo)(10 * 86400)
+    for step in range(2):
+        save(repo, step=step, texts=[str(step)])
+    commits.forget(behind, list_commits(behind).visible()[0])
+    assert behind.clock() < repo.clock() - 9 * 86400 * 10**6
+    assert [one.reason for one in run_gc(repo, min_age=None).waiting] == ["young"]
+    ticking(repo)(86400)
+    assert steps(run_gc(repo, min_age=None).purged) == [0]
+
+
+def test_what_a_clock_that_is_ahead_has_saved_waits_no_longer(tmp_path: Path) -> None:
+    storage = memory()
+    repo, ahead = repository(tmp_path, storage), repository(tmp_path / "ahead", storage, seed=2)
+    ticking(ahead)(10 * 86400)
+    for step in range(2):
+        save(ahead, step=step, texts=[str(step)])
+    commits.forget(repo, list_commits(repo).visible()[0])
+    assert [one.reason for one in run_gc(repo, min_age=None).waiting] == ["young"]
+    ticking(repo)(86400)
+    assert steps(run_gc(repo, min_age=None).purged) == [0]
+
+
 # tags
 
 
