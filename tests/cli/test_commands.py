@@ -19,6 +19,7 @@ import casckpt
 from casckpt.cli.text import printable
 from casckpt.plan.sizes import format_size
 from casckpt.repository.commits import forget
+from casckpt.repository.tags import write_generation
 from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
 from tests.support.rewrites import move
@@ -81,6 +82,26 @@ def test_old_places_are_listed_with_all_and_go_with_a_gc(
     (purged,) = as_json("gc", saved, "--min-age", "0")["purged"]
     assert purged == {"id": old.id, "run": "a", "step": 2, "replaced": True}
     assert as_json("show", saved, old.id[:16])["run"] == "a"
+
+
+def test_what_waits_of_a_visible_checkpoint_is_called_its_old_places(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run
+) -> None:
+    key = next(iter(store.get("a@1").tensors))
+    for _ in range(2):
+        store.thin("a@1", drop=key)
+        store.restore("a@1", whole=True)
+    run("gc", saved)  # it ends rewrites that were undone
+    assert [(one["reason"], one["replaced"]) for one in as_json("gc", saved)["waiting"]] == [("replaced", True)] * 2
+    lines = run("gc", saved).stdout.splitlines()
+    assert [line.partition(" (")[0] for line in lines[1:]] == ["left for later: the old places of a@1"], "once"
+    just_now = round((datetime.now(UTC) - timedelta(minutes=1)).timestamp() * 1e6)
+    write_generation(store.repository, "eval", 0, store.get("a@1").commit, expires=just_now)
+    store.thin("a@1", drop=key)
+    told = run("gc", saved).stdout
+    assert "left for later: the old places of a@1 (" in told
+    assert ", tagged eval, until " in told
+    assert "forgotten" not in told
 
 
 def test_what_was_rewritten_is_had_back(store: casckpt.Store, saved: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -119,13 +119,13 @@ def text(result: dict[str, Any]) -> None:
     young = {one["id"]: one for one in result["waiting"] if one["reason"] == "young"}
     say_some([f"{forget} {_waits(young.get(id, one))}" for id, one in forgotten.items()])
     say_some([f"{restore} {name(one)}, which is tagged" for one in result["restored"]])
-    say_some([f"{purge} {_OLD if 'replaced' in one else ''}{name(one)}" for one in result["purged"]])
+    say_some(_once(f"{purge} {_name(one)}" for one in result["purged"]))
     for txid in result["revoked"]:
         say(f"gave up on save {txid}")
     if "deleted_blobs" in result:
         _say_space(delete, result)
     later = [one for one in result["waiting"] if one.get("id") not in forgotten]
-    say_some([f"left for later: {_waits(one)}" for one in later])
+    say_some(_once(f"left for later: {_waits(one)}" for one in later))
     if result.get("foreign"):
         say(f"not ours, left alone: {printable(', '.join(shortened(result['foreign'], 5)))}")
 
@@ -143,18 +143,28 @@ def _say_space(delete: str, result: dict[str, Any]) -> None:
         )
 
 
+def _once(lines: Iterable[str]) -> list[str]:
+    """Drop what was said before: a checkpoint that was rewritten several times has several old places."""
+    return list(dict.fromkeys(lines))
+
+
+def _name(one: dict[str, Any]) -> str:
+    return f"{_OLD if 'replaced' in one else ''}{name(one)}"
+
+
 def _waits(one: dict[str, Any]) -> str:
     if "reason" not in one:
         return name(one)
     if one["reason"] == "young":
         return f"{name(one)}, can be restored until {moment(one['until'])} UTC"
     if one["reason"] == "replaced":
-        return f"{_OLD}{name(one)}, until {moment(one['until'])} UTC"
+        return f"{_name(one)}, until {moment(one['until'])} UTC"
     if one["reason"] == "unmirrored":
-        return f"{name(one)}, not safe in the mirror yet"
+        return f"{_name(one)}, not safe in the mirror yet"
     if one["reason"] == "tagged":
         until = f", until {moment(one['until'])} UTC" if "until" in one else ""
-        return f"{name(one)}, forgotten but tagged {', '.join(one['tags'])}{until}"
+        why = "" if "replaced" in one else "forgotten but "
+        return f"{_name(one)}, {why}tagged {', '.join(one['tags'])}{until}"
     run = f"{one['run']}@{one['step']}" if "run" in one else f"step {one['step']}"
     process = f" by process {one['pid']} on {one['host']}" if "pid" in one else ""
     return printable(f"the save of {run}{process}, since {moment(one['since'])} UTC ({one['txid']})")

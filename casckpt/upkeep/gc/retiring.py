@@ -46,10 +46,11 @@ _NAMED_AT_MOST = 5
 class Waiting:
     """What a gc leaves for later, and why.
 
-    ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten; so may its old places be),
-    "tagged" (forgotten, but ``tags`` name it; ``until`` then, if all of them expire), "unmirrored" (neither forgotten
-    nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save in progress that ``host`` and
-    ``pid`` began at ``since``; deleting waits for its end).
+    ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten, or a rewrite that was undone;
+    so may these old places be), "tagged" (forgotten, but ``tags`` name it; ``until`` then, if all of them expire),
+    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
+    in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end). ``replaced``: True where only
+    old places are meant, None otherwise.
     """
 
     reason: str
@@ -62,6 +63,7 @@ class Waiting:
     since: datetime | None = None
     until: datetime | None = None
     tags: tuple[str, ...] = ()
+    replaced: bool | None = None
 
 
 def waiting_for(one: OpenTransaction) -> Waiting:
@@ -147,8 +149,7 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
             until_then = _end([named[name] for name in names])
             waiting.append(_waits(commit, "tagged", until=until_then, tags=tuple(names)))
         elif until > now and not _is_ruin(repo, commits, commit):
-            reason = "replaced" if commit.last == "replaced" else "young"
-            waiting.append(_waits(commit, reason, until=time_of(until)))
+            waiting.append(_waits(commit, "replaced" if _is_old(commit) else "young", until=time_of(until)))
             young.append(commit)
         else:
             purges.append(commit)
@@ -245,7 +246,15 @@ def _is_ruin(repo: Repository, commits: CommitList, commit: Commit) -> bool:
 
 
 def _waits(commit: Commit, reason: str, *, until: datetime | None = None, tags: tuple[str, ...] = ()) -> Waiting:
-    return Waiting(reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags)
+    return Waiting(
+        reason, commit.run, commit.step, id=commit.id, txid=commit.txid, until=until, tags=tags,
+        replaced=_is_old(commit) or None,
+    )  # fmt: skip
+
+
+def _is_old(commit: Commit) -> bool:
+    """Tell whether a commit is but places that a checkpoint had, or was to have: nobody has forgotten that."""
+    return not (commit.visible or commit.is_forgotten)
 
 
 def retire(repo: Repository, plan: GcPlan, done: Retired) -> None:
