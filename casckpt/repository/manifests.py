@@ -6,6 +6,7 @@ read by range, when they are asked for. Who only wants to know of blobs reads no
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -184,7 +185,9 @@ def _telling(commit: Commit) -> Iterator[None]:
         more = f" ({reason})" if isinstance(error, Damaged) else ""
         message = (
             f"the manifest of checkpoint {commit.run}@{commit.step} ({commit.id}) {why}: {key}{more}. "
-            "Put it back with `casckpt repair`, or give it up: `casckpt forget`, and `casckpt gc --min-age 0`"
+            "Put it back with `casckpt repair`, or give it up with `casckpt forget`: a gc goes on without it a day "
+            f"later, or at once with `--run {shlex.quote(commit.run)} --min-age 0`, which purges whatever else of that "
+            "run is forgotten, too"
         )
         raise Damaged(message, key=key, checkpoints=(commit.id,)) from error
     except Refused as error:

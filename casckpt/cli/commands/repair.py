@@ -49,4 +49,7 @@ def text(result: dict[str, Any]) -> None:
     done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
-        say("give another copy with --from, or give those up: `casckpt forget`, and `casckpt gc --min-age 0`")
+        say(
+            "give another copy with --from, or give those up with `casckpt forget`: a gc deletes them a day later, or "
+            "at once with `--run RUN --min-age 0`, which purges whatever else of that run is forgotten, too"
+        )

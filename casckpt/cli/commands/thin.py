@@ -51,7 +51,11 @@ def text(result: dict[str, Any], *, with_space: bool = True) -> None:
     left = f"{count(result['entries'], 'tensor')} of {size(result['nbytes'])} left out of "
     say(f"{left}{count(len(result['thinned']), 'checkpoint')}")
     if result["thinned"] and with_space:
-        when = f"after {moment(result['until'])} UTC; --min-age 0 does it now" if result["until"] else "now"
+        when = (
+            f"after {moment(result['until'])} UTC; --min-age 0 does it now, and purges all that is forgotten"
+            if result["until"]
+            else "now"
+        )
         say(f"{size(result['freed_bytes'])} in blobs are freed by a gc {when}")
     if result["shared_bytes"] and with_space:
         say(f"{size(result['shared_bytes'])} more once other checkpoints do not need them")

@@ -27,6 +27,7 @@ from tests.support.gcs import (
     run_gc,
     snapshot,
     steps,
+    ticking,
 )
 from tests.support.repositories import memory, put_blob, repository, save
 
@@ -88,6 +89,25 @@ def test_purging_the_damaged_one_lets_gc_work_again(repo: Repository) -> None:
     assert run_gc(repo, dry_run=True).deleted_blobs == 1
     result = run_gc(repo)
     assert (steps(result.purged), result.deleted_blobs) == ([1], 1)
+
+
+def test_what_is_said_of_a_damaged_one_is_so(repo: Repository) -> None:
+    """A day after it was forgotten a gc goes on without it; at once it takes all that is forgotten of the run."""
+    saved = [save(repo, step=step, texts=[str(step)]) for step in range(4)]
+    other = [save(repo, "other", step, texts=[f"other {step}"]) for step in range(2)]
+    repo.storage.delete(manifest_key(saved[1].txid, saved[1].id))
+    commits.forget(repo, saved[1])
+    with pytest.raises(Damaged, match=r"`casckpt forget`: .* a day later, or at once with `--run run --min-age 0`"):
+        run_gc(repo, min_age=None)
+    ticking(repo)(86400)
+    commits.forget(repo, saved[2])
+    assert steps(run_gc(repo, min_age=None).purged) == [1]
+    repo.storage.delete(manifest_key(saved[3].txid, saved[3].id))
+    commits.forget(repo, saved[3])
+    commits.forget(repo, other[0])
+    assert steps(run_gc(repo, run="run").purged) == [2, 3]
+    assert not list_commits(repo).commits[other[0].txid].visible
+    assert list_commits(repo).commits[other[0].txid].live
 
 
 def test_a_manifest_missing_in_a_bucket_is_noticed(remote: Repository) -> None:
