@@ -598,6 +598,8 @@ def test_a_gc_that_cannot_read_a_manifest_shows_its_plan_and_does_nothing_of_it(
     assert (done["error"]["kind"], done["forgotten"], done["purged"]) == ("damaged", [], [])
     assert run(*rule, status=4).stdout == ""
     assert named(as_json("list", saved)) == ["a@1", "a@2", "a@3", "b@1"]
+    thin = as_json("gc", saved, "--thin", next(iter(store.get("a@1").tensors)), status=4)["thin"]
+    assert named(thin["thinned"]) == ["a@1", "a@2"]
 
 
 def test_a_gc_that_is_interrupted_says_what_it_has_forgotten_and_purged(
