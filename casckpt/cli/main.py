@@ -91,8 +91,8 @@ def cli() -> None:
     """Keep PyTorch checkpoints in a store that holds equal bytes once.
 
     STORE is a folder or a URL. Leave it out if you pass -s or set CASCKPT_STORE. REF names a checkpoint: an id (or its
-    first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@501.. and
-    RUN@100..500 name ranges.
+    first 6 or more hex digits), RUN@STEP, RUN@latest, latest, or tag:NAME. Where a command takes several, RUN@100..500,
+    RUN@501.., RUN@..500 and RUN@.. name ranges.
 
     Exit status: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 damaged data found, 5 conflict, 130 interrupted.
     """

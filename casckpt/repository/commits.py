@@ -252,24 +252,32 @@ def forget(repo: Repository, commit: Commit) -> Commit:
     return append(repo, commit, Forgotten)
 
 
-def restore(repo: Repository, commit: Commit, *, as_read: bool = False) -> Commit:
+def restore(repo: Repository, commit: Commit, *, as_read: bool = False, found: CommitList | None = None) -> Commit:
     """Make a forgotten checkpoint visible again, or one that was replaced. A visible one is returned as it is.
 
     ``as_read``: what took it away is the last record that ``commit`` knows, and nothing else is undone: for whoever
-    takes back what he did himself. Raises `Conflict` if it was purged, or if another checkpoint of its run and step is
+    takes back what he did himself. ``found``: a listing, of who restores many and has asked what is demanded of
+    writers; None for a new one. Raises `Conflict` if it was purged, or if another checkpoint of its run and step is
     visible; with ``as_read`` also if somebody has taken it away since; `StorageError`.
     """
-    check_requirements(repo)
-    found = list_commits(repo)
+    if found is None:
+        check_requirements(repo)
+        found = list_commits(repo)
     now = found.commits.get(commit.txid, commit)
-    commit = commit if as_read else now
-    if now.last in _AFTER["restored"]:
-        place = (commit.run, commit.step)
-        twin = next((other for other in found.current() if (other.run, other.step) == place), None)
-        if twin is not None and not found.is_rewrite_of(twin, commit.txid):
-            message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
-            raise Conflict(message, checkpoints=(commit.id, twin.id))
-    return append(repo, commit, Restored)
+    check_restore(found, now)
+    return append(repo, commit if as_read else now, Restored)
+
+
+def check_restore(found: CommitList, commit: Commit) -> None:
+    """Raise `Conflict` if ``commit`` cannot be restored by what was listed."""
+    _check_standing(commit, "restored")
+    if _holds(commit, "restored"):
+        return
+    _check_allowed(commit, "restored")
+    twin = found.at(commit.run, commit.step)
+    if twin is not None and not found.is_rewrite_of(twin, commit.txid):
+        message = f"{commit} was not restored: {twin} is visible under the same run and step. Forget that one first"
+        raise Conflict(message, checkpoints=(commit.id, twin.id))
 
 
 def purge(repo: Repository, commit: Commit) -> Commit:

@@ -167,6 +167,10 @@ class CommitList:
         """Return visible ones that answer to their run and step, oldest first: of twins the one saved last."""
         return list(self._current)
 
+    def at(self, run: str, step: int) -> Commit | None:
+        """Return the visible one that answers to a run and step; None for none."""
+        return self._answering.get((run, step))
+
     def superseded(self) -> list[Commit]:
         """Return visible ones of which a later twin (same run and step) is visible, oldest first."""
         answers = {commit.txid for commit in self._current}
@@ -220,8 +224,11 @@ class CommitList:
 
     @cached_property
     def _current(self) -> list[Commit]:
-        latest = {(commit.run, commit.step): commit.txid for commit in self.visible()}
-        return [commit for commit in self.visible() if latest[commit.run, commit.step] == commit.txid]
+        return [commit for commit in self.visible() if self._answering[commit.run, commit.step] is commit]
+
+    @cached_property
+    def _answering(self) -> dict[tuple[str, int], Commit]:
+        return {(commit.run, commit.step): commit for commit in self.visible()}
 
 
 class Holdings:

@@ -7,18 +7,21 @@
     RUN@latest      the newest save of the run, so that a run rolled back resumes from where it is now
     latest          the newest of all runs
     tag:NAME        what the tag names
-    RUN@501..       where several are taken: all steps from 501 on
-    RUN@100..500    and all from 100 to 500, both included
+    RUN@100..500    where several are taken: all steps from 100 to 500, both included
+    RUN@501..       all from 501 on; RUN@..500, all up to 500; RUN@.., all of the run
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run
+from casckpt.format.names import ManifestId
+from casckpt.format.records import time_of
 from casckpt.repository.commits import Commit, CommitList, list_commits, read_log
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs
@@ -28,12 +31,12 @@ MIN_PREFIX = 6
 LATEST, TAG = "latest", "tag:"
 GRAMMAR = (
     "use an id or at least 6 hex digits of one, RUN@STEP, RUN@latest, latest or tag:NAME "
-    "(and RUN@100..500 or RUN@501.. where several are taken)"
+    "(and RUN@100..500, RUN@501.., RUN@..500 or RUN@.. where several are taken)"
 )
 
 _ID = re.compile(rf"[0-9a-f]{{{MIN_PREFIX},64}}")
 _STEP = re.compile(r"[0-9]{1,19}")
-_RANGE = re.compile(r"([0-9]{1,19})\.\.([0-9]{1,19})?")
+_RANGE = re.compile(r"([0-9]{1,19})?\.\.([0-9]{1,19})?")
 _SHOWN = 5
 
 
@@ -46,8 +49,7 @@ def resolve(repo: Repository, ref: str | Commit, commits: CommitList | None = No
     if isinstance(ref, Commit):
         now = _by_its_log(repo, ref) if commits is None else None
         return now or _as_it_is(repo, list_commits(repo) if commits is None else commits, ref)
-    _check_text(ref)
-    run, at, where = ref.rpartition("@")
+    run, at, where = _text(ref).rpartition("@")
     if commits is None and not ref.startswith(TAG) and (at or ref == LATEST):
         followed = _followed(repo, check_run(run) if at else None, where)
         if followed is not None:
@@ -69,6 +71,11 @@ def is_reference(text: str) -> bool:
     return "@" in text or text == LATEST or text.startswith(TAG) or _ID.fullmatch(text.lower()) is not None
 
 
+def is_range(ref: object) -> bool:
+    """Tell whether it names steps of a run, however many of them there are."""
+    return isinstance(ref, str) and _RANGE.fullmatch(ref.rpartition("@")[2]) is not None
+
+
 def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: CommitList | None = None) -> list[Commit]:
     """Return the commits that ``refs`` (ranges too) name, each once; a range in order of steps. Raises as `resolve`."""
     found = list_commits(repo) if commits is None else commits
@@ -77,6 +84,44 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
         chosen = (not isinstance(ref, Commit) and _range(repo, found, ref)) or [resolve(repo, ref, found)]
         named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
+
+
+def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) -> list[Commit]:
+    """Return what is to be restored by ``ref``: as `resolve_many`, but RUN@STEP and ranges mean what was forgotten.
+
+    Of a range, all at whose step nothing is visible. Raises as `resolve`; `InvalidInput` with the ids to choose from if
+    several were forgotten at one step.
+    """
+    if isinstance(ref, Commit):
+        return [resolve(repo, ref, commits)]
+    run, _, where = _text(ref).rpartition("@")
+    if (steps := _steps_of(ref)) is not None:
+        found = _forgotten(commits, run, steps)
+        if not found:
+            is_known = any(commit.run == run for commit in commits.live())
+            nothing = f"nothing of run {run!r} in {repo.storage.url} is forgotten of the steps {where}{_doubt(commits)}"
+            raise NotFound(nothing if is_known else about_run(repo, commits, run))
+        return found
+    if run and _STEP.fullmatch(where) and commits.at(run, int(where)) is None:
+        return _forgotten(commits, run, range(int(where), int(where) + 1)) or [resolve(repo, ref, commits)]
+    return [resolve(repo, ref, commits)]
+
+
+def _forgotten(commits: CommitList, run: str, steps: range) -> list[Commit]:
+    """Return what was forgotten of some steps of a run, but where something is visible; in order of steps."""
+    at: dict[int, dict[ManifestId, Commit]] = defaultdict(dict)
+    for one in commits.live():
+        if one.is_forgotten and one.run == run and one.step in steps and commits.at(run, one.step) is None:
+            at[one.step][one.id] = one  # of an id the one that answers is the last
+    for step, ids in at.items():
+        if len(ids) > 1:
+            named = _listed([f"{one.id[:16]} (of {_moment(one)})" for one in ids.values()])
+            raise InvalidInput(f"{len(ids)} checkpoints of {run}@{step} were forgotten: {named}; name one by its id")
+    return [one for step in sorted(at) for one in at[step].values()]
+
+
+def _moment(commit: Commit) -> str:
+    return f"{time_of(commit.committed.created_at):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _followed(repo: Repository, run: str | None, where: str) -> Commit | None:
@@ -117,24 +162,33 @@ def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
     return other
 
 
-def _check_text(ref: object) -> None:
+def _text(ref: object) -> str:
     if not isinstance(ref, str):
         raise InvalidInput(f"{ref!r:.80} is not text, and does not name a checkpoint: {GRAMMAR}")
+    return ref
+
+
+def _steps_of(ref: str) -> range | None:
+    """Return the steps that ``ref`` names, none where it is no range."""
+    run, _, where = ref.rpartition("@")
+    parts = _RANGE.fullmatch(where)
+    if not parts:
+        return None
+    check_run(run)
+    low, high = int(parts[1] or 0), int(parts[2] or MAX_STEP)
+    if low > high:
+        raise InvalidInput(f"{ref!r} names no step: {low} is greater than {high}")
+    return range(low, high + 1)
 
 
 def _range(repo: Repository, found: CommitList, ref: str) -> list[Commit]:
     """Return the commits of a range of steps, none where ``ref`` is no range."""
-    _check_text(ref)
-    run, _, where = ref.rpartition("@")
-    parts = _RANGE.fullmatch(where)
-    if not parts:
+    steps = _steps_of(_text(ref))
+    if steps is None:
         return []
-    check_run(run)
-    low, high = int(parts[1]), int(parts[2]) if parts[2] else MAX_STEP
-    if low > high:
-        raise InvalidInput(f"{ref!r} names no step: {low} is greater than {high}")
+    run, _, where = ref.rpartition("@")
     commits = _commits_of_run(repo, found, run)
-    within = [commit for commit in commits if low <= commit.step <= high]
+    within = [commit for commit in commits if commit.step in steps]
     if not within:
         raise _no_step(repo, found, commits, f"step in {where}")
     return sorted(within, key=lambda commit: commit.step)

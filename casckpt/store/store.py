@@ -48,11 +48,12 @@ from casckpt.upkeep.doctor import examine
 from casckpt.upkeep.footprint import Footprint, footprint
 from casckpt.upkeep.gc.forgetting import forget, plan_forget
 from casckpt.upkeep.gc.gc import GcResult, Tell, execute, plan_gc, preview
+from casckpt.upkeep.gc.restoring import RestoreResult, plan_restore, restore
 from casckpt.upkeep.gc.retiring import check_metrics
 from casckpt.upkeep.repair.repair import RepairResult, repair
 from casckpt.upkeep.repair.verify import Mode, VerifyResult, verify
 from casckpt.upkeep.saves import SaveInProgress, give_up, revoke_save, saves_in_progress
-from casckpt.upkeep.thinning import ThinResult, plan_thin, thin, thin_by, whole_of
+from casckpt.upkeep.thinning import ThinResult, plan_thin, thin, thin_by
 from casckpt.upkeep.thinning import check as check_thinned
 from casckpt.upkeep.usage import StoreStats, StoreUsage, measure, usage
 
@@ -535,14 +536,32 @@ class Store:
     def restore(self, ref: str | Checkpoint, *, whole: bool = False) -> Checkpoint:
         """Make a forgotten checkpoint visible again. Raises Conflict if it was purged, or beside a visible twin.
 
-        A checkpoint that `checkpoints` shows as ``replaced`` comes back in place of what it was rewritten to, as long
-        as it lives. ``whole``: bring back what `thin` dropped from a checkpoint. Raises NotFound once a gc has purged
-        that.
+        ``ref``: an id, a `Checkpoint`, or RUN@STEP, unless several were forgotten there. A checkpoint that
+        `checkpoints` shows as ``replaced`` comes back in place of what it was rewritten to, as long as it lives.
+        ``whole``: bring back what `thin` dropped from a checkpoint. Raises NotFound once a gc has purged that.
         """
-        if whole:
-            return self.restore(Checkpoint(self.repository, whole_of(self.repository, self._resolve(ref))))
-        held = ref.commit if isinstance(ref, Checkpoint) and ref.commit.last == "replaced" else self._resolve(ref)
-        return Checkpoint(self.repository, commit_log.restore(self.repository, held))
+        if refs.is_range(ref):
+            raise InvalidInput(f"{ref!r} does not name one checkpoint; restore_many takes ranges")
+        (restored,) = self.restore_many(ref, whole=whole).restored
+        return Checkpoint(self.repository, restored)
+
+    def restore_many(
+        self, *named: str | Checkpoint, whole: bool = False, dry_run: bool = False, check: bool = True
+    ) -> RestoreResult:
+        """Restore checkpoints, or what was forgotten of ranges of steps, as `restore` does each.
+
+        A range passes by steps at which something is visible. All are looked at first: if one cannot be restored,
+        nothing is. ``whole``: of a range, what was thinned. ``dry_run``: only return which. ``check``: raise what went
+        wrong for some of them once the others are restored; without it, that is in ``failed`` of the result. Raises
+        NotFound, InvalidInput, Conflict, StorageError.
+        """
+        plan = plan_restore(self.repository, map(_plain, named), whole=whole)
+        if dry_run:
+            return RestoreResult(plan.chosen, dry_run=True)
+        result = restore(self.repository, plan)
+        if check:
+            result.raise_failure()
+        return result
 
     def gc(
         self,

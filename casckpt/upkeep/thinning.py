@@ -322,12 +322,13 @@ def thin_alike(repo: Repository, others: Iterable[Commit]) -> list[Commit]:
     return _but_tagged(repo, plans, made, tags(repo) if made else {})
 
 
-def whole_of(repo: Repository, commit: Commit) -> Commit:
-    """Return the old places of a thinned checkpoint that lack least, to be restored.
+def whole_of(repo: Repository, commit: Commit, listed: CommitList | None = None) -> Commit:
+    """Return the old places of a thinned checkpoint that lack least, to be restored. ``listed``: None for a new one.
 
     Raises `NotFound` if they were purged, or if it never was thinned; `StorageError`.
     """
-    old = [one for one in list_commits(repo).standing() if one.id == commit.id and one.last == "replaced"]
+    listed = list_commits(repo) if listed is None else listed
+    old = [one for one in listed.standing() if one.id == commit.id and one.last == "replaced"]
     found = min(reversed(old), key=_lacking, default=commit)
     if _lacking(found) >= _lacking(commit):
         raise NotFound(f"{commit} is whole, or the places that it had before it was thinned were purged")

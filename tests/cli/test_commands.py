@@ -17,8 +17,11 @@ import torch
 
 import casckpt
 from casckpt.cli.text import printable
+from casckpt.errors import Conflict
 from casckpt.plan.sizes import format_size
-from casckpt.repository.commits import forget
+from casckpt.repository import commits
+from casckpt.repository.commits import Commit, forget
+from casckpt.repository.repository import Repository
 from casckpt.repository.tags import write_generation
 from casckpt.repository.transactions import begin
 from tests.cli.conftest import AsJson, Run
@@ -466,6 +469,29 @@ def test_forget_and_restore(saved: Path, as_json: AsJson, run: Run) -> None:
     assert named(as_json("list", saved)) == ["a@1", "a@2"]
     message = run("show", saved, "b@1", status=3).stderr
     assert "casckpt restore" in message
+    assert named(as_json("restore", saved, "b@1", "a@..", "--dry-run")["restored"]) == ["b@1", "a@3"]
+    assert "restored b@1" in run("restore", saved, "b@1", "a@..").stdout
+    assert as_json("restore", saved, "a@..", status=3)["error"]["kind"] == "not-found"
+
+
+def test_restore_tells_what_was_restored_however_it_ends(
+    saved: Path, store: casckpt.Store, as_json: AsJson, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = store.forget("a@1..3")[1].commit
+    plain = commits.append
+
+    def append(repo: Repository, commit: Commit, kind: commits.LaterKind) -> Commit:
+        if commit.txid == lost.txid:
+            raise Conflict("somebody else was first")
+        return plain(repo, commit, kind)
+
+    monkeypatch.setattr(commits, "append", append)
+    told = as_json("restore", saved, "a@..", status=5)
+    assert named(told["restored"]) == ["a@1", "a@3"]
+    assert [(one["step"], one["kind"], one["why"]) for one in told["failed"]] == [
+        (2, "conflict", "somebody else was first")
+    ]
+    assert "not restored: a@2" in run("restore", saved, "a@..", status=5).stdout
 
 
 def test_watch_prints_a_line_for_each(saved: Path, store: casckpt.Store, run: Run) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound
 from casckpt.format.digest import hex_digest
 from casckpt.format.keys import commit_key, tag_key
 from casckpt.format.names import ManifestId
 from casckpt.repository.commits import Commit, forget, list_commits, purge
-from casckpt.repository.refs import resolve, resolve_many
+from casckpt.repository.refs import resolve, resolve_forgotten, resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import set_tag
 from tests.support.faulty import FaultyStore
@@ -231,9 +233,53 @@ def test_ranges_that_name_nothing(repo: Repository) -> None:
         resolve_many(repo, ["a@11.."])
     with pytest.raises(NotFound, match="no checkpoint of run 'b'"):
         resolve_many(repo, ["b@1.."])
-    for ref in ("a@..5", "a@1...5", "a b@1..2", "1..5"):
+    for ref in ("a@...5", "a@-..5", "a@..x", "@..", "a@1...5", "a b@1..2", "1..5"):
         with pytest.raises(InvalidInput):
             resolve_many(repo, [ref])
+
+
+@given(
+    made=st.sets(st.integers(0, 30), min_size=1, max_size=8),
+    low=st.none() | st.integers(0, 30),
+    high=st.none() | st.integers(0, 30),
+)
+def test_a_range_may_be_open_at_each_end(made: set[int], low: int | None, high: int | None) -> None:
+    repo = Repository(memory())
+    repo.create()
+    for step in made:
+        commit_bare(repo, "sweep/lr-0.001", step)
+    ref = f"sweep/lr-0.001@{'' if low is None else low}..{'' if high is None else high}"
+    wanted = sorted(step for step in made if (low or 0) <= step <= (30 if high is None else high))
+    if wanted:
+        assert [commit.step for commit in resolve_many(repo, [ref])] == wanted
+    else:
+        with pytest.raises((NotFound, InvalidInput)):
+            resolve_many(repo, [ref])
+
+
+def test_to_restore_a_step_and_a_range_mean_what_was_forgotten(repo: Repository) -> None:
+    forgotten = [forget(repo, commit_bare(repo, "a", step)) for step in (5, 1, 3)]
+    forget(repo, commit_bare(repo, "a", 4))
+    over = commit_bare(repo, "a", 4)
+    forget(repo, commit_bare(repo, "b", 2))
+    found = list_commits(repo)
+    assert resolve_forgotten(repo, "a@3", found) == [forgotten[2]]
+    assert steps(resolve_forgotten(repo, "a@2..", found)) == [("a", 3), ("a", 5)], "step 4 is visible"
+    assert resolve_forgotten(repo, "a@4", found) == [over]
+    assert resolve_forgotten(repo, forgotten[0].id[:12], found) == [forgotten[0]]
+    with pytest.raises(NotFound, match=r"nothing of run 'a' in \S+ is forgotten of the steps 6\.\."):
+        resolve_forgotten(repo, "a@6..", found)
+    with pytest.raises(NotFound, match=r"did you mean a\?|there are a"):
+        resolve_forgotten(repo, "aa@..", found)
+    with pytest.raises(NotFound, match="no step 2"):
+        resolve_forgotten(repo, "a@2", found)
+
+
+def test_of_several_that_were_forgotten_at_a_step_the_ids_are_told(repo: Repository) -> None:
+    ids = [forget(repo, commit_bare(repo, "a", 1)).id[:16] for _ in range(2)]
+    for ref in ("a@1", "a@.."):
+        with pytest.raises(InvalidInput, match=rf"2 checkpoints of a@1 were forgotten: {ids[0]} \(of .*{ids[1]}"):
+            resolve_forgotten(repo, ref, list_commits(repo))
 
 
 def test_one_listing_serves_many(tmp_path: Path) -> None:

@@ -108,6 +108,18 @@ def test_all_of_it_comes_back_until_a_gc_has_purged_it(store: Store) -> None:
     assert [one.commit.dropped is not None for one in store.checkpoints()] == [True, True, False, False, False]
 
 
+def test_of_a_range_what_was_thinned_comes_back(store: Store) -> None:
+    store.thin("run@1", "run@2", drop=DROP)
+    assert [one.step for one in store.restore_many("run@..3", whole=True).restored] == [1, 2]
+    assert same_state(store.read("run@2"), state(2))
+    with pytest.raises(NotFound, match="is whole"):
+        store.restore_many("run@..3", whole=True)
+    with pytest.raises(InvalidInput, match="restore_many takes ranges"):
+        store.restore("run@..3", whole=True)
+    store.forget("run@1")
+    assert store.restore("run@1") == store.get("run@1")
+
+
 def test_tags_go_along_and_hold_no_more_than_there_is(store: Store) -> None:
     store.tag("best", "run@1")
     with pytest.raises(Conflict, match="tagged best"):

@@ -9,7 +9,7 @@ import click
 from casckpt.cli.completion import FORGOTTEN, REF
 from casckpt.cli.describe import brief
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import name, say
+from casckpt.cli.text import name, printable, say
 
 
 @store_command("forget")
@@ -19,8 +19,8 @@ from casckpt.cli.text import name, say
 def command(session: Session, refs: tuple[str, ...], tagged: bool, dry_run: bool) -> None:
     """Take checkpoints out of sight.
 
-    Name them, or use RUN@501.. and RUN@100..500 for ranges of steps. `casckpt restore` brings them back, until a gc
-    purges them. If one of them is tagged, nothing is forgotten.
+    Name them, or use RUN@100..500, RUN@501.., RUN@..500 and RUN@.. for ranges of steps. `casckpt restore` brings them
+    back, until a gc purges them. If one of them is tagged, nothing is forgotten.
     """
     forgotten = session.store.forget(*refs, tagged=tagged, dry_run=dry_run)
     session.give({"forgotten": list(map(brief, forgotten)), "dry_run": dry_run}, _text)
@@ -32,19 +32,28 @@ def _text(result: dict[str, Any]) -> None:
 
 
 @store_command("restore")
-@click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="ID...")
+@click.argument("refs", type=FORGOTTEN, nargs=-1, required=True, metavar="REF...")
 @click.option("--whole", is_flag=True, help="Bring back what `casckpt thin` left out of them.")
-def restore(session: Session, refs: tuple[str, ...], *, whole: bool) -> None:
+@click.option("--dry-run", is_flag=True, help="Only show which.")
+def restore(session: Session, refs: tuple[str, ...], *, whole: bool, dry_run: bool) -> int:
     """Make forgotten checkpoints visible again.
 
-    Name them by their ids (`casckpt list --all`). Those that were purged are not found. It is a conflict if another
-    checkpoint is visible under the same run and step.
+    Name them by their ids (`casckpt list --all`), by RUN@STEP, or by ranges of steps, which pass by what is visible.
+    Those that were purged are not found. It is a conflict if another checkpoint is visible under the same run and step.
+    If one of them cannot be restored, nothing is.
     """
-    found = [session.store.get(ref) for ref in refs]
-    restored = [session.store.restore(one, whole=whole) for one in found]
-    session.give({"restored": list(map(brief, restored))}, _restored_text)
+    result = session.store.restore_many(*refs, whole=whole, dry_run=dry_run, check=False)
+    failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]
+    told: dict[str, Any] = {"restored": [brief(one) for one in result.restored], "failed": failed}
+    told |= {"left": [brief(one) for one in result.left], "dry_run": dry_run}
+    session.give(told, _restored_text)
+    return max((one.error.exit_status for one in result.failed), key=(0, 1, 3, 5, 4).index, default=0)
 
 
 def _restored_text(result: dict[str, Any]) -> None:
     for one in result["restored"]:
-        say(f"restored {name(one)}")
+        say(f"{'would restore' if result['dry_run'] else 'restored'} {name(one)}")
+    for one in result["failed"]:
+        say(f"not restored: {name(one)}: {printable(one['why'])}")
+    for one in result["left"]:
+        say(f"not restored: {name(one)}")

@@ -1,0 +1,118 @@
+"""Restoring by name: what was forgotten, or what was left out of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from casckpt.errors import CasckptError, Conflict, StorageError
+from casckpt.parallel import in_parallel
+from casckpt.repository import commits
+from casckpt.repository.commits import Commit, CommitList, announce_all, check_restore, list_commits
+from casckpt.repository.refs import resolve_forgotten, resolve_many
+from casckpt.repository.repository import Repository
+from casckpt.repository.requirements import check_requirements
+from casckpt.upkeep.thinning import whole_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RestoreFailure:
+    """A checkpoint that was not restored, and why."""
+
+    commit: Commit
+    error: CasckptError
+
+
+@dataclass(frozen=True)
+class RestorePlan:
+    """What is to be restored, each as ``listed`` shows it."""
+
+    chosen: tuple[Commit, ...]
+    listed: CommitList
+
+
+@dataclass(frozen=True)
+class RestoreResult:
+    """What a restore did; with ``dry_run`` what it would do. ``left``: the storage failed before it came to these."""
+
+    restored: tuple[Commit, ...] = ()
+    failed: tuple[RestoreFailure, ...] = ()
+    left: tuple[Commit, ...] = ()
+    dry_run: bool = False
+
+    def raise_failure(self) -> None:
+        """Raise the last of ``failed``, if there is any; it says what was restored none the less."""
+        if not self.failed:
+            return
+        error, wanted = self.failed[-1].error, len(self.restored) + len(self.failed) + len(self.left)
+        more = f" ({len(self.restored)} of {wanted} were restored)" if wanted > 1 else ""
+        raise type(error)(f"{error}{more}", **error.__dict__) from error
+
+
+def plan_restore(repo: Repository, refs: Iterable[str | Commit], *, whole: bool = False) -> RestorePlan:
+    """Choose what ``refs`` name of what was forgotten (ranges among them), each once, by one listing. Writes nothing.
+
+    ``whole``: of what is thinned, the places that it had before. Raises as `resolve_forgotten` and
+    `casckpt.upkeep.thinning.whole_of`; `Conflict` if one of them cannot be restored, or if two are of one step.
+    """
+    listed = list_commits(repo)
+    named = _whole(repo, refs, listed) if whole else (one for ref in refs for one in _named(repo, ref, listed))
+    chosen = {commit.txid: commit for commit in named}
+    at: dict[tuple[str, int], Commit] = {}
+    for commit in chosen.values():
+        check_restore(listed, commit)
+        other = at.setdefault((commit.run, commit.step), commit)
+        if other is not commit:
+            message = f"{commit} and {other} are of the same run and step: name one of them. Nothing was restored"
+            raise Conflict(message, checkpoints=(commit.id, other.id))
+    return RestorePlan(tuple(chosen.values()), listed)
+
+
+def restore(repo: Repository, plan: RestorePlan) -> RestoreResult:
+    """Restore what ``plan`` chose. What somebody else has changed since is left. The result tells what became of each.
+
+    Raises `Unsupported` where the store demands of writers what this version does not know.
+    """
+    check_requirements(repo)
+    restored: dict[str, Commit] = {}
+    failed: list[RestoreFailure] = []
+
+    def attempt(commit: Commit) -> None:
+        try:
+            restored[commit.txid] = commits.restore(repo, commit, found=plan.listed)
+        except CasckptError as error:
+            failed.append(RestoreFailure(commit, error))
+            if isinstance(error, StorageError):  # the next one would wait as long for as little
+                raise
+
+    try:
+        announce_all(repo, (commit for commit in plan.chosen if not commit.visible))
+        for _ in in_parallel(repo.storage.traits.requests, attempt, plan.chosen):
+            pass
+    except StorageError:
+        if not failed:  # nothing could be announced
+            raise
+    except BaseException:  # interrupted, most likely
+        log.warning("restored %d of %d: %s", len(restored), len(plan.chosen), ", ".join(map(str, restored.values())))
+        raise
+    tried = {one.commit.txid for one in failed} | restored.keys()
+    left = tuple(commit for commit in plan.chosen if commit.txid not in tried)
+    done = tuple(restored[commit.txid] for commit in plan.chosen if commit.txid in restored)
+    return RestoreResult(done, tuple(failed), left)
+
+
+def _named(repo: Repository, ref: str | Commit, listed: CommitList) -> list[Commit]:
+    """Return what ``ref`` names; the old places of what was rewritten, where they themselves are given."""
+    if isinstance(ref, Commit) and ref.last == "replaced":
+        return [listed.commits.get(ref.txid, ref)]
+    return resolve_forgotten(repo, ref, listed)
+
+
+def _whole(repo: Repository, refs: Iterable[str | Commit], listed: CommitList) -> Iterator[Commit]:
+    for ref in refs:
+        named = resolve_many(repo, [ref], listed)
+        thin = [commit for commit in named if commit.dropped is not None]
+        yield from (whole_of(repo, commit, listed) for commit in thin or named)
