@@ -13,6 +13,7 @@ import torch
 from casckpt.errors import InvalidInput
 
 Rename: TypeAlias = Callable[[str], str] | Mapping[str, str] | None
+FullMatch: TypeAlias = "Callable[[re.Pattern[str], str], re.Match[str] | None]"
 
 
 def usable_device(device: str | torch.device) -> torch.device:
@@ -38,7 +39,7 @@ def matches(key: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def renamer(rename: Any) -> Callable[[str], str]:
+def renamer(rename: Any, fullmatch: FullMatch = re.fullmatch) -> Callable[[str], str]:
     """From a key of the template to one of the checkpoint. Raises InvalidInput, at once or for a key."""
     if rename is None:
         return lambda key: key
@@ -51,7 +52,7 @@ def renamer(rename: Any) -> Callable[[str], str]:
 
     def apply(key: str) -> str:
         for pattern, replacement in rules:
-            found = pattern.fullmatch(key)
+            found = fullmatch(pattern, key)
             if found:
                 return _expanded(found, replacement)
         return key

@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from casckpt.errors import InvalidInput
 from casckpt.format.regions import Shape
 from casckpt.format.sections.index import StreamEntry
+
+if TYPE_CHECKING:
+    from casckpt.checkpoint.arguments import FullMatch
 
 T = TypeVar("T")
 Split: TypeAlias = Mapping[str, Sequence[str] | Mapping[str, int]]
@@ -51,17 +54,19 @@ class ViewTensor(NamedTuple):
         return self.parts or (Source(self.number, self.entry, 0, self.entry.numel),)
 
 
-def recut(tensors: Iterable[ViewTensor], split: Split, concat: Concat) -> list[ViewTensor]:
-    """Cut apart what ``split`` names, then put together what ``concat`` does.
+def recut(
+    tensors: Iterable[ViewTensor], split: Split, concat: Concat, fullmatch: FullMatch = re.fullmatch
+) -> list[ViewTensor]:
+    """Cut apart what ``split`` names, then put together what ``concat`` does. ``fullmatch``: matches expressions.
 
     Raises InvalidInput, naming the tensor, for parts that do not fit, and for an expression that is none.
     """
-    found = [part for one in tensors for part in _cut(one, split)]
-    return list(_joined(found, concat))
+    found = [part for one in tensors for part in _cut(one, split, fullmatch)]
+    return list(_joined(found, concat, fullmatch))
 
 
-def _cut(one: ViewTensor, rules: Split) -> Iterator[ViewTensor]:
-    match, names = _first_match(rules, one.name)
+def _cut(one: ViewTensor, rules: Split, fullmatch: FullMatch) -> Iterator[ViewTensor]:
+    match, names = _first_match(rules, one.name, fullmatch)
     if match is None or names is None:
         yield one
         return
@@ -91,11 +96,11 @@ def _within(sources: Iterable[Source], lo: int, hi: int) -> Iterator[Source]:
         lo, hi = lo - count, hi - count
 
 
-def _joined(tensors: Sequence[ViewTensor], rules: Concat) -> Iterator[ViewTensor]:
+def _joined(tensors: Sequence[ViewTensor], rules: Concat, fullmatch: FullMatch) -> Iterator[ViewTensor]:
     by_name = {one.name: one for one in tensors}
     made, used = [], set[str]()
     for one in tensors:
-        match, names = _first_match(rules, one.name)
+        match, names = _first_match(rules, one.name, fullmatch)
         if match is None or names is None:
             continue
         whole, *others = (_expanded(match, name) for name in names)
@@ -131,10 +136,10 @@ def _made(name: str, shape: Shape, sources: Sequence[Source]) -> ViewTensor:
     return ViewTensor(name, first.number, entry, tuple(sources))
 
 
-def _first_match(rules: Mapping[str, T], name: str) -> tuple[re.Match[str] | None, T | None]:
+def _first_match(rules: Mapping[str, T], name: str, fullmatch: FullMatch) -> tuple[re.Match[str] | None, T | None]:
     for pattern, names in rules.items():
         try:
-            match = re.fullmatch(pattern, name)
+            match = fullmatch(re.compile(pattern), name)
         except re.error as error:
             raise InvalidInput(f"{pattern!r:.80} is no regular expression: {error}") from error
         if match:

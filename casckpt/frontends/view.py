@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from casckpt.checkpoint.arguments import Rename, matches, renamer, usable_patterns
+from casckpt.checkpoint.arguments import FullMatch, Rename, matches, renamer, usable_patterns
 from casckpt.checkpoint.loading.contents import Contents
 from casckpt.errors import Damaged, InvalidInput, MissingKey
 from casckpt.format.manifest import Manifest
@@ -25,6 +26,7 @@ class Rules:
     under the names that they have in it without wrappers; ``strip_prefix`` says where it lies, None: that is to be
     found out. ``rename``: from a name to another one, after all that; as in `casckpt.Store.load`, but from the
     checkpoint's side. ``split``, ``concat``: tensors that are cut apart, and then put together, by their new names.
+    ``fullmatch``: what matches the regular expressions of all three.
     """
 
     keys: Sequence[str] | None = None
@@ -33,6 +35,7 @@ class Rules:
     model: bool = False
     split: Split = field(default_factory=dict)
     concat: Concat = field(default_factory=dict)
+    fullmatch: FullMatch = re.fullmatch
 
     @property
     def is_plain(self) -> bool:
@@ -73,7 +76,7 @@ def view_of(manifest: Manifest, rules: Rules) -> View:
     ]
     check_whole(manifest, [one.entry for one in tensors])
     if rules.split or rules.concat:
-        tensors = recut(tensors, rules.split, rules.concat)
+        tensors = recut(tensors, rules.split, rules.concat, rules.fullmatch)
         _check_names((one.name, one.entry.key) for one in tensors)
     seen = {source.number for one in tensors for source in one.sources}
     objects = [key for key in contents.objects if matches(key, patterns)]
@@ -111,7 +114,7 @@ def _names(keys: Sequence[str], prefix: str, rules: Rules) -> list[str]:
     names = [key.removeprefix(prefix) for key in keys]
     if rules.model:
         names = plain_names(names)
-    rename: Callable[[str], str] = renamer(rules.rename)
+    rename: Callable[[str], str] = renamer(rules.rename, rules.fullmatch)
     names = [rename(name) for name in names]
     if rules.model and rules.strip_prefix is None and prefix:  # of a training, and nobody has said that it is right
         check_no_adapters(names, prefix)

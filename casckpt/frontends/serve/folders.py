@@ -112,7 +112,8 @@ class Folders:
     def _own_rules(self, checkpoint: Checkpoint) -> Rules | None:
         if VIEW_FILE not in self.store.attachments(checkpoint):
             return None
-        return read_rules(self.store.read_attachment(checkpoint, VIEW_FILE), f"{VIEW_FILE} of {checkpoint}")
+        text = self.store.read_attachment(checkpoint, VIEW_FILE)
+        return read_rules(text, f"{VIEW_FILE} of {checkpoint.run}@{checkpoint.step}", travels=True)
 
 
 def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import KeysView, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from casckpt.errors import InvalidInput
+from casckpt.frontends.serve.bounded import BoundedMatch
 from casckpt.frontends.view import Rules
 
 VIEW_FILE: Final = "casckpt.view.json"
@@ -22,8 +24,10 @@ _FIELDS: Final[Mapping[str, Any]] = {
 }
 
 
-def read_rules(text: bytes, where: str) -> Rules:
+def read_rules(text: bytes, where: str, *, travels: bool = False) -> Rules:
     """The rules that a file has. Raises InvalidInput, naming ``where`` it comes from, for what is none.
+
+    ``travels``: it came with a checkpoint, whoever wrote that, so its expressions are matched in `BoundedMatch`.
 
     ``keys``, ``strip_prefix``, ``rename``, ``model``, ``split``, ``concat``: as in `casckpt.frontends.view.Rules`;
     ``model`` is true where it is not said.
@@ -36,7 +40,14 @@ def read_rules(text: bytes, where: str) -> Rules:
         raise InvalidInput(f"{where} is no view; write a JSON object with some of {_names()}")
     for name, value in found.items():
         _check(where, name, value)
-    return Rules(**{"model": True, **found})
+    rules = Rules(**{"model": True, **found})
+    return replace(rules, fullmatch=_bounded(where, found)) if travels else rules
+
+
+def _bounded(where: str, found: Mapping[str, Any]) -> BoundedMatch:
+    maps = [found.get(name, {}) for name in ("rename", "split", "concat")]
+    names = (name for one in maps for to in one.values() for name in ([to] if isinstance(to, str) else to))
+    return BoundedMatch(where, {pattern for one in maps for pattern in one}, names)
 
 
 def _check(where: str, name: str, value: Any) -> None:

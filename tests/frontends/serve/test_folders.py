@@ -200,10 +200,26 @@ def test_a_file_that_is_no_view(text: bytes, match: str) -> None:
         read_rules(text, "the file")
 
 
+@pytest.mark.parametrize(
+    "view",
+    [{"rename": {"(a|a)*b": "x"}}, {"split": {"(a+)+b": ["x"]}}, {"concat": {"a*a*a*a*a*a*a*b": ["x", "y"]}}],
+    ids=lambda view: next(iter(view)),
+)
+def test_an_expression_that_travels_keeps_nobody_busy(view: dict[str, object]) -> None:
+    store = small()
+    store.save({"model": {"a" * 90 + "!": cells(1)}}, step=1, attachments={VIEW_FILE: json.dumps(view).encode()})
+    with pytest.raises(
+        InvalidInput, match=r"casckpt\.view\.json of default@1 .*travels.*start casckpt serve with --view"
+    ):
+        Folders(store, None, 1 << 30).of(store.get("latest"))
+    read_rules(json.dumps(view).encode(), "the user's")
+
+
 def test_the_view_of_the_documentation() -> None:
     (found,) = re.findall(r"^```json\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.MULTILINE | re.DOTALL)
     rules = read_rules(found.encode(), "the page")
-    assert set(json.loads(found)) == {one.name for one in fields(Rules)}
+    assert set(json.loads(found)) == {one.name for one in fields(Rules)} - {"fullmatch"}
+    read_rules(found.encode(), "the page", travels=True)
     (shares,) = rules.split.values()
     assert [name.partition(".")[2] for name in shares] == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
 

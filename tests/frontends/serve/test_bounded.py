@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casckpt.errors import InvalidInput
+from casckpt.frontends.serve.bounded import BoundedMatch, ways
+
+
+@pytest.mark.parametrize(
+    ("pattern", "repeats", "choices"),
+    [
+        ("", 0, 1),
+        (r"model\.layers\.(\d+)\.(.*)", 2, 1),
+        (r"(.*)\.(?:q|k|v)_proj\.(weight|bias)", 1, 6),
+        (r"(?P<head>.*?)\.old", 1, 1),
+        (r"^a?[^.]{2,3}$", 1, 2),
+        (r"(_orig_mod\.)?[]x]+[^]]*", 2, 2),
+        (r"a|b(c|d|e)", 0, 6),
+    ],
+)
+def test_how_many_ways_there_are(pattern: str, repeats: int, choices: int) -> None:
+    assert ways(pattern) == (repeats, choices)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a|a)*b", "(a*)*b", "(?:a+)+", "(a){2}", "(a+)?*", r"(a)\1", "(?=a)a", "(?<=a)a", "(?i)a", r"a\b", "a*+",
+     "(?>a*)", "(a?){9}", "[[a]", "a{1}{2}", "x" * 1001, "(?#a)b", r"\Aa", "(?P=a)", "(?a:b)"],
+)  # fmt: skip
+def test_whose_ways_cannot_be_told_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidInput):
+        ways(pattern)
+
+
+@given(st.text("a", min_size=50, max_size=200), st.sampled_from(["a?", "a*", ".*?", "(a|a)", "(a*)?", "[a-c]{0,30}"]))
+def test_what_tries_too_much_is_refused_before_it_tries(name: str, piece: str) -> None:
+    match = BoundedMatch("the view", {pattern := piece * 25 + "b"}, [])
+    with pytest.raises(InvalidInput, match=r"(?s)the view travels.*too many ways.*--view FILE"):
+        match(re.compile(pattern), name)
+
+
+def test_no_match_tries_more_than_is_told() -> None:
+    """As `re` does at worst: of what repeats here, each number of letters."""
+    name = "a" * 12
+    for repeats in range(1, 5):
+        tried = sum(1 for _ in islice(splits(len(name), repeats), 10**6))
+        assert tried == ways(".*" * repeats).of(name)
+
+
+def splits(left: int, repeats: int) -> Iterator[tuple[int, ...]]:
+    """How many letters each of ``repeats`` may take of ``left``, not all of them."""
+    if not repeats:
+        yield ()
+        return
+    for taken in range(left + 1):
+        for rest in splits(left - taken, repeats - 1):
+            yield (taken, *rest)
+
+
+def test_it_matches_as_re_does() -> None:
+    pattern = re.compile(r"(.*)\.layers\.(\d+)\.(?:self_attn|mlp)\.(.*)")
+    match = BoundedMatch("the view", {pattern.pattern}, [r"\1.\2"])
+    name = "model.language_model.layers.17.self_attn.q_proj.weight"
+    found = match(pattern, name)
+    assert found is not None
+    assert found.groups() == ("model.language_model", "17", "q_proj.weight")
+    assert match(pattern, "lm_head.weight") is None
+
+
+def test_all_names_together_have_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    match, pattern = BoundedMatch("the view", {"a.*"}, []), re.compile("a.*")
+    assert match(pattern, "ab")
+    now = time.thread_time()
+    monkeypatch.setattr(time, "thread_time", lambda: now + 11)
+    with pytest.raises(InvalidInput, match="take more than 10 s"):
+        match(pattern, "ab")
+
+
+def test_names_that_grow_without_end_are_refused() -> None:
+    for name in ("\\1" * 21, "x" * 1001):
+        with pytest.raises(InvalidInput, match="too long a name"):
+            BoundedMatch("the view", {"(.*)"}, [name])
