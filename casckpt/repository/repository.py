@@ -7,6 +7,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -95,6 +96,8 @@ class Repository:
         try:
             data = self.storage.get(keys.MARKER, limit=records.MAX_RECORD_BYTES)
         except NotFound as error:
+            with suppress(StorageError):
+                self._check_lost()
             message = f"there is no store at {self.storage.url}: the first save or `casckpt init` makes one"
             raise NotFound(message, key=keys.MARKER) from error
         try:
@@ -105,6 +108,16 @@ class Repository:
         if not _STORE_ID.fullmatch(marker.store_id):
             raise Refused(f"casckpt.json at {self.storage.url} holds an unusable store id", key=keys.MARKER)
         return marker
+
+    def _check_lost(self) -> None:
+        """Raise `Damaged` if the marker is gone from a store: it is put before the first record of commits/."""
+        is_store = any(keys.parse_log(entry.key) for entry in self.storage.list("commits/"))
+        if is_store and self.storage.size(keys.MARKER) is None:  # again: it may have been made meanwhile
+            message = (
+                f"casckpt.json is gone from {self.storage.url}, where commits/ has records of a store. A new one might "
+                "have other sizes, for good; put the file back from a copy of the store, or from its mirror"
+            )
+            raise Damaged(message, key=keys.MARKER)
 
     def exists(self) -> bool:
         """Ask whether there is a store. Raises `StorageError`."""
@@ -122,8 +135,8 @@ class Repository:
         """Make the store, if there is none; was it made by this call? ``cell_bytes``, ``blob_bytes``: see `Marker`.
 
         It looks whether there is one now: somebody may have deleted what this process knows. An existing store keeps
-        its own sizes. Raises `InvalidInput`, `StorageError`, what `marker` raises, and `Unsupported` for a storage that
-        cannot create exclusively.
+        its own sizes. Raises `Damaged` for one that has lost its marker, `InvalidInput`, `StorageError`, what `marker`
+        raises, and `Unsupported` for a storage that cannot create exclusively.
         """
         store_id = uuid.UUID(bytes=self.entropy(16), version=4).hex
         marker = Marker(
@@ -138,7 +151,7 @@ class Repository:
         if self.storage.size(keys.MARKER) is not None:
             self._know(self._read_marker())
             return False
-        next(iter(self.storage.list("settings/")), None)  # some servers make a bucket that is not there for any put
+        self._check_lost()  # the listing finds a bucket missing, too, which some servers make for any put
         probed = self._check_creates(new=True)
         made = self._put_once(keys.MARKER, data)
         self._know(marker if made else self._read_marker())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from casckpt.format.records import Forgotten, Marker, encode_marker
 from casckpt.repository.commits import list_commits
 from casckpt.repository.repository import Repository, microseconds
 from casckpt.storage.local.store import LocalStore
-from tests.support.faulty import FaultyStore, call_first, fail_after, fail_before
+from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
 from tests.support.repositories import Ticks, commit_bare, memory, repository
 
 
@@ -36,6 +37,47 @@ def test_create_makes_a_marker_once_and_keeps_its_sizes(tmp_path: Path) -> None:
     assert (two.marker.cell_bytes, two.marker.blob_bytes) == (1 << 16, 1 << 20)
     assert one.exists()
     assert two.exists()
+
+
+def test_a_store_that_has_lost_its_marker_is_not_made_anew(tmp_path: Path) -> None:
+    storage = memory()
+    commit_bare(repository(tmp_path, storage))
+    marker = storage.get("casckpt.json", limit=1 << 20)
+    storage.delete("casckpt.json")
+    repo = Repository(storage, tmp_path)
+    for attempt in (lambda: repo.create(cell_bytes=1 << 14), repo.check_exists, lambda: list_commits(repo)):
+        with pytest.raises(Damaged, match=r"casckpt\.json is gone from \S+, where .*put the file back from a copy"):
+            attempt()
+    storage.put("casckpt.json", marker)
+    assert not repo.create()
+    assert len(list_commits(repo).visible()) == 1
+
+
+def test_who_is_overtaken_while_he_makes_a_store_finds_it(tmp_path: Path) -> None:
+    """Between his looks for a marker and for records, another one makes the store and saves."""
+    storage = FaultyStore(memory())
+    other = Repository(storage.inner, tmp_path / "other")
+
+    def save(_: Call) -> None:
+        other.create()
+        commit_bare(other)
+
+    storage.inject(call_first("list", save, key="commits/"))
+    repo = Repository(storage, tmp_path)
+    assert not repo.create(cell_bytes=1 << 14)
+    assert repo.marker == other.marker
+
+
+@pytest.mark.parametrize("at", range(1, 4))
+def test_a_store_of_which_a_kill_left_a_part_is_completed(tmp_path: Path, at: int) -> None:
+    inner = memory(near=False)
+    killed = Repository(FaultyStore(inner, [fail_before("put", at=at, times=9)]), tmp_path)
+    with suppress(StorageError):
+        killed.create()
+    repo = Repository(inner, tmp_path)
+    repo.create()
+    commit_bare(repo)
+    assert len(list_commits(repo).visible()) == 1
 
 
 def test_store_ids_are_hex_and_differ(tmp_path: Path) -> None:
