@@ -24,12 +24,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from casckpt.checkpoint.handle import Arrival, Checkpoint
-from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Unsigned
+from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.new_files import sync_folder
 from casckpt.frontends.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.safetensors.planned import CONFIG
@@ -78,16 +78,21 @@ class Follower:
 
         A storage or a disk that fails is told in the log, and tried again, less and less often; with ``once`` it is
         raised. A checkpoint that is damaged, or not signed as it must be, is left out. Raises Conflict where another
-        process follows with this folder, InvalidInput where something else is in it; else what a watch and an export
-        raise.
+        process follows with this folder, InvalidInput where something else is in it; with ``once`` NotFound where
+        nothing is current in the end; else what a watch and an export raise.
         """
         with _alone(self.folder):
             pause = _PAUSE
+            if not once:
+                self._say_what_is_awaited()
             while True:
                 try:
                     for made in self._switches("0s" if once else None, poll):
                         pause = _PAUSE
                         yield made
+                    if once and self._at(CURRENT) is None:
+                        left_out = f"nothing of run {self.run!r} in {self.store.url} can be used, as was said above"
+                        raise NotFound(self._absence() or left_out)
                     return
                 except (NotFound, Conflict, Damaged):  # these are OSErrors too, and trying again does not mend them
                     raise
@@ -97,6 +102,19 @@ class Follower:
                     log.warning("%s is not followed for now; it is tried again in %.0f s: %s", self.run, pause, error)
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _say_what_is_awaited(self) -> None:
+        with suppress(StorageError):  # it is told when it is met again
+            if self._at(CURRENT) is None and (absence := self._absence()) is not None:
+                log.warning("%s. The first one is waited for", absence)
+
+    def _absence(self) -> str | None:
+        """Say why there is nothing to be followed yet; None if there is."""
+        try:
+            self.store.get(f"{self.run}@latest")
+        except NotFound as error:
+            return str(error)
+        return None
 
     def _switches(self, timeout: Duration | None, poll: Duration) -> Iterator[Switch]:
         """Finish what was begun, and go on behind it."""

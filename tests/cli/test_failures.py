@@ -122,9 +122,7 @@ def test_without_arguments_there_is_help() -> None:
     assert "Commands:" in result.output
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "follow", "import", "init", "serve", "watch"})
-)
+@pytest.mark.parametrize("name", sorted(set(command_modules()) - WITHOUT_STORE - {"doctor", "import", "init", "watch"}))
 def test_no_command_makes_a_store_by_looking_for_one(
     name: str, store_path: Path, tmp_path: Path, as_json: AsJson
 ) -> None:
@@ -137,6 +135,7 @@ def test_no_command_makes_a_store_by_looking_for_one(
         "diff": ["a@1", "a@2"],
         "export": ["a@1", "out"],
         "thin": ["--drop", "x", "--keep-last", "1"],
+        "follow": ["a", "--to", str(tmp_path / "to"), "--once"],
     }
     more = given.get(name, ["a@1"] if more else [])
     assert as_json(name, store_path, *more, status=3)["error"]["kind"] == "not-found"

@@ -14,12 +14,19 @@ from click.testing import CliRunner
 
 pytest.importorskip("uvicorn", reason="needs casckpt[serve]")
 
+import casckpt
 from casckpt.cli.main import cli
 
 
-def refused(*arguments: object) -> str:
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    casckpt.open(tmp_path / "store").create()
+    return tmp_path / "store"
+
+
+def refused(*arguments: object, status: int = 1) -> str:
     done = CliRunner().invoke(cli, ["serve", *map(str, arguments), "--json"])
-    assert done.exit_code == 1, done.output
+    assert done.exit_code == status, done.output
     found: str = json.loads(done.stdout)["error"]["message"]
     return found
 
@@ -43,23 +50,28 @@ def test_a_view_that_is_none(tmp_path: Path) -> None:
     assert "is no view" in refused(tmp_path / "store", "--view", tmp_path / "view")
 
 
-def test_what_no_file_and_no_address_can_be(tmp_path: Path) -> None:
-    assert "give a larger --max-shard-size" in refused(tmp_path, "--max-shard-size", "0")
-    assert "cannot be listened at" in refused(tmp_path, "--host", "a..b", "--no-token")
+def test_what_is_no_store_is_not_served(tmp_path: Path) -> None:
+    assert "there is no store at" in refused(tmp_path / "nope", status=3)
+    assert not (tmp_path / "nope").exists()
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_what_no_file_and_no_address_can_be(store: Path) -> None:
+    assert "give a larger --max-shard-size" in refused(store, "--max-shard-size", "0")
+    assert "cannot be listened at" in refused(store, "--host", "a..b", "--no-token")
+
+
+def test_a_port_that_is_taken(store: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "give another --port" in refused(tmp_path, "--port", taken.getsockname()[1])
+        assert "give another --port" in refused(store, "--port", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_its_end(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_its_end(store: Path, number: signal.Signals, status: int) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # who starts tests may ignore it
         "import runpy; runpy.run_module('casckpt', run_name='__main__')"
     )
-    command = [sys.executable, "-c", code, "serve", str(tmp_path), "--port", "0"]
+    command = [sys.executable, "-c", code, "serve", str(store), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         line = process.stdout.readline()

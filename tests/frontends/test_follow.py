@@ -27,13 +27,13 @@ import torch
 from safetensors.torch import load_file
 
 import casckpt
-from casckpt.errors import Conflict, InvalidInput, MissingKey, StorageError
+from casckpt.errors import Conflict, InvalidInput, MissingKey, NotFound, StorageError
 from casckpt.frontends.follow import CURRENT, Follower
 from casckpt.frontends.safetensors.exporting import Base, export_safetensors
 from casckpt.frontends.safetensors.layout import SUFFIX
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
-from tests.support.faulty import FaultyStore, fail_before
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before
 from tests.support.hub import check_loads, llama
 from tests.support.reads import blob_bytes
 from tests.support.saves import CELL, blob_keys, cells, files, flip, small_folder, trained
@@ -126,6 +126,19 @@ def test_the_newest_is_current_and_what_was_current_stays_as_it_is(store: Store,
         assert mapped.read() in before.values()
     leases = {entry.key.split("/")[1] for entry in store.repository.storage.list("tags/")}
     assert len(leases) == 1, "each version was held by one, and they leave one record behind"
+
+
+def test_once_with_nothing_there_is_an_error(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "to"
+    for of, run, match in (
+        (casckpt.open(tmp_path / "none"), "run", "there is no store at"),
+        (store, "runs", r"no checkpoint of run 'runs' in .*did you mean run\?"),
+    ):
+        with pytest.raises(NotFound, match=match):
+            list(Follower(of, run, folder).follow(once=True))
+    assert once(store, folder) == [0]
+    store.forget("run@..")
+    assert once(store, folder) == [], "what is current stays so"
 
 
 def test_only_some_keys(store: Store, tmp_path: Path) -> None:
@@ -323,6 +336,21 @@ def test_a_store_that_fails_is_tried_again(
     with pytest.raises(StorageError):
         once(failing, folder)
     assert is_at(folder, 1)
+
+
+def test_what_is_waited_for_is_said_once(store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it asks, until it comes."""
+    faulty, asked = FaultyStore(store.repository.storage), itertools.count()
+
+    def come(_: Call) -> None:
+        if "waited for" in caplog.text and next(asked) == 3:
+            store.save(state(5), run="other", step=5)
+
+    faulty.inject(call_first("list", come, key="runs/*", times=10**6))
+    following: Any = Follower(Store(Repository(faulty)), "other", tmp_path / "to").follow(poll="0.1s")
+    assert next(following).checkpoint.step == 5
+    following.close()
+    assert caplog.text.count("no checkpoint of run 'other'") == caplog.text.count("The first one is waited for") == 1
 
 
 def test_a_disk_that_is_full_is_tried_again(

@@ -118,7 +118,7 @@ def serve(
     Set HF_ENDPOINT to what it prints. Then from_pretrained, hf download, HfFileSystem and engines that load from a hub
     take any checkpoint. The run is the repository; a step, a tag, latest, main or an id is the revision. Files are made
     while they are sent, and every byte is verified. The page at / shows what there is. The server writes nothing but
-    leases. Clients on other machines need a token.
+    leases. Clients on other machines need a token. Exit status 3 if there is no store.
     """
     try:
         from casckpt.frontends.serve.access import is_loopback, tokens_in
@@ -133,6 +133,7 @@ def serve(
         raise InvalidInput(f"at {host} others reach the store: give --token-file, or say --no-token")
     tokens = None if token_file is None else tokens_in(_content(token_file).decode("utf-8", "replace"), str(token_file))
     rules = None if view is None else read_rules(_content(view), str(view))
+    session.repository.check_exists()  # else a slip of the pen would be served, as nothing
     hub = Hub(session.store, rules=rules, max_shard_size=max_shard_size)
     app = app_of(hub, tokens=tokens, checks_host=is_loopback(host))
     try:

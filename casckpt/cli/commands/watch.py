@@ -59,7 +59,8 @@ def follow(
     current changes, except with --reuse, which writes the next version into the files of an old one. follow retries if
     the store fails. CMD gets CASCKPT_FOLDER, CASCKPT_RUN, CASCKPT_STEP and CASCKPT_ID. After a kill it may run twice
     with the same id. Once it has returned 0, older versions are removed, except --keep of them. With --once the exit
-    status is 1 if CMD failed.
+    status is 1 if CMD failed, and 3 if nothing is current, because there is no store or no checkpoint of the run.
+    Without --once, it waits for the first one.
     """
     from casckpt.frontends.follow import Follower
 
