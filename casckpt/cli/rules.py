@@ -7,9 +7,17 @@ from typing import Any, Final
 
 import click
 
-from casckpt.cli.types import DURATION
+from casckpt.cli.types import DURATION, Parsed
+from casckpt.plan.retention import Best
 
 AT_LEAST_ONE: Final = click.IntRange(min=1)
+
+
+def _best(text: str) -> str:
+    Best.parse(text)
+    return text
+
+
 _OPTIONS: Final = (
     click.option("--keep-last", type=click.IntRange(min=0), metavar="N", help="Keep the N newest of each run."),
     click.option("--keep-every", type=AT_LEAST_ONE, metavar="N", help="Keep those whose step is a multiple of N."),
@@ -21,6 +29,7 @@ _OPTIONS: Final = (
     click.option("--keep-monthly", type=AT_LEAST_ONE, metavar="N", help="Keep the newest of each of N months."),
     click.option(
         "--keep-best",
+        type=Parsed("best", _best),
         multiple=True,
         metavar="METRIC:[max:]N",
         help="Keep the N with the lowest metric, or the highest. May be repeated.",

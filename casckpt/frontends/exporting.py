@@ -16,6 +16,7 @@ from casckpt.frontends.safetensors.planned import CONFIG
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.torch_files import export_torch
 from casckpt.plan.progress import Shown
+from casckpt.storage.paths import is_url, local_path
 from casckpt.store.exports import Exported, FileOptions, Format
 from casckpt.store.store import Store
 
@@ -56,10 +57,11 @@ def export(
     ``allow_pickle``: what only a pickle could hold, too.
 
     Raises NotFound, MissingKey for a pattern or prefix that matches nothing, Conflict if something is at ``path``,
-    InvalidInput for what the format cannot hold, and where it cannot be told which part is the model; Damaged,
-    StorageError. After an error nothing stands under the final names.
+    InvalidInput for what the format cannot hold, for a ``path`` in the folder of the store, and where it cannot be told
+    which part is the model; Damaged, StorageError. After an error nothing stands under the final names.
     """
     opened = as_store(store)
+    _check_outside(opened.url, path)
     checkpoint = opened.get(ref)
     chosen = format or _by_suffix(path) or ("hf" if CONFIG in opened.attachments(checkpoint) else "safetensors")
     if chosen not in FORMATS:
@@ -77,6 +79,16 @@ def export(
     if chosen == "dcp":
         return _export_dcp(opened, checkpoint, path, attachments, **options)
     return export_torch(opened, checkpoint, path, keys=keys, strip_prefix=strip_prefix, rename=rename, **options)
+
+
+def _check_outside(store: str, path: str | os.PathLike[str]) -> None:
+    """Nothing else belongs into the folder of a store; and with ``force`` what is there would go."""
+    if is_url(path) or is_url(store):
+        is_inside = os.fspath(path).rstrip("/") == store.rstrip("/")
+    else:
+        is_inside = local_path(path).resolve().is_relative_to(Path(store).resolve())
+    if is_inside:
+        raise InvalidInput(f"{os.fspath(path)} is in the folder of the store itself, {store}; give another place")
 
 
 def _by_suffix(path: str | os.PathLike[str]) -> Format | None:

@@ -563,6 +563,8 @@ def test_gc_forgets_nothing_without_a_rule(saved: Path, as_json: AsJson, run: Ru
     for bare in ("soon", "7", "0.5", "-7d"):
         as_json("gc", saved, "--keep-within", bare, status=2)
     assert "give 7s or 7d if that is meant" in run("gc", saved, "--keep-within", "7", status=2).stderr
+    for bare in ("loss", "loss:0", ":3"):
+        assert 'as "loss:3"' in as_json("gc", saved, "--keep-best", bare, status=2)["error"]["message"]
     as_json("gc", saved, "--keep-last", 0, status=1)
 
 

@@ -353,6 +353,20 @@ def test_shards_of_ranks_make_one_tensor(store: casckpt.Store, tmp_path: Path) -
 # what is there already, and what goes wrong
 
 
+@pytest.mark.parametrize("below", [".", "objects", "commits/x.pt", "new"])
+def test_nothing_is_written_into_the_store_itself(tmp_path: Path, below: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = casckpt.open(tmp_path / "store")
+    store.save({"w": torch.ones(3)}, run="run", step=1)
+    before = sorted((tmp_path / "store").rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("store")
+    for path in (Path("link") / below, tmp_path / "store" / below, f"file://{tmp_path}/store/{below}"):
+        with pytest.raises(InvalidInput, match="in the folder of the store itself"):
+            store.export("run@1", path, force=True)
+    assert sorted((tmp_path / "store").rglob("*")) == before
+    store.export("run@1", "beside")
+
+
 def test_nothing_is_written_over_without_force(store: casckpt.Store, tmp_path: Path) -> None:
     store.save({"a": torch.ones(2)}, step=0, attachments={"config.json": b"new"})
     out, file = tmp_path / "out", tmp_path / "m.safetensors"
