@@ -30,7 +30,7 @@ def test_what_is_signed_is_verified_exported_and_followed(
     run("export", saved, "a@2", tmp_path / "out", "--format", "safetensors", *wanted)
     assert "unsigned" in run("export", saved, "a@3", tmp_path / "no", *wanted, "--json", status=1).stdout
     assert not (tmp_path / "no").exists()
-    assert run("follow", saved, "a", "--to", tmp_path / "to", "--once", *wanted).stdout == ""
+    assert run("follow", saved, "a", "--to", tmp_path / "to", "--once", *wanted, status=3).stdout == ""
 
 
 def test_a_password_is_asked_for(saved: Path, tmp_path: Path) -> None:
