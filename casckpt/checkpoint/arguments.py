@@ -39,7 +39,7 @@ def matches(key: str, patterns: Sequence[str] | None) -> bool:
     return patterns is None or any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def renamer(rename: Any, fullmatch: FullMatch = re.fullmatch) -> Callable[[str], str]:
+def renamer(rename: Any, fullmatch: FullMatch = re.Pattern.fullmatch) -> Callable[[str], str]:
     """From a key of the template to one of the checkpoint. Raises InvalidInput, at once or for a key."""
     if rename is None:
         return lambda key: key

@@ -55,7 +55,7 @@ class ViewTensor(NamedTuple):
 
 
 def recut(
-    tensors: Iterable[ViewTensor], split: Split, concat: Concat, fullmatch: FullMatch = re.fullmatch
+    tensors: Iterable[ViewTensor], split: Split, concat: Concat, fullmatch: FullMatch = re.Pattern.fullmatch
 ) -> list[ViewTensor]:
     """Cut apart what ``split`` names, then put together what ``concat`` does. ``fullmatch``: matches expressions.
 

@@ -35,7 +35,7 @@ class Rules:
     model: bool = False
     split: Split = field(default_factory=dict)
     concat: Concat = field(default_factory=dict)
-    fullmatch: FullMatch = re.fullmatch
+    fullmatch: FullMatch = re.Pattern.fullmatch
 
     @property
     def is_plain(self) -> bool:
