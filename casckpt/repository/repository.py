@@ -45,7 +45,7 @@ class Repository:
 
     ``cache_dir``: None for the user's cache folder. ``cache_bytes``: see `casckpt.repository.blob_cache`.
     ``single_writer``: the caller's word that nobody else writes, for storages that do not refuse a second create.
-    ``mirror``: URL of the store that this one is copied to, which its settings say before anything is saved.
+    ``mirror``: where the store lies that this one is copied to; its settings have the URL before anything is saved.
     ``trusted``: public keys; only what one of them has signed is loaded (None: all); ``found_signed``
     is known to be. ``signer``: the private key that each save is signed with.
     ``listeners``: called after each commit of this process. ``seen_blobs``: those that this process knows to be there.
@@ -58,7 +58,7 @@ class Repository:
     clock: Clock = microseconds
     entropy: Entropy = os.urandom
     single_writer: bool = False
-    mirror: str | None = None
+    mirror: ObjectStore | None = None
     cache_bytes: int | None = None
     trusted: frozenset[PublicKey] | None = None
     signer: bytes | None = field(default=None, repr=False)
@@ -193,8 +193,8 @@ class Repository:
     def declare_mirror(self) -> None:
         """Say in the settings which mirror there is, if this store was opened with one. Raises `StorageError`."""
         if self.mirror is not None and not self._declared:
-            if self.settings.mirror != self.mirror:
-                self.change_settings(mirror=self.mirror)
+            if self.settings.mirror != self.mirror.url:
+                self.change_settings(mirror=self.mirror.url)
             self._declared = True
 
     def note_creates(self, *, exclusive: bool) -> None:

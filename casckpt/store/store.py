@@ -86,7 +86,7 @@ class Store:
         self._saver = PerProcess(partial(_new_saver, repository))  # a forked child has no thread of the parent's
         self._mirror = None
         if mirror is not None:
-            repository.mirror = mirror.storage.url
+            repository.mirror = mirror.storage
             self._mirror = Mirror(repository, mirror)
             weakref.finalize(self, self._mirror.stop)
 

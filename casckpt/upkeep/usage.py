@@ -12,7 +12,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirrored import needed_in_mirror, unmirrored
+from casckpt.upkeep.copies.mirrored import is_found, needed_in_mirror, unmirrored
 from casckpt.upkeep.gc.retiring import min_age_of, plan_retiring
 from casckpt.upkeep.stock import BLOB, Stock, Sums, take_stock
 
@@ -73,7 +73,8 @@ class StoreStats:
     these take; ``bytes_deltas``: of that, what only tells how other cells changed. ``forgotten``: checkpoints that
     wait to be purged. ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it
     deletes when all that is forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if
-    it has none; ``unmirrored``: checkpoints, forgotten ones too, that are not safe there yet.
+    it has none; ``mirror_found``: whether a store is there, None where nobody can tell; ``mirrored``, ``unmirrored``:
+    checkpoints, forgotten ones too, that are noted as safe there, and those that are not yet.
     """
 
     checkpoints: int
@@ -90,6 +91,8 @@ class StoreStats:
     bytes_freed_now: int = 0
     bytes_freed_later: int = 0
     mirror: str | None = None
+    mirror_found: bool | None = None
+    mirrored: int = 0
     unmirrored: int = 0
 
 
@@ -127,11 +130,13 @@ def usage(repo: Repository) -> StoreUsage:
 
 
 def measure(repo: Repository) -> StoreStats:
-    """Count. Lists, and reads, what the catalogue does not know. Raises `StorageError`."""
+    """Count. Lists, and reads, what the catalogue does not know; asks for the mirror. Raises `StorageError`."""
     commits, mirror = list_commits(repo), repo.settings.mirror
-    current = commits.current()
-    stock = take_stock(repo, commits)
-    found, freed = stock.total(), freed_by_gc(repo, commits, stock)
+    current, stock = commits.current(), take_stock(repo, commits)
+    is_there = None if mirror is None else is_found(repo, mirror)
+    found, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
+    needed = [] if mirror is None else needed_in_mirror(repo)
+    behind = len(unmirrored(repo, needed, mirror))
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(commit.is_forgotten for commit in commits.live()),
@@ -147,7 +152,9 @@ def measure(repo: Repository) -> StoreStats:
         bytes_freed_now=freed.now,
         bytes_freed_later=freed.later,
         mirror=mirror,
-        unmirrored=len(unmirrored(repo, needed_in_mirror(repo), mirror)),
+        mirror_found=is_there,
+        mirrored=len(needed) - behind,
+        unmirrored=behind,
     )
 
 
@@ -170,13 +177,14 @@ def _tallied(
     return tallies, user
 
 
-def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = None) -> Freed:
+def freed_by_gc(repo: Repository, commits: CommitList, stock: Stock | None = None, *, purges: bool = True) -> Freed:
     """Count what gcs without rules would free. Without ``stock`` the leftovers of saves that failed do not count.
 
-    Reads manifests only where something is forgotten, or lies about. Raises `StorageError`.
+    ``purges``: False where the mirror is gone, and the next one keeps all. Reads manifests only where something is
+    forgotten, or lies about. Raises `StorageError`.
     """
     forgotten = [commit for commit in commits.live() if not commit.visible]
-    due = needed_only_by(repo, commits, _due(repo, commits) if forgotten else ())
+    due = needed_only_by(repo, commits, _due(repo, commits) if forgotten and purges else ())
     loose = {} if stock is None else _loose_blobs(stock)
     named = _named_by(repo, commits.live()) if loose else {}
     return Freed(

@@ -16,15 +16,20 @@ import torch
 from torch.distributed.tensor import Shard
 
 import casckpt
+from casckpt.cli.commands import report
+from casckpt.cli.describe import plain
 from casckpt.errors import Damaged, InvalidInput, StorageError
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import mirrored_key
 from casckpt.format.records import Mirrored
+from casckpt.frontends.trainer import Checkpointer
 from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.store import Store
+from casckpt.upkeep.copies import mirrored
 from casckpt.upkeep.copies.mirror import Mirror
 from tests.support.cut import cut
+from tests.support.far import far
 from tests.support.faulty import FaultyStore, fail_before
 from tests.support.ranks import Pool, tell, wait_for
 from tests.support.saves import CELL, blob_keys, cells, flip, same_state, small_folder, steps
@@ -458,3 +463,111 @@ def test_what_this_host_knows_of_the_mirror_is_not_read_again(store: Store, stor
     again.wait_for_mirror()
     assert casckpt.open(store_path).stats().unmirrored == 0
     assert steps(casckpt.open(other)) == steps(store)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("how", ["deleted", "moved", "a folder without a store"])
+def test_a_gc_keeps_all_where_the_mirror_is_gone(
+    how: str, is_open: bool, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it would purge may be there no more: a folder was deleted, or a disk is not mounted."""
+    small_folder(store_path)
+    store = casckpt.open(store_path, mirror=away)
+    save(store, 1, 2, 3)
+    store.wait_for_mirror()
+    store.forget("sft@1")
+    if how == "moved":
+        away.rename(away.with_name("elsewhere"))
+    else:
+        shutil.rmtree(away)
+    if how == "a folder without a store":
+        away.mkdir()
+    cron = store if is_open else casckpt.open(store_path)
+    assert [one.reason for one in cron.gc(keep_last=1, min_age=0, dry_run=True).waiting] == ["unmirrored"] * 2
+    caplog.clear()
+    assert reasons(cron, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+    assert f"no store at the mirror {away}" in caplog.text
+    assert steps(cron) == [("sft", 2), ("sft", 3)]
+    assert (cron.stats().mirror_found, cron.stats().mirrored, cron.stats().unmirrored) == (False, 3, 0)
+    assert cron.stats().bytes_freed_now == 0
+    if how == "moved":
+        away.with_name("elsewhere").rename(away)
+        assert [one.step for one in cron.gc(keep_last=1, min_age=0, wait=0).purged] == [1, 2]
+        assert (cron.stats().mirror_found, cron.stats().unmirrored) == (True, 0)
+
+
+def test_stats_say_that_the_mirror_is_not_found(store: Store, away: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    report.stats_text(plain(store.stats()))
+    assert f"{away}, 2 checkpoints noted as safe, mirror not found" in capsys.readouterr().out
+
+
+def test_a_mirror_that_may_not_be_looked_at_counts_by_its_notes(
+    store_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A gc needs no credentials of a bucket."""
+    monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("size", times=9)]))
+    store = small_folder(store_path)
+    save(store, 1, 2)
+    store.change_settings(mirror="memory://bucket")
+    for one in store.checkpoints():
+        mirrored.note(store.repository, one.commit, "memory://bucket")
+    assert [one.step for one in store.gc(keep_last=1, min_age=0, dry_run=True).purged] == [1]
+    assert "nobody can tell whether the mirror memory://bucket is there" in caplog.text
+    assert (store.stats().mirror_found, store.stats().mirrored) == (None, 2)
+    report.stats_text(plain(store.stats()))
+    assert "up to date by what is noted here, mirror not looked at" in capsys.readouterr().out
+    assert [one.step for one in store.gc(keep_last=1, min_age=0, wait=0).purged] == [1]
+
+
+def test_a_folder_that_cannot_be_read_is_no_mirror(store_path: Path, away: Path) -> None:
+    store = casckpt.open(store_path, mirror=away)
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    shutil.rmtree(away)
+    away.write_bytes(b"in its place")
+    assert reasons(store, keep_last=1) == [(1, "unmirrored")]
+
+
+def test_a_copy_that_makes_the_mirror_anew_takes_back_what_was_noted_of_the_old_one(
+    store_path: Path, away: Path
+) -> None:
+    """It copies nothing that is forgotten, which is nowhere else then."""
+    store = small_folder(store_path)
+    store.change_settings(mirror=away)
+    save(store, 1, 2)
+    store.copy_to(away)
+    store.forget("sft@1")
+    shutil.rmtree(away)
+    store.copy_to(away)
+    assert reasons(store) == [(1, "unmirrored")]
+
+
+def test_a_training_rotates_nothing_out_while_the_folder_of_its_mirror_is_gone(store_path: Path, away: Path) -> None:
+    store = small_folder(store_path)
+    store.change_settings(mirror=away)
+    with Checkpointer(store, run="sft", max_checkpoints=1, gc=True) as checkpointer:
+        checkpointer.save(1, torch.nn.Linear(2, 2))
+        store.copy_to(away)
+        away.rename(away.with_name("unmounted"))
+        checkpointer.save(2, torch.nn.Linear(2, 2))
+        assert steps(store) == [("sft", 1), ("sft", 2)]
+        away.with_name("unmounted").rename(away)
+        store.copy_to(away)
+        checkpointer.save(3, torch.nn.Linear(2, 2))
+    assert steps(store) == [("sft", 3)]
+
+
+def test_the_mirror_is_asked_once_and_only_where_something_is_to_go(store: Store, link: FaultyStore) -> None:
+    save(store, 1, 2)
+    store.wait_for_mirror()
+    before = len(link.calls)
+    store.gc(min_age=0, wait=0)
+    assert link.calls[before:] == []
+    store.gc(keep_last=1, min_age=0, wait=0)
+    assert [(call.method, call.key) for call in link.calls[before:]] == [("size", "casckpt.json")]

@@ -165,16 +165,17 @@ def test_a_save_that_ends_between_two_looks_is_no_loss(repo: Repository, faults:
 
 
 def test_lost_settings_stop_a_gc_where_there_was_a_mirror(local: Repository, root: Path) -> None:
-    local.change_settings(mirror="memory://mirror")
+    mirror = repository(root.with_name("mirror")).storage.url
+    local.change_settings(mirror=mirror)
     newest = list_commits(local).live()[-1]
-    note(local, newest, "memory://mirror")
+    note(local, newest, mirror)
     commits.forget(local, newest)
     shutil.rmtree(root / "settings")
     before = keys(local)
     with pytest.raises(Damaged, match=r"settings/ of .* is lost: mirrored/"):
         run_gc(local)
     assert keys(local) == before
-    local.change_settings(mirror="memory://mirror")
+    local.change_settings(mirror=mirror)
     assert run_gc(local).purged
 
 

@@ -149,13 +149,23 @@ def say_unreadable(ids: Sequence[str]) -> None:
         say(f"{count(len(ids), 'checkpoint')} could not be read; `casckpt verify` says more")
 
 
+def _mirror(result: dict[str, Any]) -> str:
+    """How it is with the mirror: what stands in this store, and whether the mirror itself was seen."""
+    noted, behind = result["mirrored"], result["unmirrored"]
+    state = f"{count(behind, 'checkpoint')} behind" if behind else "up to date"
+    if result["mirror_found"] is None:
+        return f"{state} by what is noted here, mirror not looked at"
+    if result["mirror_found"]:
+        return state
+    lost = [f"{count(noted, 'checkpoint')} noted as safe"] if noted else []
+    return ", ".join([*lost, *([state] if behind else []), "mirror not found"])
+
+
 def stats_text(result: dict[str, Any]) -> None:
     """The numbers."""
     stored, logical = result["bytes_stored"], result["bytes_logical"]
     saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
-    unmirrored = result["unmirrored"]
-    state = f"{count(unmirrored, 'checkpoint')} behind" if unmirrored else "up to date"
-    mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {state}")]
+    mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_mirror(result)}")]
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),

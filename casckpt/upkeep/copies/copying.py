@@ -25,7 +25,7 @@ from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
-from casckpt.upkeep.copies.mirrored import note, unmirrored
+from casckpt.upkeep.copies.mirrored import note, take_back, unmirrored
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.recoding import poor_blobs
@@ -229,6 +229,8 @@ def execute(
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
+    if made and is_mirror:  # another one was there, which is gone with all that was safe in it
+        take_back(source, list_commits(source).live())
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})

@@ -3,7 +3,9 @@
 A record counts until the checkpoint is restored the next time: the mirror was told to forget it before, and may have
 purged it since.
 
-The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host.
+The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host. It
+looks whether a store is there before it goes by the records: a folder that was deleted, or whose disk is not mounted,
+holds none of what they say. Where it may not look, they count all the same: a gc needs no credentials of the mirror.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from casckpt.errors import Conflict, Damaged, NotFound, Refused, StorageError
-from casckpt.format.keys import mirrored_key, parse_mirrored
+from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
+from casckpt.format.keys import MARKER, mirrored_key, parse_mirrored
 from casckpt.format.records import Mirrored
 from casckpt.parallel import in_parallel
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.reading import Read, read_records
 from casckpt.repository.repository import Repository
+from casckpt.storage import ObjectStore, open_storage
 
 PREFIX = "mirrored/"
+_SHORTLY = {"request_timeout": 10.0, "call_timeout": 20.0}  # nobody waits for long, as the notes count all the same
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +56,29 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
             key="settings/",
         )
     return settings.mirror
+
+
+def is_found(repo: Repository, mirror: str, *, near: bool = False) -> bool | None:
+    """Tell whether there is a store at ``mirror``: one small request. None, and a warning, where that cannot be seen.
+
+    With what ``repo`` was opened with to reach it, else with what the environment gives. A folder that cannot be looked
+    at is none: no credentials are missing there. ``near``: nobody may wait for a server; None, too, where there is one.
+    """
+    is_remote = True
+    try:
+        storage = _storage_of(repo, mirror)
+        is_remote = storage.traits.remote
+        return None if near and is_remote else storage.size(MARKER) is not None
+    except CasckptError as error:
+        log.warning("nobody can tell whether the mirror %s is there: %s", mirror, error)
+        return None if is_remote else False
+
+
+def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
+    if repo.mirror is not None and repo.mirror.url == mirror:
+        return repo.mirror
+    found = open_storage(mirror)
+    return open_storage(mirror, _SHORTLY) if found.traits.remote else found
 
 
 def needed_in_mirror(repo: Repository) -> list[Commit]:

@@ -51,6 +51,7 @@ from casckpt.upkeep.gc.retiring import (
     min_age_of,
     plan_retiring,
     retire,
+    unless_mirror_is_gone,
     waiting_for,
 )
 from casckpt.upkeep.gc.settling import settle
@@ -134,7 +135,8 @@ def plan_gc(
     """Plan what a gc forgets and purges now. Writes nothing.
 
     ``policy``: None forgets nothing. ``run``: forget and purge only checkpoints of this run. ``min_age``: seconds from
-    the forgetting to the purge (None: the store's setting, else 24 h, and 15 minutes for ephemeral checkpoints).
+    the forgetting to the purge (None: the store's setting, else 24 h, and 15 minutes for ephemeral checkpoints). Where
+    the store has a mirror, and something is to go, it looks whether that is there: if it is not, all stays.
 
     Raises `NotFound` where there is no store, `Damaged` if records or tags cannot be read, `Unsupported` for a storage
     that gc cannot work on, `StorageError`.
@@ -143,7 +145,7 @@ def plan_gc(
     _check_storage(repo)
     ages = min_age_of(repo, min_age)
     commits = commits_without_doubt(repo, anew=not repo.storage.traits.remote)  # read where that is cheap
-    return plan_retiring(repo, commits, policy or Policy(), ages, run)
+    return unless_mirror_is_gone(repo, plan_retiring(repo, commits, policy or Policy(), ages, run))
 
 
 def preview(repo: Repository, plan: GcPlan, *, thin: ThinResult | None = None) -> GcResult:

@@ -17,7 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
@@ -35,7 +35,7 @@ from casckpt.repository.folding import STANDS, VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
-from casckpt.upkeep.copies.mirrored import mirror_to_wait_for, unmirrored
+from casckpt.upkeep.copies.mirrored import is_found, mirror_to_wait_for, unmirrored
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Waiting:
 
     ``reason``: "young" (forgotten, may be purged after ``until``), "replaced" (rewritten, or a rewrite that was undone;
     so may these old places be), "tagged" (forgotten, but ``tags`` name it; ``until`` then, if all of them expire),
-    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet), or "transaction" (a save
-    in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end). ``replaced``: True where only
-    old places are meant, None otherwise.
+    "unmirrored" (neither forgotten nor purged, for it is not safe in the store's mirror yet, or that is not there), or
+    "transaction" (a save in progress that ``host`` and ``pid`` began at ``since``; deleting waits for its end).
+    ``replaced``: True where only old places are meant, None otherwise.
     """
 
     reason: str
@@ -82,7 +82,7 @@ class GcPlan:
 
     What is about to be forgotten may be purged, too. ``waiting``: checkpoints that stay yet, and why; ``young``: those
     of them that are gone from sight, or will be, but not for long enough. ``restore``: forgotten, though a tag without
-    an end names them. All are oldest first.
+    an end names them. All are oldest first. ``mirror``: URL of the one that what goes is noted to be safe in.
     """
 
     forget: tuple[Commit, ...]
@@ -90,6 +90,7 @@ class GcPlan:
     waiting: tuple[Waiting, ...] = ()
     young: tuple[Commit, ...] = ()
     restore: tuple[Commit, ...] = ()
+    mirror: str | None = None
 
 
 @dataclass
@@ -139,7 +140,8 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
     forgotten = [c for c in commits.live() if c.last in ("forgotten", "replaced") and (run is None or c.run == run)]
     back = _forgotten_though_tagged(named, commits, forgotten)
     gone = [commit for commit in [*forgotten, *forgets] if commit not in back]
-    unsafe = _unsafe(repo, gone, mirror_to_wait_for(repo))
+    mirror = mirror_to_wait_for(repo)
+    unsafe = _unsafe(repo, gone, mirror)
     for commit in sorted(gone, key=lambda commit: commit.order):
         until = _gone_since(commit, now) + min_age.of(commit)
         if commit.txid in unsafe:
@@ -154,7 +156,30 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
         else:
             purges.append(commit)
     chosen = tuple(commit for commit in forgets if commit.txid not in unsafe)
-    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back))
+    return GcPlan(chosen, tuple(purges), tuple(waiting), tuple(young), tuple(back), mirror)
+
+
+def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
+    """Return ``plan``, or one that retires nothing but void rewrites where no store is at the mirror any more.
+
+    Then what the notes say to be safe there may be had here alone. ``near``: see `is_found`.
+    """
+    held = {one.txid: one for one in (*plan.purge, *plan.forget) if one.standing != VOID}
+    if plan.mirror is None or not held or is_found(repo, plan.mirror, near=near) is not False:
+        return plan
+    log.warning(
+        "there is no store at the mirror %s, so nothing is forgotten or purged here: mount its disk, or put it back; "
+        "`casckpt copy` fills a new one, and `casckpt settings %s --unset mirror` gives it up",
+        plan.mirror, repo.storage.url,
+    )  # fmt: skip
+    waiting = [_waits(one, "unmirrored") for one in sorted(held.values(), key=lambda one: one.order)]
+    return replace(
+        plan,
+        forget=(),
+        purge=tuple(one for one in plan.purge if one.txid not in held),
+        waiting=(*(one for one in plan.waiting if one.txid not in held), *waiting),
+        young=tuple(one for one in plan.young if one.txid not in held),
+    )
 
 
 def _gone_since(commit: Commit, now: int) -> int:
@@ -292,15 +317,18 @@ def retire_now(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:
     unsafe = {commit.txid for commit in unmirrored(repo, wanted, settings.mirror)}
     chosen = tuple(commit for commit in wanted if commit.txid not in unsafe)
     ages, done = min_age_of(repo, None, AT_ONCE), Retired()
-    retire(repo, GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit))), done)
+    plan = GcPlan(chosen, tuple(commit for commit in chosen if not ages.of(commit)), mirror=settings.mirror)
+    retire(repo, unless_mirror_is_gone(repo, plan, near=True), done)
     return done.forgotten
 
 
 def purge_now(repo: Repository, replaced: Iterable[TxId]) -> None:
     """Purge the places of checkpoints that were rewritten, with no gc in between, as `retire_now` does."""
-    commits, ages = list_commits(repo).commits, min_age_of(repo, None, AT_ONCE)
+    commits, settings = list_commits(repo).commits, repo.settings
+    ages = min_age_of(repo, None, AT_ONCE)
     old = [commits[txid] for txid in replaced if txid in commits and commits[txid].last == "replaced"]
-    retire(repo, GcPlan((), tuple(commit for commit in old if not ages.of(commit))), Retired())
+    plan = GcPlan((), tuple(commit for commit in old if not ages.of(commit)), mirror=settings.mirror)
+    retire(repo, unless_mirror_is_gone(repo, plan, near=True), Retired())
 
 
 def _untagged(repo: Repository, commits: Iterable[Commit]) -> list[Commit]:

@@ -27,6 +27,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
+from tests.support.far import far
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
@@ -315,7 +316,7 @@ def test_a_minimum_age_of_the_store_holds_for_a_checkpointer() -> None:
 
 
 def test_what_is_not_in_the_mirror_is_not_rotated_out(tmp_path: Path) -> None:
-    broken = FaultyStore(memory())
+    broken = far()
     mirror = Store(Repository(broken, tmp_path / "cache"))
     store = casckpt.open(tmp_path / "store", mirror=mirror)
     checkpointer = Checkpointer(store, run="sft", max_checkpoints=1)
