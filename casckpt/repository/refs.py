@@ -19,8 +19,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
-from casckpt.format.keys import MAX_STEP, check_run
-from casckpt.format.names import ManifestId
+from casckpt.format.keys import MAX_STEP, check_run, parse_txid, run_hash
+from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import time_of
 from casckpt.repository.commits import Commit, CommitList, list_commits, read_log
 from casckpt.repository.repository import Repository
@@ -84,6 +84,22 @@ def resolve_many(repo: Repository, refs: Iterable[str | Commit], commits: Commit
         chosen = (not isinstance(ref, Commit) and _range(repo, found, ref)) or [resolve(repo, ref, found)]
         named.update({commit.txid: commit for commit in chosen})
     return list(named.values())
+
+
+def unread_within(found: CommitList, refs: Iterable[str | Commit], run: str | None = None) -> list[TxId]:
+    """Return the transactions of which a record cannot be read, and that ranges among ``refs`` may name.
+
+    All of them where nothing is named; of ``run`` alone, if that is given.
+    """
+    named = list(refs)
+    ranges = [(run_hash(ref.rpartition("@")[0]), _steps_of(ref)) for ref in named if not isinstance(ref, Commit)]
+
+    def may_be(txid: TxId) -> bool:
+        name = parse_txid(txid)
+        is_named = any(steps is not None and name.step in steps for of, steps in ranges if of == name.run_hash)
+        return (is_named or not named) and (run is None or run_hash(run) == name.run_hash)
+
+    return sorted(filter(may_be, found.damaged))
 
 
 def resolve_forgotten(repo: Repository, ref: str | Commit, commits: CommitList) -> list[Commit]:

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 import casckpt
+from casckpt.cli.commands.verify import needed
 from casckpt.cli.text import printable
 from casckpt.errors import Conflict
 from casckpt.plan.sizes import format_size
@@ -703,9 +704,18 @@ def test_verify_counts_and_finds_damage(saved: Path, store: casckpt.Store, as_js
     assert one["blob"] == blob
     assert "shared" in one["keys"]
     assert set(one["checkpoints"]) == {checkpoint.id for checkpoint in store.checkpoints()}
+    assert [(its["run"], its["step"]) for its in one["needed_by"]] == [("a", 1), ("a", 2), ("a", 3), ("b", 1)]
     text = run("verify", saved, status=4).stdout
     assert blob in text
+    assert "  needed by a@1, a@2, a@3, b@1: shared" in text
     assert text.splitlines()[-1] == "1 damaged: run `casckpt repair`"
+
+
+def test_of_many_that_need_a_damaged_blob_a_few_are_named() -> None:
+    needed_by = [{"id": "f" * 64, "run": "a", "step": step} for step in range(2000)]
+    assert needed({"keys": ["w"], "needed_by": needed_by}) == (
+        "needed by a@0, a@1, a@2, a@3, a@4, ... and 1995 more (--json lists all): w"
+    )
 
 
 def test_verify_of_a_part(saved: Path, as_json: AsJson) -> None:

@@ -106,6 +106,32 @@ def test_a_damaged_blob_is_refused(as_json: AsJson, saved: Path, there: Path) ->
     assert "shared" in raised.value.keys
 
 
+def test_damage_that_many_share_is_told_once(run: Run, as_json: AsJson, saved: Path, there: Path) -> None:
+    store = casckpt.open(saved)
+    blob = max(blob_keys(store), key=lambda key: (saved / key).stat().st_size)
+    flip(store, blob, 5000)
+    failed = as_json("copy", saved, there, status=4)["failed"]
+    assert [one["blob"] for one in failed] == [blob.split("/")[2].split(".")[0]] * 4
+    said = run("copy", saved, there, status=4).output
+    assert said.count("is damaged") == 1
+    assert "not copied: a@1 (" in said
+    assert "), a@2 (" in said
+
+
+def test_a_damaged_record_is_told_of_and_the_rest_is_copied(
+    run: Run, as_json: AsJson, saved: Path, there: Path
+) -> None:
+    record = saved / "commits" / casckpt.open(saved).get("a@2").commit.txid
+    record.chmod(0o644)
+    os.truncate(record, 100)
+    found = as_json("copy", saved, there, status=4)
+    assert [one["step"] for one in found["copied"]] == [1, 3, 1]
+    assert [one["key"] for one in found["records"]] == [f"commits/{record.name}"]
+    assert f"not copied: what commits/{record.name} tells of: " in run("copy", saved, there, status=4).output
+    with pytest.raises(Damaged, match="was not copied"):
+        casckpt.open(saved).copy_to(there)
+
+
 def test_forgotten_ones_are_told_of(run: Run, saved: Path, there: Path) -> None:
     run("copy", saved, there)
     run("forget", there, "a@1")

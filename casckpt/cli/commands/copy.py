@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -13,6 +14,7 @@ from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
 from casckpt.cli.text import count, name, printable, say, say_some, shortened, size
 from casckpt.cli.types import SETTING, SIZE
+from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
     from casckpt.upkeep.copies.copying import CopyResult
@@ -66,13 +68,18 @@ def command(
         )  # fmt: skip
     if part[0] == 0:  # of those that torchrun has started, one says it
         session.give(_described(result), text)
-    return max((one.error.exit_status for one in result.failed), key=(0, 1, 5, 4).index, default=0)
+    found = [one.error.exit_status for one in result.failed] + [Damaged.exit_status for _ in result.records]
+    return max(found, key=(0, 1, 5, 4).index, default=0)
 
 
 def _described(result: CopyResult) -> dict[str, Any]:
-    failed = [brief(one.commit) | {"kind": one.error.kind, "why": str(one.error)} for one in result.failed]
+    failed = [
+        brief(one.commit) | {"kind": one.error.kind, "blob": one.error.blob, "why": str(one.error)}
+        for one in result.failed
+    ]
     found = {name: plain(getattr(result, name)) for name in ("copied", "restored", "present", "left")}
-    found |= {"failed": failed, "tags": list(result.tags), "blobs_copied": result.blobs, "bytes_copied": result.nbytes}
+    found |= {"failed": failed, "records": plain(result.records), "tags": list(result.tags)}
+    found |= {"blobs_copied": result.blobs, "bytes_copied": result.nbytes}
     return found | {"made_store": result.made_store, "dry_run": result.dry_run}
 
 
@@ -87,14 +94,24 @@ def _part() -> tuple[int, int]:
     return number, total
 
 
+def _alike(failed: list[dict[str, Any]]) -> Iterable[list[dict[str, Any]]]:
+    """Put together what failed for the same blob: that it is damaged is said once."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in failed:
+        found.setdefault(one["blob"] or one["why"], []).append(one)
+    return found.values()
+
+
 def text(result: dict[str, Any]) -> None:
     """Say what was copied, or would be, and what was not."""
     copied, restored = ("would copy", "would restore") if result["dry_run"] else ("copied", "restored")
     for what, ones in ((copied, result["copied"]), (restored, result["restored"])):
         say_some([f"{what} {name(one)}" for one in ones])
     say_some([f"forgotten in DST, left so: {name(one)}" for one in result["left"]], 5)
-    for one in result["failed"]:
-        say(f"not copied: {name(one)}: {printable(one['why'])}")
+    for ones in _alike(result["failed"]):
+        say(f"not copied: {', '.join(shortened([name(one) for one in ones], 5))}: {printable(ones[0]['why'])}")
+    for one in result["records"]:
+        say(f"not copied: what {printable(one['key'])} tells of: {printable(one['why'])}")
     if result["tags"]:
         say(f"set the tags {printable(', '.join(shortened(result['tags'])))}")
     done = count(len(result["copied"]), "checkpoint")

@@ -11,7 +11,7 @@ from casckpt.cli.describe import plain
 from casckpt.cli.failures import FAILED
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, count, name, printable, say, shortened, size
+from casckpt.cli.text import count, name, printable, say, shortened, size
 from casckpt.errors import Damaged
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def needed(damaged: dict[str, Any]) -> str:
     """Say who needs the bytes of a blob that are damaged."""
     if not damaged["keys"]:
         return "no checkpoint needs the bytes that are wrong"
-    users = ", ".join(id[:SHORT_ID] for id in damaged["checkpoints"])
-    return f"needed by {users}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
+    users = list(dict.fromkeys(f"{printable(one['run'])}@{one['step']}" for one in damaged["needed_by"]))
+    return f"needed by {', '.join(shortened(users, 5))}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
 
 def _to_do(result: dict[str, Any]) -> list[str]:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused
+from casckpt.errors import CasckptError, Conflict, Damaged, Gone, InvalidInput, Refused, StorageError
+from casckpt.format.keys import commit_key
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, restore
 from casckpt.repository.folding import Holdings
-from casckpt.repository.refs import resolve_many
+from casckpt.repository.refs import resolve_many, unread_within
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
@@ -29,6 +30,7 @@ from casckpt.upkeep.copies.mirrored import note, take_back, unmirrored
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.recoding import poor_blobs
+from casckpt.upkeep.repair.verify import DamagedRecord
 
 REMOTE_JOBS, LOCAL_JOBS = 16, 4
 _NOT_COPIED = (Conflict, Damaged, Gone, Refused)
@@ -51,10 +53,12 @@ class CopyPlan:
     """What a copy will do; all oldest first. ``missing``: to be copied. ``forgotten``: there, and to be restored.
 
     ``present``: there already. ``left``: the destination has forgotten or purged them, and they were not named.
-    ``nbytes``: of blobs that the destination lacks. ``total``: of all blobs of what is missing, counted anew for each.
+    ``nbytes``: of blobs that the destination lacks. ``total``: what its progress counts up to: the same; where cells
+    are packed anew, of all blobs of what is missing, counted for each.
     ``blob_bytes``: pack the cells anew, into blobs of so many bytes. ``compress``: encode them, too. ``moving``: the
     numbers of the blobs that this is to spare, by transaction, of a store that is packed anew in place, newest first;
-    None for a copy into another one.
+    None for a copy into another one. ``records``: of the source, which cannot be read, so that nobody knows whether
+    there is a checkpoint to be copied.
     """
 
     missing: tuple[Commit, ...] = ()
@@ -62,6 +66,7 @@ class CopyPlan:
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
     failed: tuple[CopyFailure, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
     nbytes: int = 0
     total: int = 0
     blob_bytes: int | None = None
@@ -74,7 +79,8 @@ class CopyResult:
     """What a copy did; with ``dry_run`` what it would do. ``copied``: as commits of the destination.
 
     ``blobs``, ``nbytes``: of tensors, put for ``copied`` by this process, or by all that share the work.
-    ``made_store``: the destination was made. ``tags``: names that were set there.
+    ``made_store``: the destination was made. ``tags``: names that were set there. ``records``: of the source, which
+    cannot be read, and whose checkpoints were not copied for that.
     """
 
     copied: tuple[Commit, ...] = ()
@@ -82,6 +88,7 @@ class CopyResult:
     present: tuple[Commit, ...] = ()
     left: tuple[Commit, ...] = ()
     failed: tuple[CopyFailure, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
     tags: tuple[str, ...] = ()
     blobs: int = 0
     nbytes: int = 0
@@ -89,11 +96,13 @@ class CopyResult:
     dry_run: bool = False
 
     def raise_failure(self) -> None:
-        """Raise the worst of ``failed``, if there is any; it says how many there are."""
-        if not self.failed:
+        """Raise the worst of ``failed`` and ``records``, if there is any; it says how many there are."""
+        unread = [Damaged(f"a checkpoint was not copied: {one.why}", key=one.key) for one in self.records]
+        errors = [*(one.error for one in self.failed), *unread]
+        if not errors:
             return
-        worst = max(self.failed, key=lambda one: isinstance(one.error, Damaged)).error
-        more = f" ({len(self.failed)} checkpoints were not copied, this is one)" if len(self.failed) > 1 else ""
+        worst = max(errors, key=lambda error: isinstance(error, Damaged))
+        more = f" ({len(errors)} checkpoints were not copied, this is one)" if len(errors) > 1 else ""
         raise type(worst)(f"{worst}{more}", **worst.__dict__) from worst
 
 
@@ -124,14 +133,29 @@ def plan_copy(
     source.check_exists()  # a store that is not there is not the same as an empty one
     chosen = resolve_many(source, named, listed) if named else listed.current()
     chosen = sorted((one for one in chosen if run is None or one.run == run), key=lambda one: one.order)
+    records = _unread(source, listed, named, chosen, run)
     if in_place and blob_bytes is not None:
-        return _in_place(source, chosen, listed, blob_bytes)
+        return replace(_in_place(source, chosen, listed, blob_bytes), records=records)
     if blob_bytes is not None and any(one.committed.bytes_coded for one in chosen):
         log.warning("blobs are copied as they are, since they hold cells that are stored as what changed")
         blob_bytes = None
     there = list_commits(target) if target.exists() else CommitList({}, {})
     plan = _sorted_out(source, target, chosen, there, named=bool(named))
-    return replace(plan, blob_bytes=blob_bytes, compress=compress)
+    total = plan.total if compress or blob_bytes is not None else plan.nbytes
+    return replace(plan, records=records, blob_bytes=blob_bytes, compress=compress, total=total)
+
+
+def _unread(
+    source: Repository, listed: CommitList, named: Sequence[str | Commit], chosen: Sequence[Commit], run: str | None
+) -> tuple[DamagedRecord, ...]:
+    """Tell of what cannot be read in the source, and so is not ``chosen``, though it may be wanted."""
+    seen = {commit.txid for commit in chosen}
+    advice = f"Put it back from a copy of {source.storage.url}: `casckpt verify` says more"
+    return tuple(
+        DamagedRecord(commit_key(txid), f"{listed.damaged[txid]}. {advice}")
+        for txid in unread_within(listed, named, run)
+        if txid not in seen
+    )
 
 
 def _in_place(repo: Repository, chosen: Sequence[Commit], listed: CommitList, blob_bytes: int) -> CopyPlan:
@@ -172,7 +196,9 @@ def _sorted_out(
         else:
             missing.append(commit)
     total, nbytes = _bytes_of(source, target, missing, there)
-    return CopyPlan(tuple(missing), tuple(forgotten), tuple(present), tuple(left), tuple(failed), nbytes, total)
+    return CopyPlan(
+        tuple(missing), tuple(forgotten), tuple(present), tuple(left), tuple(failed), nbytes=nbytes, total=total
+    )
 
 
 def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit], there: CommitList) -> tuple[int, int]:
@@ -195,6 +221,7 @@ def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResul
         present=plan.present,
         left=plan.left,
         failed=plan.failed,
+        records=plan.records,
         nbytes=plan.nbytes,
         made_store=not target.exists(),
         dry_run=True,
@@ -254,6 +281,7 @@ def execute(
         present=plan.present,
         left=plan.left,
         failed=(*plan.failed, *not_copied, *not_restored),
+        records=plan.records,
         blobs=blobs,
         nbytes=nbytes,
         made_store=made,
@@ -262,13 +290,20 @@ def execute(
 
 
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:
-    """Call ``call`` with each; return its results, and those for which it failed."""
+    """Call ``call`` with each; return its results, and those for which it failed.
+
+    Raises `StorageError`, which says for how many it was done.
+    """
+    wanted = list(commits)
     done, failed = [], []
-    for commit in commits:
+    for commit in wanted:
         try:
             done.append(call(commit))
         except _NOT_COPIED as error:
             failed.append(CopyFailure(commit, error))
+        except StorageError as error:
+            so_far = f"{len(done)} of {len(wanted)} checkpoints were done before that, and stay: the same again goes on"
+            raise StorageError(f"{error}. {so_far} from there", **error.__dict__) from error
     return done, failed
 
 

@@ -219,13 +219,12 @@ class _Copy:
         self.places = manifests.locate(self.target, listed.live(), wanted)
         while True:
             there = self._uploaded()
-            missing = []
-            for ref in wanted.values():
-                if ref.hash not in self.places:
-                    self.places[ref.hash] = BlobRef(ref.hash, ref.size, own)
-                    missing += [ref] if there.get(blob_key(own, ref.hash)) != ref.size else []
+            new = [ref for ref in wanted.values() if ref.hash not in self.places]
+            self.places |= {ref.hash: BlobRef(ref.hash, ref.size, own) for ref in new}
+            missing = [ref for ref in new if there.get(blob_key(own, ref.hash)) != ref.size]
             log.info("%s: %d blobs to put, of %d", self.commit, len(missing), len(wanted))
-            self.work.progress(sum(ref.size for ref in wanted.values()) - sum(ref.size for ref in missing))
+            counted = wanted.values() if _is_anew(self.work) else new  # see `CopyPlan.total`
+            self.work.progress(sum(ref.size for ref in counted) - sum(ref.size for ref in missing))
             self._upload(self._ordered(missing))
             lost = self._lost()
             if not lost:

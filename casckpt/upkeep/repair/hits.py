@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from casckpt.errors import Damaged, Gone, NotFound, Refused, StorageError
@@ -25,7 +25,8 @@ from casckpt.upkeep.repair.salvage import Located, locate
 class DamagedBlob:
     """``keys``: the tensors, objects and attachments hit. ``checkpoints``: ids of the live ones that are hit.
 
-    Both are empty where nobody needs the bytes that are wrong: a header, a proof, or cells of what was purged.
+    ``needed_by``: a commit of each of these. All are empty where nobody needs the bytes that are wrong: a header, a
+    proof, or cells of what was purged.
     """
 
     blob: BlobHash
@@ -33,6 +34,7 @@ class DamagedBlob:
     keys: tuple[str, ...]
     checkpoints: tuple[str, ...]
     why: str
+    needed_by: tuple[Commit, ...] = ()
 
 
 class _Cell(NamedTuple):
@@ -81,8 +83,10 @@ def describe(repo: Repository, commits: Sequence[Commit], wrong: Sequence[Checke
             continue
         used |= set(named.values())
         _collect(repo, manifest, {number: every[name] for number, name in named.items()})
-    order = {commit.id: number for number, commit in enumerate(commits)}
-    return [_described(repo, every[name], order) for name in sorted(used)]
+    by_id = {commit.id: commit for commit in commits}
+    order = {id: number for number, id in enumerate(by_id)}
+    told = (_described(repo, every[name], order) for name in sorted(used))
+    return [replace(one, needed_by=tuple(by_id[ManifestId(id)] for id in one.checkpoints)) for one in told]
 
 
 def keys_of(manifest: Manifest, wanted: Iterable[int]) -> list[str]:

@@ -176,6 +176,7 @@ def test_damage_names_keys_and_checkpoints_and_is_marked(repo: Repository) -> No
         "keys": ["a", "b"],
         "checkpoints": [one.id, two.id],
         "why": damaged.why,
+        "needed_by": [{"id": its.id, "run": "run", "step": its.step} for its in (one, two)],
     }
 
 
