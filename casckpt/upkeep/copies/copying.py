@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
 from casckpt.upkeep.copies.mirrored import note, take_back, unmirrored
+from casckpt.upkeep.copies.places import Places
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.recoding import poor_blobs
@@ -205,12 +206,18 @@ def _bytes_of(source: Repository, target: Repository, missing: Sequence[Commit],
     """Count the bytes of the blobs of ``missing``, and of those that the target lacks; unreadable manifests as 0."""
     wanted: dict[BlobHash, BlobRef] = {}
     total = 0
-    for commit in manifests.learn(source, missing):
-        for uploader, name, size in manifests.blobs_of(source, commit):
-            total += size
-            wanted[name] = BlobRef(name, size, uploader)
+    for name, ref in _named(source, missing):
+        total += ref.size
+        wanted[name] = ref
     known = manifests.locate(target, there.live(), wanted) if there.commits else {}
     return total, sum(ref.size for name, ref in wanted.items() if name not in known)
+
+
+def _named(source: Repository, commits: Iterable[Commit]) -> Iterator[tuple[BlobHash, BlobRef]]:
+    """Yield the blobs of ``commits``, by hash, as often as they are named; of manifests that can be read."""
+    for commit in manifests.learn(source, commits):
+        for uploader, name, size in manifests.blobs_of(source, commit):
+            yield name, BlobRef(name, size, uploader)
 
 
 def preview(source: Repository, target: Repository, plan: CopyPlan) -> CopyResult:
@@ -251,7 +258,8 @@ def execute(
     progress.expect(plan.total)
     blob_bytes = plan.blob_bytes
     each = Work(_jobs(source, target, jobs), _checked_part(part), progress=progress)
-    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress)
+    places = Places(target, {name for name, _ in _named(source, plan.missing)})
+    work = replace(each, blob_bytes=blob_bytes, compress=plan.compress, places=places)
     if (blob_bytes is not None or plan.compress) and part != (0, 1):
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url

@@ -38,6 +38,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.transactions import Transaction, join
 from casckpt.storage.base import AlreadyExists
 from casckpt.storage.buffers import BufferPool
+from casckpt.upkeep.copies.places import Places
 from casckpt.upkeep.recoding import Recoding, blobs_of_chains
 from casckpt.upkeep.repair.hits import keys_of
 from casckpt.upkeep.rewriting import record_of, rewrite
@@ -58,7 +59,8 @@ class Work:
 
     ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
     cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
-    coded cells always are. ``compress``: encode the cells of the others.
+    coded cells always are. ``compress``: encode the cells of the others. ``places``: what copies before this one found
+    out of the target.
     """
 
     jobs: int = 4
@@ -67,6 +69,7 @@ class Work:
     progress: Progress = silent
     blob_bytes: int | None = None
     compress: bool = False
+    places: Places | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,8 @@ class _Copy:
         """Give every blob of the manifest a place in the target, where it is durable when this returns."""
         own = self.transaction.txid
         wanted = {ref.hash: ref for ref in self.manifest.blobs}
-        self.places = manifests.locate(self.target, listed.live(), wanted)
+        known = self.work.places or Places(self.target, wanted.keys())
+        self.places = known.locate(listed, wanted)
         while True:
             there = self._uploaded()
             new = [ref for ref in wanted.values() if ref.hash not in self.places]
