@@ -92,11 +92,12 @@ def unread_within(found: CommitList, refs: Iterable[str | Commit], run: str | No
     All of them where nothing is named; of ``run`` alone, if that is given.
     """
     named = list(refs)
-    ranges = [(run_hash(ref.rpartition("@")[0]), _steps_of(ref)) for ref in named if not isinstance(ref, Commit)]
+    texts = [ref for ref in named if not isinstance(ref, Commit)]
+    ranges = [(run_hash(ref.rpartition("@")[0]), steps) for ref in texts if (steps := _steps_of(ref)) is not None]
 
     def may_be(txid: TxId) -> bool:
         name = parse_txid(txid)
-        is_named = any(steps is not None and name.step in steps for of, steps in ranges if of == name.run_hash)
+        is_named = any(name.step in steps for of, steps in ranges if of == name.run_hash)
         return (is_named or not named) and (run is None or run_hash(run) == name.run_hash)
 
     return sorted(filter(may_be, found.damaged))

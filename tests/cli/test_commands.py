@@ -737,6 +737,20 @@ def test_repair_takes_from_another_store(saved: Path, tmp_path: Path, as_json: A
     as_json("verify", saved)
 
 
+def test_repair_says_that_it_leaves_records_alone(saved: Path, as_json: AsJson, run: Run) -> None:
+    record = saved / "commits" / casckpt.open(saved).get("a@2").commit.txid
+    record.chmod(0o644)
+    os.truncate(record, 100)
+    assert [one["key"] for one in as_json("repair", saved, status=4)["records"]] == [f"commits/{record.name}"]
+    said = run("repair", saved, status=4).output
+    assert f"not repaired: record commits/{record.name}: " in said
+    assert "put the files back from a copy of the files" in said
+
+
+def test_repair_from_a_store_that_is_not_there_finds_none(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
+    assert as_json("repair", saved, "--from", tmp_path / "nope", status=3)["error"]["kind"] == "not-found"
+
+
 def test_reindex_makes_the_catalogue_anew(saved: Path, tmp_path: Path, as_json: AsJson) -> None:
     found = as_json("reindex", saved, "--cache-dir", tmp_path / "cache")
     assert found["checkpoints"] == 4

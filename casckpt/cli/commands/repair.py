@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from casckpt.cli.commands.verify import needed
+from casckpt.cli.commands.verify import about_records, needed
 from casckpt.cli.describe import plain
 from casckpt.cli.progress import progress_bar
 from casckpt.cli.session import Session, store_command
-from casckpt.cli.text import SHORT_ID, count, printable, say
+from casckpt.cli.text import count, name, printable, say, say_some
 from casckpt.errors import Damaged
 
 
@@ -22,7 +22,8 @@ def command(session: Session, sources: tuple[str, ...]) -> int:
     """Repair what was found damaged.
 
     The bytes come from equal blobs and cells of this store, or of others. If a blob cannot be rebuilt, the checkpoint
-    is rewritten without it, under the same id. Exit status 4 if something cannot be repaired.
+    is rewritten without it, under the same id. It does not repair records of commits and tags: put those files back
+    from a copy. Exit status 4 if something cannot be repaired.
     """
     from casckpt.store.opening import open as open_store
 
@@ -39,13 +40,14 @@ def text(result: dict[str, Any]) -> None:
         say(f"repaired blob {blob}")
     for id in result["manifests"]:
         say(f"repaired manifest {id}")
-    for one in result["rewritten"]:
-        say(f"rewrote {printable(one['run'])}@{one['step']} ({one['id'][:SHORT_ID]})")
+    say_some([f"rewrote {name(one)}" for one in result["rewritten"]])
     for one in result["lost"]:
         say(f"not repaired: blob {one['blob']}: {printable(one['why'])}")
         say(f"  {needed(one)}")
     for one in result["lost_manifests"]:
         say(f"not repaired: manifest of {printable(one['run'])}@{one['step']} {one['id']}: {printable(one['why'])}")
+    for one in result["records"]:
+        say(f"not repaired: record {printable(one['key'])}: {printable(one['why'])}")
     done = len(result["blobs"]) + len(result["manifests"]) + len(result["rewritten"])
     say(f"repaired {count(done, 'object')}")
     if result["lost"] or result["lost_manifests"]:
@@ -53,3 +55,5 @@ def text(result: dict[str, Any]) -> None:
             "give another copy with --from, or give those up with `casckpt forget`: a gc deletes them a day later, or "
             "at once with `--run RUN --min-age 0`, which purges whatever else of that run is forgotten, too"
         )
+    for line in about_records(result["records"]):
+        say(line)

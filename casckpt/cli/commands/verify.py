@@ -93,14 +93,22 @@ def needed(damaged: dict[str, Any]) -> str:
     return f"needed by {', '.join(shortened(users, 5))}: {printable(', '.join(shortened(damaged['keys'], 5)))}"
 
 
+def about_records(records: list[dict[str, Any]]) -> list[str]:
+    """Say what to do about records that cannot be read."""
+    if not records:
+        return []
+    damaged = count(len(records), "record")
+    return [
+        f"{damaged} damaged: put the files back from a copy of the files (`casckpt copy` makes records of its own);",
+        "without one, set tags again, and give up the saves with `casckpt transactions STORE --give-up`",
+    ]
+
+
 def _to_do(result: dict[str, Any]) -> list[str]:
     lines = []
     if result["failed"]:
         lines.append(f"{count(len(result['failed']), 'blob')} could not be read: try again")
-    if result["records"]:
-        records = count(len(result["records"]), "record")
-        lines.append(f"{records} damaged: put the files back from a copy of the store; without one, set tags again,")
-        lines.append("and give up the saves with `casckpt transactions STORE --give-up`")
+    lines += about_records(result["records"])
     if damaged := len(result["damaged"]) + len(result["manifests"]):
         lines.append(f"{damaged} damaged: run `casckpt repair`")
     if unsigned := len(result["unsigned"]):

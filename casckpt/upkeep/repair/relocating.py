@@ -46,6 +46,15 @@ Old = tuple[int, int]
 """Where a cell lay: the number of its blob, and the offset in that."""
 
 
+class _Moving(NamedTuple):
+    """A checkpoint, its lost blobs by their numbers, and the cells of it that are not to be coded any more."""
+
+    commit: Commit
+    manifest: Manifest
+    wanted: Mapping[int, BlobRef]
+    bare: Mapping[Old, LiveCell]
+
+
 @dataclass(frozen=True)
 class Relocation:
     """Rewrites checkpoints of ``repo``. ``live``: the cells that they need, by lost blob; they come from ``source``.
@@ -60,20 +69,24 @@ class Relocation:
     _made: dict[BlobRef, dict[int, Place]] = field(default_factory=dict)
 
     def relocate(self, commit: Commit, lost: Sequence[BlobRef]) -> Commit | None:
-        """Rewrite ``commit`` so that it needs none of ``lost``; None if cells are missing.
+        """Rewrite ``commit`` so that it needs none of ``lost``; None if cells are missing, before anything is written.
 
         Raises `Conflict` if ``commit`` is not visible any more, or was changed by somebody else; `StorageError`.
         """
-        return rewrite(self.repo, commit, lambda txid, listed: self._save(txid, listed, commit, lost))
-
-    def _save(self, txid: TxId, listed: CommitList, commit: Commit, lost: Sequence[BlobRef]) -> Committed | None:
-        """Upload the new blobs and the manifest; return the record to commit."""
         manifest = manifests.get(self.repo, commit)
-        names, refs = {(ref.uploader, ref.hash): ref for ref in lost}, list(manifest.blobs)
-        wanted = {i: names[r.uploader, r.hash] for i, r in enumerate(refs) if (r.uploader, r.hash) in names}
+        names = {(ref.uploader, ref.hash): ref for ref in lost}
+        numbered = enumerate((ref.uploader, ref.hash) for ref in manifest.blobs)
+        wanted = {number: names[name] for number, name in numbered if name in names}
         bare = self._to_bare(manifest, wanted)
         if bare is None:
             return None
+        moving = _Moving(commit, manifest, wanted, bare)
+        return rewrite(self.repo, commit, lambda txid, listed: self._save(txid, listed, moving))
+
+    def _save(self, txid: TxId, listed: CommitList, moving: _Moving) -> Committed:
+        """Upload the new blobs and the manifest; return the record to commit."""
+        commit, manifest, wanted, bare = moving
+        refs = list(manifest.blobs)
         places = {
             (number, offset): place
             for number, ref in wanted.items()

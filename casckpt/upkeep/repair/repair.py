@@ -34,7 +34,7 @@ from casckpt.upkeep.repair.manifest_repair import repair_manifests
 from casckpt.upkeep.repair.mending import Source, mend_from_copies
 from casckpt.upkeep.repair.relocating import Relocation
 from casckpt.upkeep.repair.salvage import BlobCopies, Cells, LiveCell, live_cells, readable, related
-from casckpt.upkeep.repair.verify import DamagedManifest, survey
+from casckpt.upkeep.repair.verify import DamagedManifest, DamagedRecord, damaged_records, survey
 from casckpt.upkeep.stock import list_objects
 
 log = logging.getLogger(__name__)
@@ -51,18 +51,23 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class RepairResult:
-    """``blobs``, ``manifests``: hashes and ids of what is right again. ``lost``: what could not be repaired."""
+    """``blobs``, ``manifests``: hashes and ids of what is right again. ``lost``: what could not be repaired.
+
+    ``records``: those that cannot be read, or are missing. No other store has them but one whose files were copied, and
+    nothing there tells whether it went on by itself since; so they are put back by hand.
+    """
 
     blobs: tuple[str, ...] = ()
     manifests: tuple[str, ...] = ()
     rewritten: tuple[Rewritten, ...] = ()
     lost: tuple[DamagedBlob, ...] = ()
     lost_manifests: tuple[DamagedManifest, ...] = ()
+    records: tuple[DamagedRecord, ...] = ()
 
     @property
     def is_damaged(self) -> bool:
         """Is anything still damaged?"""
-        return bool(self.lost or self.lost_manifests)
+        return bool(self.lost or self.lost_manifests or self.records)
 
 
 @dataclass
@@ -111,9 +116,11 @@ class _Repair:
 def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Progress = silent) -> RepairResult:
     """Repair what is damaged in ``repo``. ``sources``: other stores that may hold what is missing; they are only read.
 
-    ``progress``: called with the bytes just put back. Raises `NotFound`, `StorageError`; what cannot be repaired is
-    reported, not raised.
+    ``progress``: called with the bytes just put back. Raises `NotFound`, also for a source that is not there,
+    `StorageError`; what cannot be repaired is reported, not raised.
     """
+    for other in sources:
+        other.check_exists()
     check_requirements(repo)
     listed = list_commits(repo)
     found = survey(repo, listed.needed())
@@ -142,6 +149,7 @@ def repair(repo: Repository, *, sources: Sequence[Repository] = (), progress: Pr
         rewritten=tuple(rewritten.values()),
         lost=tuple(describe(repo, hit, still)),
         lost_manifests=tuple(lost for commit, lost in lost_manifests if commit.txid in needed),
+        records=tuple(damaged_records(repo, list_commits(repo, anew=True), anew=True)),
     )
 
 

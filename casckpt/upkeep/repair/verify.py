@@ -15,7 +15,7 @@ from casckpt.format.names import BlobHash, TxId
 from casckpt.format.sections.blobs import BlobRef
 from casckpt.plan.progress import Progress, silent
 from casckpt.repository import blobs, manifests
-from casckpt.repository.commits import Commit, list_commits
+from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.fetching import compare_size
 from casckpt.repository.refs import resolve_many
 from casckpt.repository.repository import Repository
@@ -123,12 +123,7 @@ def verify(
     _check_arguments(mode, sample, decode)
     listed = list_commits(repo, anew=mode == "full")
     chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
-    records = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
-    records += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
-    if refs is None:
-        why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
-        records += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
-        records += faults(repo, listed, anew=mode == "full")
+    records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     found = survey(repo, chosen, with_extents=mode == "full")
     wanted = _sampled(repo, found.refs(), sample)
     log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))
@@ -155,11 +150,25 @@ def verify(
         decoded_bytes=frames.decoded_bytes,
         damaged=(*damaged, *told),
         manifests=tuple(DamagedManifest(c.id, c.run, c.step, str(error)) for c, error in broken),
-        records=tuple(DamagedRecord(*record) for record in records),
+        records=tuple(records),
         failed=tuple(UnreadBlob(one.ref.hash, one.failed) for one in checked if one.failed),
         repaired=_mark(repo, healing) if mark else (),
         unsigned=tuple(one for one in chosen if not is_trusted(repo, one.id)),
     )
+
+
+def damaged_records(repo: Repository, listed: CommitList, *, is_all: bool = True, anew: bool) -> list[DamagedRecord]:
+    """Return the records that cannot be read, or are missing: of commits and tags; ``is_all``: those of runs, too.
+
+    ``anew``: what this host has read before is read again. Raises `StorageError`.
+    """
+    found = [(f"commits/{txid}", str(error)) for txid, error in sorted(listed.damaged.items())]
+    found += [(f"tags/{name}", str(error)) for name, error in sorted(list_tags(repo).damaged.items())]
+    if is_all:
+        why = f"it is missing, and there is a manifest of this save under objects/. {ADVICE}"
+        found += [(commit_key(txid), why) for txid in lost_records(repo, list_objects(repo))]
+        found += faults(repo, listed, anew=anew)
+    return [DamagedRecord(*record) for record in found]
 
 
 def _check_arguments(mode: Any, sample: Any, decode: bool) -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from casckpt.checkpoint.saving.known import reusable
 from casckpt.cli.describe import plain
-from casckpt.errors import StorageError
+from casckpt.errors import NotFound, StorageError
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.draft import placed
-from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.keys import blob_key, commit_key, manifest_key
 from casckpt.format.proof import encode_proof
 from casckpt.format.sections.blobs import BlobRef, encode_blobs
 from casckpt.format.sections.head import decode_head
@@ -690,3 +690,38 @@ def test_what_a_killed_repair_left_goes_with_the_next(tmp_path: Path, other: Rep
     assert not repair(repo, sources=[other]).is_damaged
     assert not left.exists()
     assert not verify(repo).is_damaged
+
+
+def test_nothing_is_written_for_checkpoints_whose_bytes_are_nowhere(tmp_path: Path) -> None:
+    """A transaction and a listing for each of the thousands that share a blob would take minutes, and bring nothing."""
+    storage = FaultyStore(memory())
+    repo = repository(tmp_path, storage)
+    first = last = save_arrays(repo, {"a": array(1)})
+    for step in range(1, 6):
+        last = save_arrays(repo, {"a": array(1), "b": array(step + 1)}, step=step, reuse=last)
+    flip(repo, only_blob(repo, first), DATA_OFFSET)
+    verify(repo)
+    storage.calls.clear()
+    (lost,) = repair(repo).lost
+    assert [one.step for one in lost.needed_by] == [0, 1, 2, 3, 4, 5]
+    assert storage.keys("put") == []
+
+
+def test_records_that_cannot_be_read_are_not_repaired_and_are_told_of(repo: Repository, other: Repository) -> None:
+    commit = save_arrays(repo, STATE)
+    save_arrays(repo, STATE, step=1, reuse=commit)
+    copy_into(other, repo, commit)
+    key = commit_key(commit.txid)
+    record = repo.storage.get(key, limit=1 << 20)
+    repo.storage.replace(key, record[:100])
+    found = repair(repo, sources=[other])
+    assert (found.is_damaged, [one.key for one in found.records]) == (True, [key])
+    assert found.records == verify(repo).records
+    repo.storage.replace(key, record)
+    assert not repair(repo, sources=[other]).is_damaged
+
+
+def test_a_source_that_is_not_there_is_told_of_though_nothing_is_damaged(repo: Repository, tmp_path: Path) -> None:
+    save_arrays(repo, STATE)
+    with pytest.raises(NotFound, match="there is no store at"):
+        repair(repo, sources=[Repository(LocalStore(tmp_path / "nope"), tmp_path)])
