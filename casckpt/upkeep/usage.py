@@ -9,7 +9,7 @@ from casckpt.errors import Damaged, Refused
 from casckpt.format.keys import parse_object
 from casckpt.format.names import BlobHash, TxId
 from casckpt.plan.retention import Policy
-from casckpt.repository import manifests
+from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.upkeep.copies.mirrored import is_found, needed_in_mirror, unmirrored
@@ -74,7 +74,8 @@ class StoreStats:
     wait to be purged. ``bytes_freed_now``, ``bytes_freed_later``: what a gc without a rule deletes, and what it
     deletes when all that is forgotten now cannot be restored any more. ``mirror``: URL of the store's mirror, None if
     it has none; ``mirror_found``: whether a store is there, None where nobody can tell; ``mirrored``, ``unmirrored``:
-    checkpoints, forgotten ones too, that are noted as safe there, and those that are not yet.
+    checkpoints, forgotten ones too, that are noted as safe there, and those that are not yet. ``damaged_blobs``: that
+    are marked, and that checkpoints need.
     """
 
     checkpoints: int
@@ -94,6 +95,7 @@ class StoreStats:
     mirror_found: bool | None = None
     mirrored: int = 0
     unmirrored: int = 0
+    damaged_blobs: int = 0
 
 
 @dataclass
@@ -155,7 +157,14 @@ def measure(repo: Repository) -> StoreStats:
         mirror_found=is_there,
         mirrored=len(needed) - behind,
         unmirrored=behind,
+        damaged_blobs=_damaged_blobs(repo, commits),
     )
+
+
+def _damaged_blobs(repo: Repository, commits: CommitList) -> int:
+    """Count the blobs that are marked; without those that nothing needs any more, which wait for a gc."""
+    marked = blobs.damaged_marks(repo)
+    return len(marked & _named_by(repo, commits.needed()).keys()) if marked else 0
 
 
 def _tallied(

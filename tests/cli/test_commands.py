@@ -718,8 +718,25 @@ def test_of_many_that_need_a_damaged_blob_a_few_are_named() -> None:
     )
 
 
-def test_verify_of_a_part(saved: Path, as_json: AsJson) -> None:
+def test_damage_that_is_known_is_not_forgotten(saved: Path, as_json: AsJson, run: Run) -> None:
+    assert as_json("stats", saved)["damaged_blobs"] == 0
+    assert "damaged" not in run("stats", saved).output
+    blob = damage(saved)
+    run("verify", saved, status=4)
+    assert as_json("stats", saved)["damaged_blobs"] == 1
+    assert "damaged      1 blob: `casckpt repair`" in run("stats", saved).output
+    assert [one["blob"] for one in as_json("verify", saved, "--quick", status=4)["damaged"]] == [blob]
+    run("forget", saved, "a@1..3", "b@1")
+    run("gc", saved, "--min-age", "0")
+    assert as_json("stats", saved)["damaged_blobs"] == 0
+
+
+def test_verify_of_a_part(saved: Path, as_json: AsJson, run: Run) -> None:
     assert as_json("verify", saved, "b@1")["checked_checkpoints"] == 1
+    said = run("verify", saved, "--sample", "0.01").output.splitlines()
+    assert said[0].startswith(f"checked 1 of {as_json('stats', saved)['blobs']} blobs, ")
+    assert "checkpoint" not in said[0]
+    assert said[1] == "what was checked is well"
     assert as_json("verify", saved, "--sample", "0.01")["checked_blobs"] == 1
     as_json("verify", saved, "--sample", "0", status=2)
     as_json("verify", saved, "c@1", status=3)

@@ -166,6 +166,7 @@ def stats_text(result: dict[str, Any]) -> None:
     stored, logical = result["bytes_stored"], result["bytes_logical"]
     saving = f" ({logical / stored:.1f} times what is stored)" if stored and logical else ""
     mirror = [] if result["mirror"] is None else [("mirror", f"{result['mirror']}, {_mirror(result)}")]
+    damaged = [f"{count(result['damaged_blobs'], 'blob')}: `casckpt repair`, or `casckpt verify` says more"]
     facts([
         ("checkpoints", f"{result['checkpoints']} of {count(result['runs'], 'run')}, {result['forgotten']} forgotten"),
         ("their size", f"{size(logical)}{saving}"),
@@ -173,6 +174,7 @@ def stats_text(result: dict[str, Any]) -> None:
         ("stored", f"{size(stored)} in {count(result['blobs'], 'blob')}, {size(result['bytes_manifests'])} manifests"),
         ("a gc frees", freed(result["bytes_freed_now"], result["bytes_freed_later"])),
         *mirror,
+        *(("damaged", told) for told in damaged if result["damaged_blobs"]),
     ])  # fmt: skip
     for name, (columns, cells) in _BY.items():
         if result.get(f"by_{name}"):

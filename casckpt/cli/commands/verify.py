@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @store_command("verify", loads=True)
 @click.argument("refs", type=REF, nargs=-1, metavar="[REF]...")
-@click.option("--quick", is_flag=True, help="Only check that blobs are there and have the right size.")
+@click.option("--quick", is_flag=True, help="Only check that blobs are there, of the right size, and not marked.")
 @click.option(
     "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, metavar="FRACTION",
     help="Only check this part of the blobs, drawn at random.",
@@ -77,11 +77,13 @@ def text(result: dict[str, Any]) -> None:
         say(f"not signed: {name(one)}")
     for blob in result["repaired"]:
         say(f"right again: blob {blob}")
-    checked = f"{count(result['checked_blobs'], 'blob')}, {size(result['checked_bytes'])}"
-    say(f"checked {checked}, for {count(result['checked_checkpoints'], 'checkpoint')}")
+    is_part = result["checked_blobs"] < result["blobs"]
+    checked = f"{result['checked_blobs']} of " if is_part else ""
+    of = "" if is_part else f", for {count(result['checked_checkpoints'], 'checkpoint')}"
+    say(f"checked {checked}{count(result['blobs'], 'blob')}, {size(result['checked_bytes'])}{of}")
     if result["decoded_bytes"]:
         say(f"decoded {size(result['decoded_bytes'])} of coded cells")
-    for line in _to_do(result) or ["all is well"]:
+    for line in _to_do(result) or [f"{'what was checked' if is_part else 'all'} is well"]:
         say(line)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -62,7 +62,7 @@ class UnreadBlob(NamedTuple):
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed.
+    """What was read, and what is wrong. ``checked_bytes``: of blobs, read and hashed. ``blobs``: needed, in all.
 
     ``damaged``: also, if cells were decoded, blobs that are what was written but hold a frame of another cell.
     ``decoded_bytes``: of coded cells and their bases, decoded and compared, if that was asked for. ``repaired``: blobs
@@ -71,6 +71,7 @@ class VerifyResult:
     """
 
     checked_blobs: int = 0
+    blobs: int = 0
     checked_bytes: int = 0
     checked_checkpoints: int = 0
     decoded_bytes: int = 0
@@ -113,10 +114,11 @@ def verify(
     """Check all that live checkpoints need, forgotten ones too; not those that were rewritten without a loss.
 
     ``refs``: only what these checkpoints need (None: all). ``mode``: "full" reads every blob once and proves it, and
-    compares the manifests with what was proved; "exists" looks at presence and size alone. ``sample``: the fraction of
-    the blobs to look at, drawn at random. ``mark``: mark damaged blobs in the store, so that no save reuses them, and
-    unmark those that are right again; a warning where the store cannot be written. ``decode``: decode coded cells, too,
-    and compare them. ``progress``: counts the bytes that are read.
+    compares the manifests with what was proved; "exists" looks at presence and size, and goes by the marks.
+    ``sample``: the fraction of the blobs to look at, drawn at random, beside those that are marked. ``mark``: mark
+    damaged blobs in the store, so that no save reuses them, and unmark those that are right again; a warning where the
+    store cannot be written. ``decode``: decode coded cells, too, and compare them. ``progress``: counts the bytes that
+    are read.
 
     Raises `NotFound`, `InvalidInput`, `StorageError`; what is damaged is reported, not raised.
     """
@@ -125,7 +127,8 @@ def verify(
     chosen = listed.needed() if refs is None else resolve_many(repo, refs, listed)
     records = damaged_records(repo, listed, is_all=refs is None, anew=mode == "full")
     found = survey(repo, chosen, with_extents=mode == "full")
-    wanted = _sampled(repo, found.refs(), sample)
+    needed, marked = found.refs(), {} if mode == "full" and sample >= 1 else _marked(repo)
+    wanted = _sampled(repo, needed, sample, marked.keys())
     log.info("%d checkpoints, %d blobs to look at", len(found.commits), len(wanted))
     progress.expect(sum(ref.size for ref in wanted) if mode == "full" else 0)
     read = 0
@@ -135,16 +138,19 @@ def verify(
         read += nbytes
         progress(nbytes)
 
-    checked = list(_look(repo, wanted) if mode == "exists" else check_blobs(repo, wanted, count))
+    checked = list(_look(repo, wanted, marked) if mode == "exists" else check_blobs(repo, wanted, count))
     damaged = describe(repo, found.commits, [one for one in checked if one.why])
     right = [one for one in checked if one.proof and one.is_right]
     frames = Frames(repo, right if decode else (), progress)
     misframed = frames.wrong(found.commits if decode else ())
     broken = [*found.broken, *wrong_rows(repo, found.commits, right)]
     told = describe(repo, found.commits, misframed)
-    healing = _Healing(damaged, told, checked if mode == "full" else (), is_all=decode and refs is None and sample >= 1)
+    unmarked = [one for one in damaged if mode == "full" or (one.uploader, one.blob) not in marked]
+    is_all = decode and refs is None and sample >= 1
+    healing = _Healing(unmarked, told, checked if mode == "full" else (), is_all=is_all)
     return VerifyResult(
         checked_blobs=len(checked),
+        blobs=len(needed),
         checked_bytes=read,
         checked_checkpoints=len(chosen),
         decoded_bytes=frames.decoded_bytes,
@@ -213,20 +219,29 @@ def _look_into(manifest: Manifest, commit: Commit, with_extents: bool) -> Damage
     return None
 
 
-def _sampled(repo: Repository, refs: list[BlobRef], fraction: float) -> list[BlobRef]:
+def _marked(repo: Repository) -> dict[Name, str]:
+    """Return the blobs that are known to be damaged, and why they were marked."""
+    return {(mark.uploader, mark.blob): mark.why for mark in blobs.marks(repo) if mark.state != blobs.REPAIRED}
+
+
+def _sampled(repo: Repository, refs: list[BlobRef], fraction: float, marked: Container[Name]) -> list[BlobRef]:
     if fraction >= 1 or not refs:
         return refs
     count = max(1, round(fraction * len(refs)))
-    chosen = random.Random(repo.entropy(8)).sample(range(len(refs)), count)  # noqa: S311  # nothing secret
-    return [refs[index] for index in sorted(chosen)]
+    chosen = set(random.Random(repo.entropy(8)).sample(range(len(refs)), count))  # noqa: S311  # nothing secret
+    return [ref for index, ref in enumerate(refs) if index in chosen or (ref.uploader, ref.hash) in marked]
 
 
-def _look(repo: Repository, refs: Iterable[BlobRef]) -> Iterable[Checked]:
-    """Compare presence and sizes, from one listing."""
+def _look(repo: Repository, refs: Iterable[BlobRef], marked: Mapping[Name, str]) -> Iterable[Checked]:
+    """Compare presence and sizes, from one listing; what is there may be ``marked``."""
     sizes = list_objects(repo)
     for ref in refs:
-        size = sizes.get(blob_key(ref.uploader, ref.hash))
-        yield Checked(ref, compare_size(ref, size), ranges=((min(size or 0, ref.size), ref.size),))
+        size, told = sizes.get(blob_key(ref.uploader, ref.hash)), marked.get((ref.uploader, ref.hash))
+        why = compare_size(ref, size)
+        if not why and told is not None:
+            yield Checked(ref, f"it was marked as damaged before: {told}", ranges=((0, ref.size),))
+        else:
+            yield Checked(ref, why, ranges=((min(size or 0, ref.size), ref.size),))
 
 
 class _Healing(NamedTuple):

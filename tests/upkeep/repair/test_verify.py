@@ -15,6 +15,7 @@ from casckpt.errors import CasckptError, InvalidInput, NotFound, StorageError, U
 from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.digest import cell_digest, proof_name
 from casckpt.format.keys import blob_key, manifest_key
+from casckpt.format.names import BlobHash
 from casckpt.format.proof import encode_proof
 from casckpt.plan.progress import Progress
 from casckpt.repository import blobs, commits, manifests, tags
@@ -385,3 +386,38 @@ def test_an_object_of_the_same_content_elsewhere_is_another_blob(repo: Repositor
     assert damaged.checkpoints == (one.id,)
     (ref,) = manifests.get(repo, two).blobs
     assert blob_key(ref.uploader, ref.hash) == only_blob(repo, two)
+
+
+# what is known already
+
+
+@pytest.mark.parametrize("by_frames", [False, True])
+def test_what_is_marked_is_damage_without_a_read_of_the_rest(
+    repo: Repository, faults: FaultyStore, by_frames: bool
+) -> None:
+    commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(3)]
+    key = only_blob(repo, commits[1])
+    blob = BlobHash(hash_in(key))
+    flip(repo, key, DATA_OFFSET)
+    blobs.mark_damaged(repo, commits[1].txid, blob, "seen before", by_frames=by_frames)
+    faults.calls.clear()
+    (found,) = verify(repo, mode="exists").damaged
+    assert (found.blob, found.keys, found.checkpoints) == (blob, ("a",), (commits[1].id,))
+    assert found.why == "it was marked as damaged before: seen before"
+    assert set(faults.keys("open")) <= {key}
+    assert faults.keys("put") == [], "what is marked needs no mark, and keeps the one that it has"
+    assert verify(repo, refs=["run@2"], mode="exists").damaged == ()
+    blobs.mark_repaired(repo, commits[1].txid, blob, "put back")
+    assert verify(repo, mode="exists").damaged == ()
+
+
+def test_what_is_marked_is_in_each_sample(repo: Repository) -> None:
+    commits = [save_arrays(repo, {"a": array(step)}, step=step) for step in range(9)]
+    key = only_blob(repo, commits[4])
+    blob = BlobHash(hash_in(key))
+    flip(repo, key, DATA_OFFSET)
+    blobs.mark_damaged(repo, commits[4].txid, blob, "seen before")
+    found = verify(repo, sample=0.01)
+    assert [one.blob for one in found.damaged] == [blob]
+    assert found.checked_blobs in {1, 2}
+    assert found.blobs == 9
