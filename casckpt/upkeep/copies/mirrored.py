@@ -70,7 +70,8 @@ def is_found(repo: Repository, mirror: str, *, near: bool = False) -> bool | Non
         is_remote = storage.traits.remote
         return None if near and is_remote else storage.size(MARKER) is not None
     except CasckptError as error:
-        log.warning("nobody can tell whether the mirror %s is there: %s", mirror, error)
+        counts = ", so what is noted of it counts" if is_remote else ""
+        log.warning("nobody can tell whether the mirror %s is there%s: %s", mirror, counts, error)
         return None if is_remote else False
 
 

@@ -60,7 +60,7 @@ class Work:
     ``twins``: copy it beside another checkpoint of its run and step; else that is a Conflict. ``blob_bytes``: pack its
     cells anew into blobs of so many bytes of data; None to copy the blobs as they are, as those of a checkpoint with
     coded cells always are. ``compress``: encode the cells of the others. ``places``: what copies before this one found
-    out of the target.
+    out of the target; ``spoilt``: and which blobs of the source are damaged.
     """
 
     jobs: int = 4
@@ -70,6 +70,7 @@ class Work:
     blob_bytes: int | None = None
     compress: bool = False
     places: Places | None = None
+    spoilt: dict[BlobRef, Spoilt] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ def replicate(source: Repository, target: Repository, commit: Commit, work: Work
     manifest = format_manifest.decode(data, commit.id, commit.committed.head)
     manifest.left_out = manifests.left_out(commit)
     _check(target, commit)
+    known = next((work.spoilt[ref] for ref in map(_bare, manifest.blobs) if ref in work.spoilt), None)
+    if known is not None:  # without a transaction for each checkpoint that shares it
+        raise _spoilt(source, commit, manifest, known)
     attempt, kind = 0, _Copy if not _is_anew(work) or blobs_of_chains(manifest) else _Recoded
     for _ in range(_TRIES):
         transaction, attempt = _join(target, commit, attempt)
@@ -164,6 +168,11 @@ def _gone(source: Repository, commit: Commit, why: str, **attributes: object) ->
         checkpoints=(commit.id,),
         **attributes,
     )
+
+
+def _bare(ref: BlobRef) -> BlobRef:
+    """Return where a blob is, whatever the checkpoint says of it that names it."""
+    return replace(ref, worn=False)
 
 
 def _spoilt(source: Repository, commit: Commit, manifest: Manifest, error: Spoilt) -> CasckptError:
@@ -279,6 +288,7 @@ class _Copy:
             try:
                 data = fetch(self.source.storage, ref, buffer.view)
             except Spoilt as error:
+                self.work.spoilt[_bare(ref)] = error
                 raise _spoilt(self.source, self.commit, self.manifest, error) from error
             blobs.put(self.target, own, ref.hash, data)
         self.put[ref.hash] = ref.size

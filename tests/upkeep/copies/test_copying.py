@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, StorageError, Unsupported
+from casckpt.format.blob import DATA_OFFSET
 from casckpt.format.keys import commit_key, copied_txid, manifest_key, parse_txid
 from casckpt.format.records import Dropped
 from casckpt.plan.progress import Progress
@@ -17,7 +18,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.buffers import BufferPool
 from casckpt.upkeep.copies import replicating
 from casckpt.upkeep.copies.copying import execute, plan_copy, preview
-from tests.support.checkpoints import array, content, only_blob, save_arrays
+from tests.support.checkpoints import array, content, flip, only_blob, save_arrays
 from tests.support.copies import chain, check_clean, contents, copy, elsewhere
 from tests.support.faulty import FaultyStore, call_first, fail_before
 from tests.support.forging import taken_apart
@@ -339,3 +340,16 @@ def test_a_copy_that_the_storage_ends_says_how_far_it_came(tmp_path: Path, sourc
         copy(source, target)
     full.heal()
     assert [one.step for one in copy(source, target).copied] == [2, 3]
+
+
+def test_a_blob_that_is_damaged_is_read_once_for_all_that_share_it(tmp_path: Path, source: Repository) -> None:
+    """Else each of thousands leaves a revoked transaction in the target."""
+    flip(source, only_blob(source, resolve(source, "run@1")), DATA_OFFSET)
+    target = elsewhere(tmp_path, storage := FaultyStore(memory()))
+    result = copy(source, target)
+    assert [one.commit.step for one in result.failed] == [1, 2, 3]
+    assert len({one.error.blob for one in result.failed}) == 1
+    for one in result.failed:
+        assert one.error.checkpoints == (one.commit.id,)
+        assert one.error.keys == ("t1",)
+    assert sum(key.startswith("transactions/") for key in storage.keys("put")) == 2
