@@ -309,7 +309,8 @@ def test_a_record_that_cannot_be_read_is_told_of_and_all_others_are_copied(
 
 @pytest.mark.parametrize(
     ("refs", "run", "is_told"),
-    [(["run@0..2"], None, True), (["run@2.."], None, False), (["run@0"], None, False), ([], "run", True),
+    [(["run@0..2"], None, True), (["run@..1"], None, True), (["run@latest"], None, False),
+     (["run@2.."], None, False), (["run@0"], None, False), ([], "run", True),
      ([], "other", False)],
 )  # fmt: skip
 def test_a_record_that_cannot_be_read_counts_where_it_may_be_wanted(
