@@ -5,6 +5,7 @@ So there is no instant at which fewer are loadable than the newest one, the tagg
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, tagged_txids, tags
 from casckpt.upkeep.gc.retiring import kept_of, purge_now, retire_now
 from casckpt.upkeep.thinning import execute, plan_thin
+
+log = logging.getLogger(__name__)
+_TOLD_EVERY = 10  # checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +76,23 @@ def rotate(repo: Repository, run: str, rotation: Rotation) -> list[Commit]:
         return []
     visible = [commit for commit in list_commits(repo).visible() if commit.run == run]
     now = repo.clock()
+    _tell_of_metrics(run, visible, rotation)
     if not plan_rotation(visible, rotation, (), now):  # tags only ever keep more
         return []
     tagged = tagged_txids(tags(repo, slack=FOREIGN_CLOCKS), visible)
     chosen = plan_rotation(visible, rotation, tagged, now)
     return retire_now(repo, chosen)
+
+
+def _tell_of_metrics(run: str, visible: Sequence[Commit], rotation: Rotation) -> None:
+    """Warn now and then where all stays for want of a metric, whose name may be mistyped."""
+    permanent = [kept_of(one) for one in visible if not one.committed.ephemeral]
+    if rotation.keep is None or not permanent or len(permanent) % _TOLD_EVERY:
+        return
+    for best in rotation.keep.best:
+        if not any(map(best.is_known_of, permanent)):
+            message = "keep_best: none of the %d checkpoints of run %s has a number for %r, so all of them stay"
+            log.warning(message, len(permanent), run, best.metric)
 
 
 def thin(repo: Repository, run: str, rule: Thinning | None) -> list[Commit]:

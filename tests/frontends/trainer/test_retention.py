@@ -387,6 +387,16 @@ def test_a_young_run_keeps_all_until_the_first_metric_is_there() -> None:
     assert steps(store) == [("sft", 3), ("sft", 4)]
 
 
+def test_a_metric_that_no_save_has_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    store, checkpointer, model, optimizer = trained(keep={"keep_last": 1, "keep_best": "los:1"})
+    for step in range(20):
+        checkpointer.save(step, model, optimizer, metrics={"loss": 1.0})
+    assert len(store.checkpoints()) == 20
+    told = [one.getMessage() for one in caplog.records if "keep_best" in one.getMessage()]
+    wanted = "keep_best: none of the %d checkpoints of run sft has a number for 'los', so all of them stay"
+    assert told == [wanted % 10, wanted % 20]
+
+
 def test_the_last_healthy_one_is_there_to_resume_from() -> None:
     store, checkpointer, model, optimizer = trained(max_checkpoints=1)
     for step, word in enumerate([None, True, False, False]):
