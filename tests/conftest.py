@@ -129,6 +129,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of what tests are made with are no evidence: what they do is not counted."""
+    monkeypatch.delenv("CASCKPT_TALLY", raising=False)
+
+
+@pytest.fixture
 def full(request: pytest.FixtureRequest) -> bool:
     """Was ``--full`` given? For tests that sweep further then."""
     return bool(request.config.getoption("--full"))

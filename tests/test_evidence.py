@@ -9,7 +9,8 @@ import pytest
 
 from _evidence import BEGIN, END, PAGE, ROWS, added, figures, planted, soaked, soaked_on, with_table
 from casckpt.errors import StorageError
-from tests.support.faulty import FaultyStore, fail_before
+from tests.model.next.explorer import TOO_LARGE, Verdict
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before, look_on
 from tests.support.repositories import memory
 
 EMPTY = f"before\n{BEGIN}{END}after\n"
@@ -23,6 +24,20 @@ def test_what_was_done_is_counted_by_kind(tmp_path: Path, monkeypatch: pytest.Mo
             storage.put("a", b"")
     storage.put("a", b"")
     assert figures(added((tmp_path / "tally").read_text()))["fault: fail before"] == "3"
+
+
+def test_who_only_looks_on_and_a_walk_that_was_cut_off_are_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CASCKPT_TALLY", str(tmp_path / "tally"))
+    seen: list[Call] = []
+    FaultyStore(memory(), [look_on("put", seen.append), call_first("put", seen.append)]).put("a", b"")
+    assert len(seen) == 2
+    for broken in (TOO_LARGE, "something is lost", "something is lost", ""):
+        Verdict(broken, 10)
+    counted = figures(added((tmp_path / "tally").read_text()))
+    told = {"fault: call something": "1", "models that are UNSAFE": "2", "models that are SAFE": "1"}
+    assert counted == told | {"states of models": "40", "planted": planted()}
 
 
 def test_a_figure_stays_until_there_is_a_new_one(tmp_path: Path) -> None:

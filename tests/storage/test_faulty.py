@@ -14,6 +14,8 @@ from casckpt.storage.memory import MemoryStore
 from tests.storage.contract import Peek, StorageContract
 from tests.support.faulty import Call, Fault, FaultyStore, call_first, corrupt, fail_after, fail_before, truncate
 
+pytestmark = pytest.mark.usefixtures("uncounted")
+
 
 class TestContract(StorageContract):
     @pytest.fixture

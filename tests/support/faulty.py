@@ -38,6 +38,7 @@ class Kind(Enum):
     BEFORE = "fail before anything happens"
     AFTER = "fail after it happened: the answer got lost"
     HOOK = "call something first, which may wait or raise"
+    LOOK = "call something first, which looks on"
     TRUNCATE = "the object ends too early"
     CORRUPT = "one byte of what is read is wrong"
 
@@ -74,6 +75,11 @@ def fail_after(method: str, **where: Any) -> Fault:
 def call_first(method: str, hook: Callable[[Call], None], **where: Any) -> Fault:
     """Call ``hook`` first: it may wait for another thread, change the store behind the caller's back, or raise."""
     return Fault(method, Kind.HOOK, hook=hook, **where)
+
+
+def look_on(method: str, hook: Callable[[Call], None], **where: Any) -> Fault:
+    """Call ``hook`` first, which as a rule does nothing: no fault, and no evidence of anything."""
+    return Fault(method, Kind.LOOK, hook=hook, **where)
 
 
 def truncate(method: str, **where: Any) -> Fault:
@@ -194,7 +200,8 @@ class FaultyStore:
                 if fault.method == call.method and fnmatchcase(call.key, fault.key):
                     seen[0] += 1
                     if fault.at <= seen[0] < fault.at + fault.times:
-                        tally(f"fault: {fault.kind.value}")
+                        if fault.kind is not Kind.LOOK:
+                            tally(f"fault: {fault.kind.value}")
                         hit.append(fault)
             return hit
 

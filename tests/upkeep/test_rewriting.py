@@ -34,7 +34,7 @@ from casckpt.storage.base import Known, ListedObject
 from casckpt.upkeep.gc.settling import settle
 from casckpt.upkeep.rewriting import rewrite
 from tests.support.announced import announcements
-from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
+from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
 from tests.support.repositories import (
     START,
     Ticks,
@@ -260,7 +260,7 @@ def test_a_rewrite_and_its_record_are_announced_before_they_are_there(repo: Repo
         seen.append(parse_log(call.key))
         assert seen[-1] in {one for _, some in announcements(repo) for one in some}
 
-    faults.inject(call_first("put", look, key="commits/*", times=9))
+    faults.inject(look_on("put", look, key="commits/*", times=9))
     made = rewrite_bare(repo, base)
     assert seen == [(made.txid, 0), (base.txid, 1)]
 

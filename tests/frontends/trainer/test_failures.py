@@ -11,7 +11,7 @@ from torch import nn
 from casckpt.errors import Conflict, StorageError
 from casckpt.frontends.trainer import Checkpointer
 from casckpt.store.store import Store
-from tests.support.faulty import FaultyStore, call_first, fail_before
+from tests.support.faulty import FaultyStore, fail_before, look_on
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
 from tests.support.training import trained
@@ -127,7 +127,7 @@ def test_one_save_runs_at_a_time() -> None:
     def look(_: Any) -> None:
         open_now.append(len(list(storage.inner.list("transactions/"))))
 
-    storage.inject(call_first("put", look, key="objects/*.manifest", times=9))
+    storage.inject(look_on("put", look, key="objects/*.manifest", times=9))
     with Checkpointer(store, run="sft") as checkpointer:
         for step in range(3):
             checkpointer.save_async(step, nn.Linear(2, 2))

@@ -21,7 +21,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.local.store import LocalStore
 from casckpt.store.opening import open as open_store
 from casckpt.store.store import Store
-from tests.support.faulty import Call, FaultyStore, call_first, fail_before
+from tests.support.faulty import Call, FaultyStore, call_first, fail_before, look_on
 from tests.support.parallel import local, sharded
 from tests.support.ranks import die, outcome_of, tell, wait_for
 from tests.support.repositories import meanwhile
@@ -278,7 +278,7 @@ def uploads_in_turn(rank: int, size: int, path: Path, count: int) -> int:
         most[0] = max(most[0], len(list(here.iterdir())))
         mark.unlink()
 
-    faulty = FaultyStore(LocalStore(path / "store"), [call_first("put", look, key="objects/*", times=1 << 20)])
+    faulty = FaultyStore(LocalStore(path / "store"), [look_on("put", look, key="objects/*", times=1 << 20)])
     checkpointer = Checkpointer(Store(Repository(faulty)), run="sft", throttle=count, work_dir=path / "locks")
     for step in range(4):
         checkpointer.save(step, model(), None, {"x": cells(9, seed=100 * step + rank)})

@@ -28,7 +28,7 @@ from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.repository import Repository
 from casckpt.store.store import Store
 from tests.support.far import far
-from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before
+from tests.support.faulty import Call, Fault, FaultyStore, call_first, fail_before, look_on
 from tests.support.repositories import memory
 from tests.support.saves import small, steps
 
@@ -233,7 +233,7 @@ def deadly(method: str, at: int) -> list[Fault]:
             die(call)
 
     dead: list[bool] = []
-    later = [call_first(other, stay_dead, times=1 << 30) for other in ("put", "delete", "list", "get")]
+    later = [look_on(other, stay_dead, times=1 << 30) for other in ("put", "delete", "list", "get")]
     return [call_first(method, die, at=at), *later]
 
 

@@ -175,9 +175,15 @@ class Model:
     watch: Callable[[Store], Store] = lambda store: store  # adds ghosts after each step
 
 
+TOO_LARGE = "too large"
+
+
 @dataclass
 class Verdict:
-    """``broken``: the first invariant that breaks, and ``trace`` how; "" if none does. ``done``: all labels seen."""
+    """``broken``: the first invariant that breaks, and ``trace`` how; "" if none does. ``done``: all labels seen.
+
+    One that was not walked to its end is neither safe nor unsafe.
+    """
 
     broken: str
     states: int
@@ -186,7 +192,8 @@ class Verdict:
 
     def __post_init__(self) -> None:
         tally("states of models", self.states)
-        tally(f"models that are {'UNSAFE' if self.broken else 'SAFE'}")
+        if self.broken != TOO_LARGE:
+            tally(f"models that are {'UNSAFE' if self.broken else 'SAFE'}")
 
 
 def _ended() -> Program:
@@ -329,7 +336,7 @@ def explore(model: Model, *, limit: int = 1_000_000, deep: bool = False) -> Verd
                 came_from[new] = (state, step.label)
                 todo.append(new)
         if len(came_from) > limit:
-            return Verdict("too large", len(came_from), (), frozenset(done))
+            return Verdict(TOO_LARGE, len(came_from), (), frozenset(done))
     return Verdict("", len(came_from), (), frozenset(done))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.model.next.explorer import (
     Goto,
     Invariant,
@@ -18,6 +20,8 @@ from tests.model.next.explorer import (
     network,
     when_quiet,
 )
+
+pytestmark = pytest.mark.usefixtures("uncounted")
 
 
 def puts(name: str, *, lost: bool = False) -> Program:

@@ -18,7 +18,7 @@ from casckpt.repository.commits import forget, purge, restore
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.announcements import announce, fill, look, read_back, runs
 from tests.support.announced import announcements
-from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before
+from tests.support.faulty import Call, FaultyStore, call_first, fail_after, fail_before, look_on
 from tests.support.repositories import commit_bare, committed, meanwhile, memory, repository
 
 RUN = run_hash("run")
@@ -44,7 +44,7 @@ def test_each_record_is_announced_before_it_is_there(tmp_path: Path) -> None:
         created.append(name)
         assert name in {one for _, some in told(repo) for one in some}
 
-    storage.inject(call_first("put", look_behind, key="commits/*", times=100))
+    storage.inject(look_on("put", look_behind, key="commits/*", times=100))
     one = commit_bare(repo)
     purge(repo, forget(repo, restore(repo, forget(repo, one))))
     other = commit_bare(repo, step=1)
