@@ -146,7 +146,7 @@ class Soak:
     def _hit(self) -> None:
         """Kill one, or stop it for a while: some of those that save or copy until a gc has given up on them."""
         drawn = self.random.random()
-        chosen = REVOCABLE if drawn < 0.1 else ROLES.keys() - LASTING
+        chosen = REVOCABLE if drawn < 0.05 else ROLES.keys() - LASTING
         pid = self.random.choice([pid for pid, role in self.children.items() if role in chosen])
         if drawn > 0.25:
             self.killed.add(pid)
@@ -156,7 +156,7 @@ class Soak:
             time.sleep(0.05)
             return
         os.kill(pid, signal.SIGSTOP)
-        if drawn < 0.1:
+        if drawn < 0.05:
             self._wait(self._start("overtake"), OVERTAKEN)
             self.counts["overtaken"] += 1
         else:
