@@ -2,7 +2,8 @@
 
 ``python -m tests.support.struck FOLDER POINTS SEED`` copies a store for each point. One process comes to its call, and
 is killed or stopped there. Then somebody forgets, saves, and collects garbage at once, without any patience for whoever
-seems dead. Then the one that was stopped goes on. POINTS of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind
+seems dead. Then the one that was stopped goes on. Besides, a save and a gc without its impatience meet, both stopped at
+a call of theirs. POINTS of each kind, or 0 for all. With ``PLACE ENDPOINT`` behind
 them the stores lie in a bucket of tests, and all else in the folder.
 """
 
@@ -32,6 +33,7 @@ from casckpt.storage.local.store import LocalStore
 from casckpt.storage.remote.store import RemoteStore
 from casckpt.storage.remote.urls import RemoteLocation
 from casckpt.store.store import Store
+from tests.support.faulty import Call, FaultyStore, call_first
 from tests.support.killed_saves import KillingStore, Strike, forked, open_folder, run_and_exit, side_by_side
 from tests.support.saves import cells, trained
 from tests.support.servers import KEY, SECRET
@@ -44,8 +46,8 @@ PATIENCE = 120  # seconds until what hangs is killed
 
 
 def state(step: int) -> dict[str, Any]:
-    """Of two steps some is the same, some is told by what changed, and some is new."""
-    model = {"kept": cells(9, seed=1), "new": cells(5, seed=step), "told": trained(8, step)}
+    """Of two steps some is the same, some is told by what changed, and some is new, and has blobs of its own."""
+    model = {"kept": cells(9, seed=1), "new": cells(40, seed=step), "told": trained(8, step)}
     return {"model": model, "optim": {"m": cells(9, seed=50 + step)}}
 
 
@@ -108,6 +110,16 @@ class Scene:
         return Repository(KillingStore(self.point.storage("away"), self.strike), self.folder / "cache")
 
 
+class StoppingStore(FaultyStore):
+    """Stops its process right before its first call of ``method`` with such a key."""
+
+    def __init__(self, inner: ObjectStore, method: str, key: str) -> None:
+        super().__init__(inner, [call_first(method, self._stop, key=key)])
+
+    def _stop(self, _: Call) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _save(scene: Scene) -> None:
     scene.store.save(state(NEW), step=NEW, threads=2, compress="auto")
 
@@ -147,6 +159,8 @@ RUNS: dict[str, Callable[[Scene], None]] = {
     "save": _save, "gc": _gc, "verify": _verify, "copy": _copy, "mirror": _mirror, "repair": _repair, "thin": _thin,
     "follow": _follow,
 }  # fmt: skip
+MEET = ("save before a gc", "gc before a save")
+"""Two at once: which of them is stopped at any of its calls, the other at the one that counts."""
 KILLED = ("gc", "verify", "copy", "mirror", "repair")
 """Those whose deaths have no sweep of their own."""
 
@@ -160,7 +174,7 @@ def _fill(point: Point) -> None:
 def _prepare(point: Point, name: str) -> None:
     """What there is to be done: something forgotten to collect, something damaged to repair."""
     store = point.store()
-    store.forget("default@0")
+    store.forget("default@0" if name not in MEET else f"default@0..{KEPT[-1]}")
     if name == "repair":
         *_, ref = manifests.get(store.repository, store.get(f"default@{KEPT[0]}").commit).blobs
         store.repository.storage.delete(blob_key(ref.uploader, ref.hash))
@@ -179,18 +193,23 @@ def _act(point: Point, name: str, at: int, sends: signal.Signals, counted: Path 
         counted.write_text(str(scene.strike.count))
 
 
-def others(point: Point) -> None:
-    """Somebody else: what is forgotten goes at once, and whoever has not committed by now is given up on."""
+def others(point: Point, name: str) -> None:
+    """Somebody else: what is forgotten goes at once, and whoever has not committed by now is given up on.
+
+    Of what a save reuses nothing is kept.
+    """
     signal.alarm(PATIENCE)
     store = point.store()
-    store.forget("default@1")
+    store.forget("default@1" if name != "save" else f"default@1..{KEPT[-1]}")
     store.save(state(LATER), step=LATER, compress="auto")
-    store.gc(min_age=0, wait=0, revoke_after=0)
+    deleted = store.gc(min_age=0, wait=0, revoke_after=0).deleted_blobs
+    if not deleted and name != "mirror":  # what is not safe in that stays
+        raise SystemExit(f"{point.folder.name}: nothing was deleted")
     if point.storage("away").size("casckpt.json") is not None:
         point.away().gc(min_age=0, wait=0, revoke_after=0)
 
 
-def _strike(ready: Point, name: str, at: int, sends: signal.Signals) -> None:
+def _strike(ready: Point, name: str, at: int, *, sends: signal.Signals) -> None:
     point = ready.copied(f"{name}-{sends.name}-{at}")
     folder, child = point.folder, os.fork()
     if not child:
@@ -199,10 +218,34 @@ def _strike(ready: Point, name: str, at: int, sends: signal.Signals) -> None:
     status = os.waitpid(child, os.WUNTRACED)[1]
     if os.WIFEXITED(status):  # it took other steps than when they were counted
         _check(folder, status)
-    _check(folder, forked(partial(others, point)))
+    _check(folder, forked(partial(others, point, name)))
     if os.WIFSTOPPED(status):
         os.kill(child, signal.SIGCONT)
         _check(folder, os.waitpid(child, 0)[1])
+
+
+def _meet(ready: Point, name: str, at: int) -> None:
+    """A save is stopped, a gc begins, and is stopped, too; then the save goes on to its end, and then the gc does.
+
+    One of both is stopped at any call. The gc is stopped otherwise where it has chosen, and deletes; the save where all
+    is there, and is made visible.
+    """
+    point, stopped = ready.copied(f"{name}-SIGSTOP-{at}"), list[tuple[int, int]]()
+    for one, method, key in (("save", "put", "commits/*"), ("gc", "delete", "objects/*.safetensors")):
+        child = os.fork()
+        if not child:
+            signal.alarm(PATIENCE)
+            is_struck = name.startswith(one)
+            scene = Scene(point, at if is_struck else 0, signal.SIGSTOP)
+            if not is_struck:
+                scene.store = open_folder(point.folder, StoppingStore(point.storage(), method, key))
+            run_and_exit(partial(RUNS[one], scene))
+        stopped.append((child, os.waitpid(child, os.WUNTRACED)[1]))
+    for child, status in stopped:
+        if os.WIFSTOPPED(status):
+            os.kill(child, signal.SIGCONT)
+        _check(point.folder, os.waitpid(child, os.WUNTRACED)[1] if os.WIFSTOPPED(status) else status)
+    (point.folder / "ended").write_text("well")
 
 
 def _check(folder: Path, status: int) -> None:
@@ -215,17 +258,17 @@ def sweep(base: Point, points: int, seed: int) -> None:
     draw, counted = random.Random(seed), base.folder.parent / "steps"
     base.folder.mkdir()
     _check(base.folder, forked(partial(_fill, base)))
-    for name in RUNS:
+    for name in (*RUNS, *MEET):
         ready = base.copied(f"ready {name}")
         _check(ready.folder, forked(partial(_prepare, ready, name)))
         count = ready.copied(f"count {name}")
-        _check(count.folder, forked(partial(_act, count, name, 0, signal.SIGKILL, counted)))
+        _check(count.folder, forked(partial(_act, count, name.split()[0], 0, signal.SIGKILL, counted)))
         every = range(1, int(counted.read_text()) + 1)
-        strikes = [
-            partial(_strike, ready, name, at, sends)
-            for sends in (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else []))
-            for at in draw.sample(every, min(points or len(every), len(every)))
-        ]
+        ways: list[Callable[[int], None]] = [partial(_meet, ready, name)]
+        if name in RUNS:
+            sent = (signal.SIGSTOP, *([signal.SIGKILL] if name in KILLED else []))
+            ways = [partial(_strike, ready, name, sends=sends) for sends in sent]
+        strikes = [partial(way, at) for way in ways for at in draw.sample(every, min(points or len(every), len(every)))]
         if not side_by_side(strikes, base.at_once):
             raise SystemExit(f"{name}: a strike went wrong; see above")
 
