@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import casckpt
-from casckpt.errors import CasckptError, Damaged, InvalidInput, Refused, StorageError, Unsigned
+from casckpt.errors import CasckptError, Damaged, InvalidInput, NotFound, Refused, StorageError, Unsigned
 from casckpt.format import records
 from casckpt.format.keys import commit_key, manifest_key, signature_key
 from casckpt.format.names import ManifestId
@@ -198,8 +198,10 @@ def test_a_save_is_signed_before_its_commit_or_not_committed(alice: Pair) -> Non
 def test_a_follower_leaves_out_what_is_not_signed(
     tmp_path: Path, store: Store, trusting: Callable[[], Store], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert list(Follower(trusting(), "run", tmp_path / "to").follow(once=True)) == []
+    with pytest.raises(NotFound, match=r"nothing of run 'run' in .* can be used"):
+        list(Follower(trusting(), "run", tmp_path / "to").follow(once=True))
     assert "run@3" in caplog.text
+    assert not (tmp_path / "to" / "current").exists()
 
 
 # what it outlives
