@@ -182,7 +182,7 @@ TRIED = {  # what the README adds up -> rows of the evidence
     "calls and requests that failed, or were lost, cut, late, throttled or refused": (
         r"a change of the storage whose answer is lost|calls that failed|requests|answers"
     ),
-    "reads cut short, or with a wrong byte": r"reads (cut|with)",
+    "losses of power, after which names that were not durable are there or not": r"losses of power",
     "bent bytes and files, given to decoders and importers": r"bent",
     "bugs planted in the code, which the default test run has to kill": r"planted bugs",
 }
