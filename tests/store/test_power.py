@@ -26,7 +26,7 @@ from tests.support.power import Disk, Killed
 from tests.support.saves import BLOB, CELL, cells, same_state
 from tests.support.tally import tally
 
-SEEDS, MANY, AT_MOST = 12, 300, 5
+SEEDS, MANY, AT_MOST = 8, 300, 5
 DROP = "optim.*"
 
 
