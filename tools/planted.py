@@ -584,7 +584,7 @@ PLANTED = (
     Planted(
         "a section is copied that the index does not name",
         "casckpt/format/manifest.py",
-        "            if pieces is not None and not pieces.prove(data):\n",
+        "            if name in _READERS and not getattr(self, _READERS[name]).prove(data):\n",
         "            if False:\n",
         "tests/store/test_forged.py",
     ),

@@ -57,6 +57,9 @@ class Places(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _BODY: Decoder[ManifestBody] = Decoder(ManifestBody)
+_READERS = {CELLS: "_cells", ROWS: "_rows", OBJECTS: "_objects"}
+"""Of the sections that consist of pieces: the attributes that read them."""
+
 _PLACES: Decoder[Places] = Decoder(Places)
 _METADATA: Decoder[dict[str, Any]] = Decoder(dict[str, Any])
 """Made here, and not by the first who decodes: see `casckpt.format.records.DECODERS`."""
@@ -280,7 +283,7 @@ class Manifest:
     @property
     def is_spoilt(self) -> bool:
         """Did something that was read of it not have its hash? It may have been put right since, in the store."""
-        readers = (vars(self).get(name) for name in ("_cells", "_rows", "_objects"))
+        readers = map(vars(self).get, _READERS.values())
         return any(one is not None and one.is_spoilt for one in readers)
 
     def data(self, one: StoredObject) -> bytes:
@@ -319,8 +322,7 @@ class Manifest:
         data = self._front.get(name) or self.read([(section.offset, section.length)])[0]
         try:
             check_section(section, data)
-            pieces = {CELLS: self._cells, ROWS: self._rows, OBJECTS: self._objects}.get(name)
-            if pieces is not None and not pieces.prove(data):
+            if name in _READERS and not getattr(self, _READERS[name]).prove(data):
                 raise Damaged(f"its section {name!r} is not the one of this checkpoint")
         except Damaged as error:
             raise _unfit(self.id, error) from error

@@ -18,19 +18,20 @@ def as_store(store: AnyStore) -> Store:
     return store if isinstance(store, Store) else open_store(store)
 
 
-def as_trusting(store: AnyStore, like: Store | None) -> Store:
-    """The same; a store that is opened here for what ``like`` was opened for, if that is what somebody has signed."""
-    if isinstance(store, Store) or like is None:
-        return as_store(store)
-    if store == like.url:
-        return like
-    opened = as_store(store)
+def as_trusting(url: str, like: Store | None) -> Store:
+    """``like``, if that is its URL; else the store there, opened to demand the signatures that ``like`` demands.
+
+    Raises as `as_store`.
+    """
+    if like is None or url == like.url:
+        return as_store(like or url)
+    opened = as_store(url)
     opened.repository.trusted = like.repository.trusted
     return opened
 
 
 def check_foreign(store: Store | None, path: str | os.PathLike[str]) -> None:
-    """Raise Unsigned for what is in no store, where ``store`` was opened for what somebody has signed."""
+    """Raise Unsigned for a file or folder that is in no store, where ``store`` demands signatures."""
     if store is not None and store.repository.trusted is not None:
         raise Unsigned(
             f"{os.fspath(path)} is in no store, so nobody has signed it, and {store.url} was opened with "

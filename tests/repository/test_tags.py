@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from casckpt.errors import Conflict, Damaged, InvalidInput, NotFound, Refused, Revoked
 from casckpt.format.keys import tag_key
-from casckpt.repository.commits import forget, list_commits, purge
+from casckpt.repository.commits import Commit, forget, list_commits, purge
 from casckpt.repository.leases import hold
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import (
@@ -121,33 +122,22 @@ def test_what_is_forgotten_while_it_is_tagged_comes_back(repo: Repository, fault
     assert list_commits(repo).commits[commit.txid].visible
 
 
+TAKEN: dict[str, Callable[[Repository, Commit], object]] = {
+    "purged just now": lambda repo, commit: purge(repo, forget(repo, commit)),
+    "visible under the same run and step": lambda repo, commit: (forget(repo, commit), commit_bare(repo, "a", 1)),
+}
+
+
 @pytest.mark.parametrize("had_one", [False, True])
-def test_what_is_purged_while_it_is_tagged_leaves_the_tag_as_it_was(
-    repo: Repository, faults: FaultyStore, had_one: bool
+@pytest.mark.parametrize("why", TAKEN)
+def test_what_is_purged_or_overwritten_while_it_is_tagged_leaves_the_tag_as_it_was(
+    repo: Repository, faults: FaultyStore, why: str, had_one: bool
 ) -> None:
     commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
     if had_one:
         set_tag(repo, "best", other)
-    faults.inject(call_first("put", meanwhile(lambda: purge(repo, forget(repo, commit))), key="tags/*"))
-    with pytest.raises(Conflict, match="purged just now"):
-        set_tag(repo, "best", commit)
-    assert named(repo) == ({"best": other.txid} if had_one else {})
-
-
-@pytest.mark.parametrize("had_one", [False, True])
-def test_what_is_overwritten_while_it_is_tagged_leaves_the_tag_as_it_was(
-    repo: Repository, faults: FaultyStore, had_one: bool
-) -> None:
-    commit, other = commit_bare(repo, "a", 1), commit_bare(repo, "a", 2)
-    if had_one:
-        set_tag(repo, "best", other)
-
-    def overwrite() -> None:
-        forget(repo, commit)
-        commit_bare(repo, "a", 1)
-
-    faults.inject(call_first("put", meanwhile(overwrite), key="tags/*"))
-    with pytest.raises(Conflict, match="visible under the same run and step"):
+    faults.inject(call_first("put", meanwhile(lambda: TAKEN[why](repo, commit)), key="tags/*"))
+    with pytest.raises(Conflict, match=why):
         set_tag(repo, "best", commit)
     assert named(repo) == ({"best": other.txid} if had_one else {})
 
