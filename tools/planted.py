@@ -489,6 +489,13 @@ PLANTED = (
         "tests/upkeep/copies/test_mirrored.py",
     ),
     Planted(
+        "a note in mirrored/ counts although another store is there now",
+        "casckpt/upkeep/copies/mirrored.py",
+        "    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made",
+        "    return (record.txid, record.mirror) == (commit.txid, mirror)",
+        "tests/store/test_mirror.py",
+    ),
+    Planted(
         "what a mirror had once is safe there",
         "casckpt/upkeep/copies/mirror.py",
         "visible, lives = Holdings(there.visible()), Holdings(there.live())",

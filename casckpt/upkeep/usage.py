@@ -12,7 +12,7 @@ from casckpt.plan.retention import Policy
 from casckpt.repository import blobs, manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits
 from casckpt.repository.repository import Repository
-from casckpt.upkeep.copies.mirrored import is_found, needed_in_mirror, unmirrored
+from casckpt.upkeep.copies.mirrored import NO_STORE, mirror_made_at, needed_in_mirror, unmirrored
 from casckpt.upkeep.gc.retiring import min_age_of, plan_retiring
 from casckpt.upkeep.stock import BLOB, Stock, Sums, take_stock
 
@@ -135,10 +135,11 @@ def measure(repo: Repository) -> StoreStats:
     """Count. Lists, and reads, what the catalogue does not know; asks for the mirror. Raises `StorageError`."""
     commits, mirror = list_commits(repo), repo.settings.mirror
     current, stock = commits.current(), take_stock(repo, commits)
-    is_there = None if mirror is None else is_found(repo, mirror)
+    made = None if mirror is None else mirror_made_at(repo, mirror)
+    is_there = None if made is None else made != NO_STORE
     found, freed = stock.total(), freed_by_gc(repo, commits, stock, purges=is_there is not False)
     needed = [] if mirror is None else needed_in_mirror(repo)
-    behind = len(unmirrored(repo, needed, mirror))
+    behind = len(unmirrored(repo, needed, mirror, made if made and is_there else 0))
     return StoreStats(
         checkpoints=len(current),
         forgotten=sum(commit.is_forgotten for commit in commits.live()),

@@ -511,7 +511,7 @@ def test_a_mirror_that_may_not_be_looked_at_counts_by_its_notes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A gc needs no credentials of a bucket."""
-    monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("size", times=9)]))
+    monkeypatch.setattr(mirrored, "open_storage", lambda *_: FaultyStore(far(), [fail_before("get", times=9)]))
     store = small_folder(store_path)
     save(store, 1, 2)
     store.change_settings(mirror="memory://bucket")
@@ -548,6 +548,37 @@ def test_a_copy_that_makes_the_mirror_anew_takes_back_what_was_noted_of_the_old_
     assert reasons(store) == [(1, "unmirrored")]
 
 
+@pytest.mark.parametrize("by", ["a copy", "the thread"])
+def test_what_was_safe_in_another_store_is_not_safe(
+    by: str, store_path: Path, away: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A new disk in the old one's place, on which somebody made a store; the old notes tell nothing of it."""
+    store = small_folder(store_path)
+    store.change_settings(mirror=away)
+    save(store, 1, 2)
+    store.copy_to(away)
+    save(store, 3)
+    store.copy_to(away)
+    shutil.rmtree(away)
+    casckpt.open(away).create()
+    assert reasons(store, keep_last=1) == [(1, "unmirrored"), (2, "unmirrored")]
+    assert (
+        f"they were safe in another store at the mirror {away}, so 2 checkpoints are neither forgotten" in caplog.text
+    )
+    assert (store.stats().mirrored, store.stats().unmirrored) == (0, 3)
+    store.forget("sft@1")
+    if by == "a copy":
+        store.copy_to(away, "sft@2")
+        assert reasons(store, keep_last=1) == [(1, "unmirrored")]
+    else:
+        save(store, 4)
+        writer = casckpt.open(store_path, mirror=away)
+        writer.wait_for_mirror()
+        assert steps(casckpt.open(away)) == [("sft", 2), ("sft", 3), ("sft", 4)]
+        assert [one.step for one in writer.gc(keep_last=1, min_age=0, wait=0).purged] == [1, 2, 3]
+        assert same_state(casckpt.open(away).read("sft@3"), {"w": cells(3, seed=3), "shared": cells(5, seed=0)})
+
+
 def test_a_training_rotates_nothing_out_while_the_folder_of_its_mirror_is_gone(store_path: Path, away: Path) -> None:
     store = small_folder(store_path)
     store.change_settings(mirror=away)
@@ -570,4 +601,4 @@ def test_the_mirror_is_asked_once_and_only_where_something_is_to_go(store: Store
     store.gc(min_age=0, wait=0)
     assert link.calls[before:] == []
     store.gc(keep_last=1, min_age=0, wait=0)
-    assert [(call.method, call.key) for call in link.calls[before:]] == [("size", "casckpt.json")]
+    assert [(call.method, call.key) for call in link.calls[before:]] == [("get", "casckpt.json")]

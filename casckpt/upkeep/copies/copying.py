@@ -26,7 +26,7 @@ from casckpt.repository.refs import resolve_many, unread_within
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.repository.tags import get_tag, set_tag, tags
-from casckpt.upkeep.copies.mirrored import note, take_back, unmirrored
+from casckpt.upkeep.copies.mirrored import NO_STORE, made_at, note, take_back, unmirrored
 from casckpt.upkeep.copies.places import Places
 from casckpt.upkeep.copies.replicating import Part, Replica, Work, occupant, repack, replicate, taken, twin
 from casckpt.upkeep.copies.signatures import copy_signatures
@@ -264,8 +264,9 @@ def execute(
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if made and is_mirror:  # another one was there, which is gone with all that was safe in it
-        take_back(source, list_commits(source).live())
+    if is_mirror:  # if another one was there, it is gone with all that was safe in it
+        since = NO_STORE if made else made_at(target.storage)
+        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})

@@ -12,14 +12,13 @@ import threading
 from dataclasses import dataclass, field
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, Refused, StorageError
-from casckpt.format.keys import MARKER
 from casckpt.repository.commits import Commit, CommitList, forget, list_commits
 from casckpt.repository.folding import Holdings
 from casckpt.repository.host_lock import alone_on_this_host
 from casckpt.repository.repository import Repository
 from casckpt.repository.requirements import check_requirements
 from casckpt.storage.forking import PerProcess
-from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, needed_in_mirror, note, take_back, unmirrored
+from casckpt.upkeep.copies.mirrored import MirrorLag, lag_of, made_at, needed_in_mirror, note, take_back, unmirrored
 from casckpt.upkeep.copies.replicating import Work, replicate
 from casckpt.upkeep.copies.signatures import copy_signatures
 from casckpt.upkeep.thinning import thin_alike
@@ -142,13 +141,15 @@ class Mirror:
         listed = list_commits(self._repo)
         is_thinned = bool(self._repo.settings.mirror_thinned)
         needed = listed.needed(loses=is_thinned)
-        behind = unmirrored(self._repo, needed, self.target.storage.url)
-        if not behind:
+        url = self.target.storage.url
+        known = unmirrored(self._repo, needed, url)
+        if not known:
             self._thin(listed, is_thinned)
             return None
-        if self.target.storage.size(MARKER) is None:  # none yet; or it was deleted, with all that was safe there
-            take_back(self._repo, listed.live())
-            behind = needed
+        made = made_at(self.target.storage)
+        behind = unmirrored(self._repo, needed, url, made)
+        if len(behind) > len(known):  # another store was there, which is gone with all that was safe in it
+            take_back(self._repo, unmirrored(self._repo, listed.live(), url, made))
         sizes = self._repo.marker
         self.target.create(cell_bytes=sizes.cell_bytes, blob_bytes=sizes.blob_bytes)
         check_requirements(self._repo)

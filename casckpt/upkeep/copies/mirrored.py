@@ -4,19 +4,21 @@ A record counts until the checkpoint is restored the next time: the mirror was t
 purged it since.
 
 The settings of a store name its mirror; so a gc knows of it that was started by somebody else, on another host. It
-looks whether a store is there before it goes by the records: a folder that was deleted, or whose disk is not mounted,
-holds none of what they say. Where it may not look, they count all the same: a gc needs no credentials of the mirror.
+looks when the store there was made before it goes by the records. A folder that was deleted, or whose disk is not
+mounted, holds none of what they say; nor does a store that was made since, in the place of another. Where it may not
+look, they count all the same: a gc needs no credentials of the mirror.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from casckpt.errors import CasckptError, Conflict, Damaged, NotFound, Refused, StorageError
 from casckpt.format.keys import MARKER, mirrored_key, parse_mirrored
-from casckpt.format.records import Mirrored
+from casckpt.format.records import MAX_RECORD_BYTES, Mirrored, decode_marker
 from casckpt.parallel import in_parallel
 from casckpt.repository.commits import Commit, list_commits
 from casckpt.repository.reading import Read, read_records
@@ -24,6 +26,7 @@ from casckpt.repository.repository import Repository
 from casckpt.storage import ObjectStore, open_storage
 
 PREFIX = "mirrored/"
+NO_STORE = math.inf
 _SHORTLY = {"request_timeout": 10.0, "call_timeout": 20.0}  # nobody waits for long, as the notes count all the same
 
 log = logging.getLogger(__name__)
@@ -58,8 +61,19 @@ def mirror_to_wait_for(repo: Repository) -> str | None:
     return settings.mirror
 
 
-def is_found(repo: Repository, mirror: str, *, near: bool = False) -> bool | None:
-    """Tell whether there is a store at ``mirror``: one small request. None, and a warning, where that cannot be seen.
+def made_at(storage: ObjectStore) -> float:
+    """Return when the store there was made, in microseconds: what is noted of before tells of another one.
+
+    `NO_STORE` where there is none: all that is noted is older. Raises `Damaged`, `Refused`, `StorageError`.
+    """
+    try:
+        return decode_marker(storage.get(MARKER, limit=MAX_RECORD_BYTES)).created_at
+    except NotFound:
+        return NO_STORE
+
+
+def mirror_made_at(repo: Repository, mirror: str, *, near: bool = False) -> float | None:
+    """Return when the store at ``mirror`` was made: one small request. None, and a warning, where that cannot be seen.
 
     With what ``repo`` was opened with to reach it, else with what the environment gives. A folder that cannot be looked
     at is none: no credentials are missing there. ``near``: nobody may wait for a server; None, too, where there is one.
@@ -68,11 +82,11 @@ def is_found(repo: Repository, mirror: str, *, near: bool = False) -> bool | Non
     try:
         storage = _storage_of(repo, mirror)
         is_remote = storage.traits.remote
-        return None if near and is_remote else storage.size(MARKER) is not None
+        return None if near and is_remote else made_at(storage)
     except CasckptError as error:
         counts = ", so what is noted of it counts" if is_remote else ""
         log.warning("nobody can tell whether the mirror %s is there%s: %s", mirror, counts, error)
-        return None if is_remote else False
+        return None if is_remote else NO_STORE
 
 
 def _storage_of(repo: Repository, mirror: str) -> ObjectStore:
@@ -87,10 +101,11 @@ def needed_in_mirror(repo: Repository) -> list[Commit]:
     return list_commits(repo).needed(loses=bool(repo.settings.mirror_thinned))
 
 
-def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> list[Commit]:
+def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> list[Commit]:
     """Return those of ``commits`` not known to be safe in ``mirror``, which the settings name; none, if that is None.
 
-    One LIST, and a small read for each record that this host has not seen. Raises `StorageError`.
+    What was noted before ``made`` does not count. One LIST, and a small read for each record that this host has not
+    seen. Raises `StorageError`.
     """
     wanted = list(commits)
     if mirror is None or not wanted:
@@ -98,9 +113,9 @@ def unmirrored(repo: Repository, commits: Iterable[Commit], mirror: str | None) 
     there = {entry.key: entry for entry in repo.storage.list(PREFIX, known=parse_mirrored)}
     noted = [commit for commit in wanted if key_of_note(commit) in there]
     found = read_records(repo, PREFIX, [there[key_of_note(commit)] for commit in noted], lambda _: Mirrored)
-    doubtful = [commit for commit in noted if not _says(found[key_of_note(commit)], commit, mirror)]
+    doubtful = [commit for commit in noted if not _says(found[key_of_note(commit)], commit, mirror, made)]
     # of a mirror that the store had before; or the record was created anew since this host saw it
-    again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror), doubtful)
+    again = in_parallel(repo.storage.traits.requests, lambda commit: _is_noted(repo, commit, mirror, made), doubtful)
     safe = {commit.txid for commit in noted}
     safe -= {commit.txid for commit, says in zip(doubtful, again, strict=True) if not says}
     return [commit for commit in wanted if commit.txid not in safe]
@@ -149,14 +164,16 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
         log.warning("a gc takes checkpoints for safe in the mirror that are not there any more: %s", error)
 
 
-def _is_noted(repo: Repository, commit: Commit, mirror: str) -> bool:
+def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
     """Tell whether the note is in the store now."""
     try:
         found: Mirrored = repo.get_record(key_of_note(commit), Mirrored)
     except (NotFound, Damaged, Refused):
         return False
-    return _says(found, commit, mirror)
+    return _says(found, commit, mirror, made)
 
 
-def _says(record: Read, commit: Commit, mirror: str) -> bool:
-    return isinstance(record, Mirrored) and (record.txid, record.mirror) == (commit.txid, mirror)
+def _says(record: Read, commit: Commit, mirror: str, made: float) -> bool:
+    if not isinstance(record, Mirrored):
+        return False
+    return (record.txid, record.mirror) == (commit.txid, mirror) and record.time >= made

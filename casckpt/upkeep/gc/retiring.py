@@ -35,7 +35,7 @@ from casckpt.repository.folding import STANDS, VOID, Holdings
 from casckpt.repository.repository import Repository
 from casckpt.repository.tags import FOREIGN_CLOCKS, Tag, tagged_txids, tags, tags_of
 from casckpt.repository.transactions import OpenTransaction
-from casckpt.upkeep.copies.mirrored import is_found, mirror_to_wait_for, unmirrored
+from casckpt.upkeep.copies.mirrored import NO_STORE, mirror_made_at, mirror_to_wait_for, unmirrored
 
 log = logging.getLogger(__name__)
 
@@ -160,22 +160,25 @@ def plan_retiring(repo: Repository, commits: CommitList, policy: Policy, min_age
 
 
 def unless_mirror_is_gone(repo: Repository, plan: GcPlan, *, near: bool = False) -> GcPlan:
-    """Return ``plan``, or one that retires nothing but void rewrites where no store is at the mirror any more.
+    """Return ``plan``, or one that does not retire what was safe in a store that is at the mirror no more.
 
-    Then what the notes say to be safe there may be had here alone. ``near``: see `is_found`.
+    That may be had here alone. ``near``: see `mirror_made_at`.
     """
-    held = {one.txid: one for one in (*plan.purge, *plan.forget) if one.standing != VOID}
-    if plan.mirror is None or not held or is_found(repo, plan.mirror, near=near) is not False:
+    relied = {one.txid: one for one in (*plan.purge, *plan.forget)}
+    made = mirror_made_at(repo, plan.mirror, near=near) if plan.mirror and relied else None
+    held = set() if made is None else _unsafe(repo, relied.values(), plan.mirror, made)
+    if not held:
         return plan
     log.warning(
-        "there is no store at the mirror %s, so nothing is forgotten or purged here: mount its disk, or put it back; "
+        "%s %s, so %d checkpoints are neither forgotten nor purged here: mount its disk, or put it back; "
         "`casckpt copy` fills a new one, and `casckpt settings %s --unset mirror` gives it up",
-        plan.mirror, repo.storage.url,
+        "there is no store at the mirror" if made == NO_STORE else "they were safe in another store at the mirror",
+        plan.mirror, len(held), repo.storage.url,
     )  # fmt: skip
-    waiting = [_waits(one, "unmirrored") for one in sorted(held.values(), key=lambda one: one.order)]
+    waiting = [_waits(relied[txid], "unmirrored") for txid in sorted(held, key=lambda txid: relied[txid].order)]
     return replace(
         plan,
-        forget=(),
+        forget=tuple(one for one in plan.forget if one.txid not in held),
         purge=tuple(one for one in plan.purge if one.txid not in held),
         waiting=(*(one for one in plan.waiting if one.txid not in held), *waiting),
         young=tuple(one for one in plan.young if one.txid not in held),
@@ -384,10 +387,11 @@ def _free(listed: CommitList, commits: Iterable[Commit]) -> set[TxId]:
     }
 
 
-def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> set[TxId]:
+def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None, made: float = 0) -> set[TxId]:
     """Return which of ``commits`` are not safe in ``mirror`` yet: they, or what they were rewritten to without a loss.
 
-    With any loss, where the settings say that it is thinned, too. A rewrite that is void need not be.
+    With any loss, where the settings say that it is thinned, too. A rewrite that is void need not be. ``made``: see
+    `unmirrored`.
     """
     wanted = [commit for commit in commits if commit.standing != VOID]
     if mirror is None or not wanted:
@@ -395,7 +399,7 @@ def _unsafe(repo: Repository, commits: Iterable[Commit], mirror: str | None) -> 
     listed = list_commits(repo)
     loses = bool(repo.settings.mirror_thinned)
     standins = {commit.txid: listed.standin(commit, loses=loses) for commit in wanted}
-    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror)}
+    behind = {commit.txid for commit in unmirrored(repo, standins.values(), mirror, made)}
     return {txid for txid, one in standins.items() if one.txid in behind}
 
 
