@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
 SHARD = 20_000
 SERVING = DOCS / "serving.md"
+PATIENT = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # 10 seconds are short on a busy machine
 
 
 def sharded(rank: int, size: int, where: str, options: dict[str, Any], compress: Compress) -> dict[str, torch.Tensor]:
@@ -242,7 +243,7 @@ def test_from_pretrained_with_an_endpoint_alone(store: casckpt.Store, tmp_path: 
     save(store, "sft", 100)
     save(store, "sft", 200, seed=4)
     environment = {"HF_HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1",
-                   "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # fmt: skip
+                   "HF_HUB_DISABLE_PROGRESS_BARS": "1", **PATIENT}  # fmt: skip
     with serving_process(store.url) as (served, _):
         command = [sys.executable, "-c", SCRIPT, "100", str(tmp_path / "model.pt")]
         subprocess.run(command, check=True, env=environment | {"HF_ENDPOINT": served.endpoint})
@@ -257,7 +258,8 @@ def test_the_page_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Monke
     shim.parent.mkdir()
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m huggingface_hub.cli.hf "$@"\n')
     shim.chmod(0o755)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in ({"OMP_NUM_THREADS": "1"} | PATIENT).items():
+        monkeypatch.setenv(name, value)
     folder = tmp_path / "page"
     folder.mkdir()
 
