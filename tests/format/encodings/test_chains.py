@@ -44,14 +44,17 @@ def test_it_is_decoded_through_all_links(links: int, coded_key: bool) -> None:
 
 
 @given(st.data(), st.integers(0, 5), st.booleans())
-def test_a_wrong_byte_anywhere_is_refused(data: st.DataObject, links: int, coded_key: bool) -> None:
+def test_a_wrong_byte_anywhere_is_refused_or_harmless(data: st.DataObject, links: int, coded_key: bool) -> None:
     cell, stored = chain(links, coded_key=coded_key)
     number = data.draw(st.integers(0, links))
     wrong = bytearray(stored[number])
     wrong[data.draw(st.integers(0, len(wrong) - 1))] ^= data.draw(st.integers(1, 255))
     stored[number] = bytes(wrong)
-    with pytest.raises(Refused):
-        decode_chain(cell, lambda one: bytearray(stored[one.blob]))
+    try:
+        found = decode_chain(cell, lambda one: bytearray(stored[one.blob]))
+    except Refused:
+        return
+    assert found == version(links)  # some bits of a frame mean nothing
 
 
 def test_frames_of_differences_without_a_base_are_refused() -> None:
