@@ -30,6 +30,7 @@ from casckpt.errors import InvalidInput, NotFound, Unsupported
 from casckpt.frontends.trainer import Checkpointer, TrainState
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.parts import as_model
+from casckpt.store.opening import open as open_store
 
 OPTIMIZER = "optimizer"  # what torchtitan calls them
 PARTS = ("lr_scheduler", "dataloader")
@@ -45,7 +46,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a checkpoint
         of the store to begin from, while the run has none (instead of ``initial_load_path``). ``async_save``: in the
         background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``, ``health``: see
-        `Checkpointer`.
+        `Checkpointer`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -56,6 +57,9 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         throttle: int | None = None
         pre_download: bool = False
         health: bool = False
+        mirror: str = ""
+        sign_with: str = ""
+        require_signature: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -80,8 +84,14 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         unknown = [name for name in config.exclude_from_loading if name not in (OPTIMIZER, *given)]
         if unknown:
             raise InvalidInput(f"exclude_from_loading names {unknown[0]!r}; there are {[OPTIMIZER, *given]}")
-        self.checkpointer = Checkpointer(
+        store = open_store(
             config.store or os.path.join(base_folder, config.folder),
+            mirror=config.mirror or None,
+            sign_with=config.sign_with or None,
+            require_signature=config.require_signature or None,
+        )
+        self.checkpointer = Checkpointer(
+            store,
             run=config.run,
             max_checkpoints=config.keep_latest_k or None,
             save_interval=config.interval,

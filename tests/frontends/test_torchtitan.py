@@ -16,8 +16,9 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
-from casckpt.errors import InvalidInput, NotFound, Unsupported
+from casckpt.errors import InvalidInput, NotFound, Unsigned, Unsupported
 from tests.support.saves import small_folder
+from tests.support.signing import pair
 from tests.support.training import identical
 
 if TYPE_CHECKING:
@@ -199,6 +200,23 @@ def refuses(rank: int, size: int, path: Path) -> None:
     loop.train(1, last=1)
     with pytest.raises(NotFound, match="saved without"):  # weights of the end of a run are no training to go on with
         loop.load()
+
+
+def signs_and_demands(rank: int, size: int, path: Path, private: str, public: str) -> None:
+    signed = Loop(rank, size, path, sign_with=private, require_signature=(public,), mirror=f"{path}.away")
+    signed.train(2)
+    signed.manager.maybe_wait_for_saving()
+    signed.manager.checkpointer.store.wait_for_mirror()
+    assert signed.load()
+    Loop(rank, size, path).train(4, last=4)
+    with pytest.raises(Unsigned, match="titan@4"):
+        signed.load()
+
+
+def test_signatures_and_a_mirror(store_path: Path, ranks: Pool, tmp_path: Path) -> None:
+    keys = pair(tmp_path / "keys")
+    ranks.run(2, signs_and_demands, store_path, str(keys.private), str(keys.public))
+    assert [one.step for one in casckpt.open(f"{store_path}.away", require_signature=keys.public).checkpoints()] == [2]
 
 
 def test_what_is_not_for_a_store_is_refused(store_path: Path, ranks: Pool) -> None:
