@@ -5,16 +5,14 @@ What needs no other library, or DCP's two ranks, is run by tests/test_docs.py.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import blocks
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "coming_from.md"
@@ -51,8 +49,5 @@ def test_before_and_after_do_what_the_page_says(package: str, tmp_path: Path) ->
     folder = tmp_path / "page"
     shutil.copytree(ROOT / "tests" / "data" / "torch_dist", folder / "ckpt" / "iter_0000100")
     quiet = {"HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.pages", PAGE, package],
-        cwd=folder, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)} | quiet,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_script("tests.support.pages", str(PAGE), package, cwd=folder, environment=quiet)
+    assert done.status == 0, done.told

@@ -6,10 +6,7 @@ The site itself is built by `tools/docs`, with tools of its own.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from dataclasses import MISSING, fields
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +29,7 @@ from casckpt.repository.opening import CACHE_VARIABLE
 from casckpt.store.opening import open as open_store
 from casckpt.store.settings import NAMES
 from tests.support.pages import commands_in, pattern
+from tests.support.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -171,17 +169,14 @@ def test_an_example_prints_what_it_says(path: Path, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(path.stem, "casckpt"))
     docstring = path.read_text().split('"""')[1]
     said = commands_in(docstring[docstring.index("\n$ ") + 1 :].split("\n\n")[0])
+    folder = tmp_path / "folder"
+    folder.mkdir()
     for command, expected in said:
-        words = {"python": ["-W", "ignore"], "torchrun": ["-m", "torch.distributed.run", "--standalone"]}
-        tool, *arguments = command.split()
-        arguments[arguments.index(path.name)] = str(path)
-        done = subprocess.run(
-            [sys.executable, *words[tool], *arguments],
-            cwd=tmp_path, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert re.fullmatch(pattern(expected), done.stdout.strip()), done.stdout
+        found = re.fullmatch(rf"(?:python|torchrun --nproc-per-node (\d+)) {path.name}", command)
+        assert found is not None, command
+        done = run_script(path, cwd=folder, ranks=int(found[1] or 0))
+        assert done.status == 0, done.told
+        assert re.fullmatch(pattern(expected), done.printed.strip()), done.printed
 
 
 def test_every_example_is_listed() -> None:
