@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 
 from benchmarks.cli import main
 from benchmarks.scenarios.base import Bench, Options
+from tests.support.scripts import Done, run_script
 from tests.support.shared import made_once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,15 +19,9 @@ METRICS = {"blocked", "durable", "cpu", "written", "read", "asked", "stored", "l
 ROUNDS = 2
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str | Path) -> Done:
     """What tools/bench runs when the environment is there."""
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tools")},
-    )
+    return run_script("benchmarks", *arguments, environment={"PYTHONPATH": str(ROOT / "tools")})
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +33,8 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place.mkdir()
         asked = ("frozen", "partial", "--quick", "--peers", "safetensors", "--before", ROOT)
         done = bench(*asked, "--dir", place, "--json", folder / "smoke.json")
-        assert done.returncode == 0, done.stderr
-        assert "Save with 96 % unchanged" in done.stdout
+        assert done.status == 0, done.told
+        assert "Save with 96 % unchanged" in done.printed
         assert not list(place.iterdir())
 
     return made_once(tmp_path_factory, "smoke", run) / "smoke.json"
@@ -97,7 +90,7 @@ def test_earlier_results_are_drawn_and_put_into_a_page(smoke: Path, tmp_path: Pa
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results: begin -->\nstale\n<!-- results: end -->\nafter\n")
     done = bench("--from", smoke, "--markdown", page, "--plot", tmp_path / "plots")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"frozen.svg", "partial.svg"}
     text = page.read_text()
     assert text.startswith("before\n")
@@ -109,8 +102,8 @@ def test_earlier_results_are_drawn_and_put_into_a_page(smoke: Path, tmp_path: Pa
 def test_what_nobody_offers_is_refused() -> None:
     for arguments in (["nothing"], ["save", "--peers", "nobody"], ["save", "--size", "much"], ["save", "--from", "x"]):
         done = bench(*arguments)
-        assert done.returncode == 2
-        assert "error" in done.stderr
+        assert done.status == 2
+        assert "error" in done.told
 
 
 def test_wrong_bytes_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +163,7 @@ def test_a_case_may_have_enough_of_rounds(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) -> None:
     results = tmp_path / "manifest.json"
     done = bench("manifest", "--quick", "--dir", tmp_path, "--json", results)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     rows = rows_of(results, "manifest")
     assert [what for _, _, what in rows] == ["encode", "decode", "plan of one of 8 ranks", "a part for one of 20 ranks"]
     assert {len(row["rounds"]) for row in rows.values()} == {ROUNDS}
@@ -179,7 +172,7 @@ def test_a_manifest_is_planned_with_the_bytes_that_are_wanted(tmp_path: Path) ->
 def test_a_bucket_is_measured_beside_a_raw_client(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     done = bench("s3", "--quick", "--dir", tmp_path / "work", "--json", tmp_path / "s3.json")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     rows = rows_of(tmp_path / "s3.json", "s3")
     measured = {(group, who) for (group, who, _), row in rows.items() if row["rounds"]}
     assert measured >= {(group, who) for group in ("save", "load") for who in ("casckpt", "s3fs")}
@@ -190,7 +183,7 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
     """The trace is made in the first scenario, and found in the second."""
     results, traces = tmp_path / "deltas.json", tmp_path / "traces"
     done = bench("deltas", "coding", "coded", "--quick", "--dir", tmp_path, "--json", results, "--traces", traces)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     assert [path.name for path in traces.iterdir()] == ["quick"]
     sizes, speeds = rows_of(results, "deltas"), rows_of(results, "coding")
     stored = {key: row["summary"]["share"]["median"] for key, row in sizes.items() if row["rounds"]}
@@ -210,7 +203,7 @@ def test_states_of_a_training_are_coded_and_decoded(tmp_path: Path) -> None:
 def test_a_reader_follows_a_run_beside_full_loads(tmp_path: Path) -> None:
     results = tmp_path / "update.json"
     done = bench("update", "--quick", "--dir", tmp_path / "work", "--json", results, "--traces", tmp_path / "traces")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     rows = rows_of(results, "update")
     measured = {(group, what) for (group, _, what), row in rows.items() if row["rounds"]}
     moves = ("by one step", "a load of all", "hash and decode")
@@ -241,7 +234,7 @@ def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
     """What it asks of the storage, exactly: after 100 saves of its run, and after 300. Names that are listed count."""
     results = tmp_path / "history.json"
     done = bench("history", "--quick", "--dir", tmp_path, "--json", results)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.told
     asked = {
         (group, what): {tuple(one["extra"][name] for name in ("requests", "names", "nbytes")) for one in row["rounds"]}
         for (group, _, what), row in rows_of(results, "history").items()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from tests.support.afresh import afresh
 from tests.support.servers import free_ports
 
+OUT, ERR = ".out", ".err"
 PATIENCE = 280.0  # seconds; none is meant to take as long
 
 
@@ -28,34 +30,39 @@ class Done(NamedTuple):
 
 
 def run_script(
-    what: Path | str, *arguments: str, cwd: Path, ranks: int = 0, environment: Mapping[str, str] | None = None
+    what: Path | str,
+    *arguments: str | Path,
+    cwd: Path | None = None,
+    ranks: int = 0,
+    environment: Mapping[str, str] | None = None,
 ) -> Done:
     """Run a file, or a module by its name. ``ranks``: on so many, as torchrun would start them."""
+    words = list(map(str, arguments))
     given = dict(environment or {}) | {"OMP_NUM_THREADS": "1"}
     if ranks:
         given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
         given |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    outputs = [cwd.with_name(f"{cwd.name}-{rank}") for rank in range(max(1, ranks))]
-    processes = []
-    for rank, output in enumerate(outputs):
-        own = given | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
-        processes.append(afresh().Process(target=_run, args=(what, arguments, cwd, own, output)))
-        processes[-1].start()
-    for process in processes:
-        process.join(PATIENCE)
-        process.kill()
-        process.join()
-    status = max((abs(process.exitcode or 0) for process in processes), default=0)
-    printed, told = (
-        "".join(output.with_suffix(suffix).read_text() for output in outputs) for suffix in (".out", ".err")
-    )
-    return Done(status, printed, told)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(max(1, ranks)):
+            own = given | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})
+            output = Path(folder, str(rank))
+            processes.append(afresh().Process(target=_run, args=(what, words, cwd or Path.cwd(), own, output)))
+            processes[-1].start()
+        for process in processes:
+            process.join(PATIENCE)
+            process.kill()
+            process.join()
+        printed, told = (
+            "".join(path.read_text() for path in sorted(Path(folder).glob(f"*{end}"))) for end in (OUT, ERR)
+        )
+    return Done(max(abs(process.exitcode or 0) for process in processes), printed, told)
 
 
 def _run(what: Path | str, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], output: Path) -> None:
     os.environ.update(environment)
     os.chdir(cwd)
-    for number, suffix in ((1, ".out"), (2, ".err")):
+    for number, suffix in ((1, OUT), (2, ERR)):
         with output.with_suffix(suffix).open("wb") as file:
             os.dup2(file.fileno(), number)
     warnings.simplefilter("ignore")
