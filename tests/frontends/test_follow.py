@@ -418,8 +418,8 @@ def dying(store: Path, folder: Path, *, reuse: bool) -> Iterator[Callable[[int],
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool) -> None:
-    """At each call by itself, in the switch from one version to the next."""
+def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool, full: bool) -> None:
+    """At each call by itself, in the switch from one version to the next; by default at every third."""
     folder, told = tmp_path / "to", tmp_path / "told"
     command, seen, at = f'echo $CASCKPT_STEP >> "{told}"', [0, 1], 1
     for step in seen:
@@ -427,7 +427,7 @@ def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool) -> None:
             save(store, step)
         once(store, folder, command=command, keep=0, reuse=reuse)
     with dying(tmp_path / "store", folder, reuse=reuse) as killed_at:
-        for step, call in enumerate(itertools.count(1), start=2):
+        for step, call in enumerate(itertools.count(1, 1 if full else 3), start=2):
             save(store, step)
             was_killed = killed_at(call)
             at = next(one for one in (step, at) if is_at(folder, one))
@@ -441,7 +441,7 @@ def test_killed_anywhere(store: Store, tmp_path: Path, reuse: bool) -> None:
     heard = list(map(int, told.read_text().split()))
     assert heard == sorted(heard)
     assert set(heard) == set(seen)
-    assert max(heard) > 60, "all calls were counted"
+    assert max(heard) > (60 if full else 20), "all calls were counted"
 
 
 @pytest.mark.filterwarnings("ignore")  # of Transformers: about devices
