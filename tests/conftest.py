@@ -25,6 +25,10 @@ settings.register_profile("bucket", derandomize=True, deadline=None, max_example
 settings.register_profile("full", deadline=None, max_examples=1000, print_blob=True)
 
 
+LONGER = 6
+"""So much longer may a test take with --full, and a job of ranks."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="what is plain: no ranks, no servers, no other processes")
     parser.addoption("--full", action="store_true", help="long sweeps (the mark soak) too, with new random seeds")
@@ -43,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{kind}: set by what the test reaches: {needs}")
     if config.getoption("--hypothesis-profile") is None:
         settings.load_profile("bucket" if config.getoption("--storage") else "full" if full else "ci")
+    if full and config.getoption("timeout") is None:
+        config.option.timeout = LONGER * float(config.getini("timeout"))
     if full and config.getoption("--hypothesis-seed") is None:
         handed_on = getattr(config, "workerinput", {}).get("seed")
         config.option.hypothesis_seed = handed_on or str(secrets.randbelow(1 << 32))
@@ -155,11 +161,14 @@ def store(store_path: Path) -> casckpt.Store:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder: None) -> Iterator[Pool]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _no_trace_in_the_home_folder: None
+) -> Iterator[Pool]:
     """Processes that make up process groups."""
-    from tests.support.ranks import Pool
+    from tests.support.ranks import PATIENCE, Pool
 
-    with Pool(tmp_path_factory.mktemp("ranks")) as pool:
+    patience = PATIENCE * (LONGER if request.config.getoption("--full") else 1)
+    with Pool(tmp_path_factory.mktemp("ranks"), patience) as pool:
         yield pool
 
 

@@ -617,6 +617,13 @@ PLANTED = (
         "tests/store/test_signatures.py",
     ),
     Planted(
+        "a record that is false is read by another commit of the id that it names",
+        "casckpt/repository/manifests.py",
+        "left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]",
+        "left = others(repo, commit.id, tried)",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
         "metadata is the record's where only what is signed counts",
         "casckpt/checkpoint/handle.py",
         "        if self.repo.trusted is not None:  # a signature does not cover the record\n",

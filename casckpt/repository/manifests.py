@@ -24,6 +24,7 @@ from casckpt.format.names import BlobHash, ManifestId, TxId
 from casckpt.format.records import Committed, time_of
 from casckpt.format.sections.blobs import BlobList, BlobRef
 from casckpt.format.sections.head import BLOBS, HEAD_BYTES, MAX_MANIFEST_BYTES, Head, check_section, check_size
+from casckpt.format.sections.index import ManifestBody
 from casckpt.parallel import in_parallel
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, gone, list_commits, refresh
@@ -93,15 +94,16 @@ def others(repo: Repository, id: ManifestId, tried: Container[str]) -> list[Comm
 def use(repo: Repository, commit: Commit, act: Callable[[Commit, Manifest], T]) -> T:
     """Do what reads of a manifest; where that is gone or damaged, with that of another commit of the id.
 
-    ``act`` may be called several times. Raises what `get` and it raise.
+    One whose record says the same of it: a hostile record may name an id that it is not of. ``act`` may be called
+    several times. Raises what `get` and it raise.
     """
-    tried = set[str]()
+    tried, said = set[str](), _said(commit.committed)
     while True:
         tried.add(commit.txid)
         try:
             return act(commit, get(repo, commit))
         except (Gone, Damaged):
-            left = others(repo, commit.id, tried)
+            left = [one for one in others(repo, commit.id, tried) if _said(one.committed) == said]
             if not left:
                 raise
             commit = left[0]
@@ -198,9 +200,13 @@ def _telling(commit: Commit) -> Iterator[None]:
 def _check_record(record: Committed, manifest: Manifest) -> None:
     """Raise `Refused` for a record that is not that of its manifest: a hostile one could pass for another run."""
     body = manifest.body
-    said = (record.run, record.step, record.created_at, record.parent)
-    if said != (body.run, body.step, body.created_at, body.parent):
+    if _said(record) != _said(body):
         raise Refused(f"its commit record is not that of its manifest ({body.run}@{body.step})")
+
+
+def _said(of: Committed | ManifestBody) -> tuple[str, int | None, int, ManifestId | None]:
+    """Return what a record and its manifest both say."""
+    return of.run, of.step, of.created_at, of.parent
 
 
 def blob_list(repo: Repository, commit: Commit) -> BlobList:

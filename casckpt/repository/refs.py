@@ -174,6 +174,10 @@ def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
     if now.live and now.answers:
         return now
     other = found.of_id(now.id)  # it was rewritten, or that was undone
+    if other is not None and (other.run, other.step) != (now.run, now.step):
+        raise Refused(
+            f"the commit records of {other} and {now} name one id: one of them is false", checkpoints=(now.id,)
+        )
     if other is None or not (other.visible or now.live or found.is_rewrite_of(other, now.txid)):
         raise Gone(f"{now} was purged: it is gone for good; see `casckpt list`", checkpoints=(now.id,))
     return other

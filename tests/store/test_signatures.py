@@ -21,11 +21,13 @@ from casckpt.format.names import ManifestId
 from casckpt.frontends import megatron
 from casckpt.frontends.dcp import StorageReader
 from casckpt.frontends.follow import Follower
+from casckpt.repository.commits import forget, purge
 from casckpt.repository.signatures.keys import private_key
 from casckpt.repository.signatures.signed import message
 from casckpt.store.store import Store
 from tests.support.dcp import load
 from tests.support.faulty import FaultyStore, fail_before
+from tests.support.forging import gone_to
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, same_state, small, small_folder
 from tests.support.signing import Pair, pair
@@ -82,18 +84,6 @@ def flipped(data: bytes) -> bytes:
 
 def place(store: Store, ref: str, key: Pair) -> str:
     return signature_key(ManifestId(store.get(ref).id), key.name)
-
-
-def gone_to(store: Store, to: str, of: str, **fields: object) -> None:
-    """The record of ``to`` names the checkpoint ``of``, whose manifest lies there, too."""
-    mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
-    manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
-    named = fields.get("manifest", theirs.manifest)
-    where = manifest_key(mine.txid, ManifestId(str(named)))
-    store.repository.storage.replace(where, manifest)
-    new = {"manifest": theirs.manifest, "head": theirs.head, "manifest_bytes": theirs.manifest_bytes, **fields}
-    record = records.changed(mine, **new)
-    store.repository.storage.replace(commit_key(mine.txid), records.encode(record))
 
 
 # what is loaded
@@ -285,6 +275,12 @@ def a_record_that_names_another_signed_one(store: Store, alice: Pair, bob: Pair)
     gone_to(store, "run@2", "run@1")
 
 
+def a_record_that_names_another_signed_one_which_lies_elsewhere(store: Store, alice: Pair, bob: Pair) -> None:
+    gone_to(store, "run@2", "run@1")
+    record = store.get("run@2").commit.committed
+    store.repository.storage.delete(manifest_key(record.txid, record.manifest))
+
+
 def a_record_that_names_one_that_is_not_signed(store: Store, alice: Pair, bob: Pair) -> None:
     gone_to(store, "run@2", "run@3")
 
@@ -298,6 +294,7 @@ def another_cell(store: Store, alice: Pair, bob: Pair) -> None:
 ATTACKS: dict[Callable[[Store, Pair, Pair], None], type[CasckptError]] = {
     bad_signature: Unsigned, cut_short: Unsigned, too_long: Unsigned, of_another_key: Unsigned,
     of_another_checkpoint: Unsigned, another_manifest: Damaged, a_record_that_names_another_signed_one: Refused,
+    a_record_that_names_another_signed_one_which_lies_elsewhere: Damaged,
     a_record_that_names_one_that_is_not_signed: Unsigned, another_cell: Damaged,
 }  # fmt: skip
 
@@ -312,6 +309,18 @@ def test_an_attack_is_refused(
     with pytest.raises(ATTACKS[attack]):
         trusting().read("run@2")
     assert same_state(trusting().read("run@1"), state(1))
+
+
+def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
+    store: Store, trusting: Callable[[], Store]
+) -> None:
+    gone_to(store, "run@2", "run@1")
+    reader = trusting()
+    found = reader.get("run@2")
+    forged = casckpt.open(store.url).get("run@2").commit
+    purge(store.repository, forget(store.repository, forged))
+    with pytest.raises(Refused, match="name one id: one of them is false"):
+        reader.load(state(0), found)
 
 
 def test_metadata_is_that_of_what_is_signed_not_of_the_record(store: Store, trusting: Callable[[], Store]) -> None:

@@ -1,4 +1,4 @@
-"""Manifests taken apart, changed, and put together again with all of their hashes right."""
+"""Manifests taken apart, changed, and put together again with all of their hashes right; records that name others."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from casckpt.format import records
 from casckpt.format.columns import unpack
 from casckpt.format.draft import Encoded
 from casckpt.format.extents import DIGEST_BYTES, ExtentTable
+from casckpt.format.keys import commit_key, manifest_key
 from casckpt.format.manifest import Manifest
+from casckpt.format.names import ManifestId
 from casckpt.format.regions import Shape
 from casckpt.format.sections.head import KNOWN, assemble
 from casckpt.format.sections.pieces import cut
 from casckpt.format.sections.tables import ROW, ROWS, SPANS, CellSpans
+from casckpt.store.store import Store
 
 COLUMNS = {
     "box": ("spans", 0), "lo": ("spans", 1), "hi": ("spans", 2),
@@ -132,3 +136,15 @@ def with_table(change_table: Callable[[Table], object]) -> Change:
 def with_column(name: str, change: Callable[[list[int]], Sequence[int]]) -> Change:
     """Another column of them."""
     return with_table(lambda table: table.change(name, change))
+
+
+def gone_to(store: Store, to: str, of: str, **fields: object) -> None:
+    """The record of ``to`` names the checkpoint ``of``, whose manifest lies there, too."""
+    mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
+    manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
+    named = fields.get("manifest", theirs.manifest)
+    where = manifest_key(mine.txid, ManifestId(str(named)))
+    store.repository.storage.replace(where, manifest)
+    new = {"manifest": theirs.manifest, "head": theirs.head, "manifest_bytes": theirs.manifest_bytes, **fields}
+    record = records.changed(mine, **new)
+    store.repository.storage.replace(commit_key(mine.txid), records.encode(record))

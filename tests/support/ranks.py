@@ -44,7 +44,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes th
 from tests.support.afresh import afresh
 
 Job = Callable[..., Any]
-PATIENCE = 100.0  # seconds for a job; none is meant to take as long
+PATIENCE = 100.0  # seconds for a job; none is meant to take as long, but with --full
 _GRACE = 20.0  # seconds more, for one that cannot even say where it hangs
 
 
@@ -106,8 +106,9 @@ class _Worker:
 class Pool:
     """The workers of a session; see the module's docstring."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float = PATIENCE) -> None:
         self._folder = folder
+        self._patience = patience
         self._context = afresh()
         self._workers: list[_Worker] = []
 
@@ -141,10 +142,11 @@ class Pool:
         timeout: float = 60,
         tcp: bool = False,
         backend: str = "gloo",
-        patience: float = PATIENCE,
+        patience: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
         """How it ended on every rank. ``timeout``: of the process group, in seconds. ``patience``: for all of it."""
+        patience = self._patience if patience is None else patience
         while len(self._workers) < size:
             self._workers.append(_Worker(self._context))
         workers = self._workers[:size]

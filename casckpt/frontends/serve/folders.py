@@ -75,7 +75,9 @@ class Folders:
     def of(self, checkpoint: Checkpoint) -> Folder:
         """The folder of a checkpoint. Raises InvalidInput for what no such files can hold, and as a load."""
         with self._making[hash(checkpoint.id) % _KEPT]:  # of several who ask for one, one makes it
-            found = self.held(checkpoint.id) or self._made(checkpoint)
+            found = self.held(checkpoint.id)
+            if found is None or _place(found.checkpoint) != _place(checkpoint):  # a false record may name any id
+                found = self._made(checkpoint)
             with self._lock:
                 self._held[checkpoint.id] = found
                 self._held.move_to_end(checkpoint.id)
@@ -114,6 +116,10 @@ class Folders:
             return None
         text = self.store.read_attachment(checkpoint, VIEW_FILE)
         return read_rules(text, f"{VIEW_FILE} of {checkpoint.run}@{checkpoint.step}", travels=True)
+
+
+def _place(checkpoint: Checkpoint) -> tuple[str, int]:
+    return checkpoint.run, checkpoint.step
 
 
 def _attached(plan: FolderPlan, names: list[str]) -> Iterator[FileLayout]:

@@ -71,7 +71,9 @@ class Call:
     """
 
     def __init__(self, patience: Patience, *, hopeless: bool = False) -> None:
-        self._seconds = min(patience.request / _HOPELESS, patience.call) if hopeless else patience.call
+        part = patience.request / _HOPELESS
+        self._seconds = min(part, patience.call) if hopeless else patience.call
+        self._option = _OPTIONS["request" if hopeless and part < patience.call else "call"]
         self._hopeless = hopeless
         self._spent = 0.0
 
@@ -88,8 +90,9 @@ class Call:
     def why(self) -> str:
         """Why it is given up."""
         if self._hopeless:
-            return f"the server was silent before, so it was waited for {self._seconds:g} s only"
-        return f"no call waits for more than {self._seconds:g} s in all (call_timeout in storage_options)"
+            before = "the server was silent before, so it was waited for"
+            return f"{before} {self._seconds:g} s only (by {self._option} in storage_options)"
+        return f"no call waits for more than {self._seconds:g} s in all ({self._option} in storage_options)"
 
     @contextmanager
     def running(self) -> Iterator[None]:

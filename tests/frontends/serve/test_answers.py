@@ -37,6 +37,7 @@ from casckpt.frontends.serve.ranges import Span
 from casckpt.frontends.serve.reading import Buffer, RangeReader, Window
 from casckpt.frontends.serve.sending import RangeResponse
 from casckpt.store.store import Store
+from tests.support.forging import gone_to
 from tests.support.saves import blob_keys, flip, small, small_folder
 from tests.support.serving import Served, serving, serving_process
 
@@ -469,6 +470,16 @@ def test_only_what_is_signed(tmp_path: Path) -> None:
         assert (refused.status, "no right signature" in refused.headers["X-Error-Message"]) == (403, True)
         store.sign("sft@1", key=alice.private)
         assert served.get("/sft/resolve/1/model.safetensors").status == 200
+
+
+def test_a_false_record_is_not_answered_with_what_another_revision_was_asked_for(tmp_path: Path) -> None:
+    store = casckpt.open(tmp_path / "store")
+    for step in (1, 2):
+        store.save({"model": {"w": torch.full((3,), step)}}, run="sft", step=step)
+    gone_to(store, "sft@2", "sft@1")
+    with serving(casckpt.open(tmp_path / "store")) as served:
+        assert served.get("/sft/resolve/1/model.safetensors").status == 200
+        assert served.get("/sft/resolve/2/model.safetensors").status == 422
 
 
 def test_where_no_lease_can_be_had_it_says_so_once(
