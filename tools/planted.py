@@ -1098,7 +1098,7 @@ PLANTED = (
     Planted(
         "a record may say other than its manifest",
         "casckpt/repository/manifests.py",
-        "    if said != (body.run, body.step, body.created_at, body.parent):",
+        "    if _said(record) != _said(body):",
         "    if False:",
         "tests/repository/test_manifests.py",
     ),

@@ -372,6 +372,7 @@ def test_what_a_thin_one_lacks_says_why(tmp_path: Path) -> None:
 
 def mirrored(tmp_path: Path, *, thinned: bool) -> tuple[Repository, Repository]:
     here, there = fill(repository(tmp_path)), elsewhere(tmp_path / "there")
+    there.clock = here.clock  # of the process that has opened both
     here.change_settings(mirror=there.storage.url, mirror_thinned=thinned or None)
     return here, there
 
