@@ -79,10 +79,9 @@ def soaked(folder: Path) -> dict[str, str]:
         sys.exit(f"{folder / 'failures'} tells of invariants that did not hold: nothing was written")
     counts = Counter(json.loads((folder / "counts.json").read_text()))
     loads = counts["load"] + counts["load under a lease"]
-    given_up = counts["save given up on, and begun anew"] + counts["save revoked"]
     told = [
-        counts["save"], given_up, loads, counts["load under a lease"], counts["update"], counts["gc"],
-        counts["blobs deleted by gc"], counts["killed"], counts["stopped"],
+        counts["save"], counts["transactions revoked by gc"], loads, counts["load under a lease"], counts["update"],
+        counts["gc"], counts["blobs deleted by gc"], counts["killed"], counts["stopped"],
     ]  # fmt: skip
     found = [f"{counts['seconds'] / 3600:.2f}", *(f"{count:,}" for count in told)]
     return {f"{_soak_in(folder)}: {what}": figure for what, figure in zip(SOAKED, found, strict=True)}

@@ -17,11 +17,13 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run, parse_txid, run_hash
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import time_of
+from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, read_log
 from casckpt.repository.repository import Repository
 from casckpt.repository.runs.following import at_step, is_visible, look_at_all, newest, newest_of_runs
@@ -279,11 +281,21 @@ def _by_id(repo: Repository, found: CommitList, prefix: str) -> Commit:
         names = _listed([f"{id[:16]} ({_name_of(hits, id)})" for id in ids])
         raise InvalidInput(f"{prefix!r} is the beginning of {len(ids)} ids: {names}; give more digits")
     if hits:
-        return max(hits, key=lambda commit: commit.rank)
+        return _meant(repo, sorted(hits, key=lambda commit: commit.rank, reverse=True))
     purged = [c for c in found.commits.values() if c.last == "purged" and c.id.startswith(prefix)]
     if purged:
         raise Gone(f"checkpoint {purged[-1]} was purged: it is gone for good; see `casckpt list`")
     raise NotFound(f"there is no checkpoint {prefix} in {repo.storage.url}; see `casckpt list --all`{_doubt(found)}")
+
+
+def _meant(repo: Repository, hits: Sequence[Commit]) -> Commit:
+    """Return the first of the commits of an id; where their records differ, the first that is true."""
+    if len({(commit.run, commit.step) for commit in hits}) > 1:  # an id tells of one run and step
+        for commit in hits:
+            with suppress(Damaged, Refused, Gone):
+                manifests.get(repo, commit)
+                return commit
+    return hits[0]
 
 
 def _name_of(hits: Sequence[Commit], id: str) -> str:
