@@ -23,6 +23,8 @@ def test_what_is_signed_is_verified_exported_and_followed(
     ids = [casckpt.open(saved).get(f"a@{step}").id for step in (1, 2)]
     assert [(one["run"], one["step"], one["id"]) for one in signed] == [("a", 1, ids[0]), ("a", 2, ids[1])]
     wanted = ("--require-signature", alice.public)
+    assert [as_json("show", saved, ref)["signers"] for ref in ("a@1", "a@3")] == [[alice.name], []]
+    assert f"{alice.name[:12]}; whether rightly" in run("show", saved, "a@1").stdout
     assert as_json("verify", saved, "a@1", *wanted)["unsigned"] == []
     found = run("verify", saved, *wanted, status=1).stdout
     assert "not signed: a@3" in found

@@ -51,6 +51,7 @@ def command(session: Session, ref: str, *, all_tensors: bool, keys: tuple[str, .
 def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str, Any]:
     """A checkpoint as plain data. Raises MissingKey for a pattern that matches no tensor."""
     from casckpt.repository import manifests
+    from casckpt.repository.signatures.signed import signers
 
     checkpoint = store.get(ref)
     manifest = manifests.get(store.repository, checkpoint.commit)
@@ -58,6 +59,7 @@ def details(store: Store, ref: str, patterns: tuple[str, ...] = ()) -> dict[str,
     chosen, health = _chosen(list(checkpoint.tensors), patterns), checkpoint.health or {}
     return summary(checkpoint) | {
         "tags": checkpoint.tags,
+        "signers": signers(store.repository, checkpoint.commit.id),
         "metadata": checkpoint.metadata,
         "parent": body.parent,
         "world_size": body.world_size,
@@ -98,6 +100,7 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         ("saved", saved),
         *coded(stats),
         ("notes", ", ".join(notes)),
+        ("signers", _signers(result["signers"])),
         ("health", _health(result["health"], result["tensors"])),
         ("metrics", ", ".join(f"{name} {value}" for name, value in result["metrics"].items())),
         ("metadata", json.dumps(result["metadata"], ensure_ascii=False) if result["metadata"] else ""),
@@ -117,6 +120,10 @@ def _text(result: dict[str, Any], with_tensors: bool) -> None:
         table((*_COLUMNS, *(_HEALTH if looked else ()), *digest), (_cells(one, looked) for one in result["tensors"]))
     elif result["tensors"]:
         say("--tensors lists them, --keys PATTERN some")
+
+
+def _signers(keys: list[str]) -> str:
+    return f"{', '.join(key[:12] for key in keys)}; whether rightly, verify --require-signature says" if keys else ""
 
 
 def _thinned(dropped: dict[str, Any] | None) -> str:

@@ -107,6 +107,12 @@ def list_signatures(repo: Repository) -> dict[str, ManifestId]:
     return {entry.key: id for entry in listed if (id := parse_signature(entry.key)) is not None}
 
 
+def signers(repo: Repository, id: ManifestId) -> list[str]:
+    """Return the names of the keys that claim to have signed a checkpoint; nobody has looked. Raises `StorageError`."""
+    prefix = f"{PREFIX}{id}/"
+    return sorted(one.key.removeprefix(prefix) for one in repo.storage.list(prefix) if parse_signature(one.key) == id)
+
+
 def remove_signatures(repo: Repository) -> None:
     """Remove those of checkpoints that were purged, and of which no commit lives or is being copied to here.
 
