@@ -624,6 +624,20 @@ PLANTED = (
         "tests/store/test_signatures.py",
     ),
     Planted(
+        "a commit record may be that of another run and step",
+        "casckpt/repository/commits.py",
+        "    if isinstance(record, Committed) and (run_hash(record.run), record.step) != (name.run_hash, name.step):",
+        "    if False:",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
+        "what was found by its id is whatever its record says now",
+        "casckpt/repository/refs.py",
+        "now is not None and now.live and now.answers and now.id == commit.id else None",
+        "now is not None and now.live and now.answers else None",
+        "tests/store/test_signatures.py",
+    ),
+    Planted(
         "metadata is the record's where only what is signed counts",
         "casckpt/checkpoint/handle.py",
         "        if self.repo.trusted is not None:  # a signature does not cover the record\n",

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from casckpt.errors import CasckptError, Conflict, Damaged, Gone, NotFound, Refused, Revoked
 from casckpt.format import records
-from casckpt.format.keys import commit_key, parse_log
+from casckpt.format.keys import commit_key, parse_log, parse_txid, run_hash
 from casckpt.format.names import ManifestId, TxId
 from casckpt.format.records import (
     Committed,
@@ -412,9 +412,14 @@ def _kind(key: str) -> Any:
 
 def _checked(record: Read, txid: TxId, key: str) -> Read:
     """Return the record, if it belongs under its key."""
-    if isinstance(record, CasckptError) or record.txid == txid:
+    if isinstance(record, CasckptError):
         return record
-    return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
+    if record.txid != txid:
+        return Refused(f"{key} is not usable: it holds a record of transaction {record.txid}", key=key)
+    name = parse_txid(txid)
+    if isinstance(record, Committed) and (run_hash(record.run), record.step) != (name.run_hash, name.step):
+        return Refused(f"{key} is not usable: it holds a record of {record.run}@{record.step}", key=key)
+    return record
 
 
 def _holds(commit: Commit, wanted: str) -> bool:

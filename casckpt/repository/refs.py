@@ -22,7 +22,7 @@ from contextlib import suppress
 from casckpt.errors import Damaged, Gone, InvalidInput, NotFound, Refused
 from casckpt.format.keys import MAX_STEP, check_run, parse_txid, run_hash
 from casckpt.format.names import ManifestId, TxId
-from casckpt.format.records import time_of
+from casckpt.format.records import Committed, time_of
 from casckpt.repository import manifests
 from casckpt.repository.commits import Commit, CommitList, list_commits, read_log
 from casckpt.repository.repository import Repository
@@ -166,13 +166,15 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
         now = read_log(repo, commit.txid)
     except (Damaged, Refused):
         return None
-    return now if now is not None and now.live and now.answers else None
+    return now if now is not None and now.live and now.answers and now.id == commit.id else None
 
 
 def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
     if commit.txid in found.damaged:
         return found.commits.get(commit.txid, commit)
-    now = found.commits.get(commit.txid) or _by_id(repo, found, commit.id)  # what is of another store may be copied
+    now = found.commits.get(commit.txid)
+    if now is None or not isinstance(now.first, Committed) or now.id != commit.id:
+        now = _by_id(repo, found, commit.id)  # what is of another store may be copied; a record may be false since
     if now.live and now.answers:
         return now
     other = found.of_id(now.id)  # it was rewritten, or that was undone

@@ -27,7 +27,7 @@ from casckpt.repository.signatures.signed import message
 from casckpt.store.store import Store
 from tests.support.dcp import load
 from tests.support.faulty import FaultyStore, fail_before
-from tests.support.forging import gone_to
+from tests.support.forging import gone_to, passed_off
 from tests.support.repositories import memory
 from tests.support.saves import CELL, cells, same_state, small, small_folder
 from tests.support.signing import Pair, pair
@@ -281,6 +281,10 @@ def a_record_that_names_another_signed_one_which_lies_elsewhere(store: Store, al
     store.repository.storage.delete(manifest_key(record.txid, record.manifest))
 
 
+def the_record_of_another_signed_one(store: Store, alice: Pair, bob: Pair) -> None:
+    passed_off(store, "run@2", "run@1")
+
+
 def a_record_that_names_one_that_is_not_signed(store: Store, alice: Pair, bob: Pair) -> None:
     gone_to(store, "run@2", "run@3")
 
@@ -295,6 +299,7 @@ ATTACKS: dict[Callable[[Store, Pair, Pair], None], type[CasckptError]] = {
     bad_signature: Unsigned, cut_short: Unsigned, too_long: Unsigned, of_another_key: Unsigned,
     of_another_checkpoint: Unsigned, another_manifest: Damaged, a_record_that_names_another_signed_one: Refused,
     a_record_that_names_another_signed_one_which_lies_elsewhere: Damaged,
+    the_record_of_another_signed_one: NotFound,
     a_record_that_names_one_that_is_not_signed: Unsigned, another_cell: Damaged,
 }  # fmt: skip
 
@@ -323,6 +328,20 @@ def test_a_handle_that_a_false_record_gave_is_not_taken_for_another_checkpoint(
     purge(store.repository, forget(store.repository, forged))
     with pytest.raises(Refused, match="name one id: one of them is false"):
         reader.load(state(0), found)
+
+
+def test_what_was_found_by_its_id_is_no_other_though_its_record_is_exchanged(
+    store: Store, alice: Pair, trusting: Callable[[], Store]
+) -> None:
+    first = store.get("run@2").id
+    store.save(state(5), run="run", step=2, overwrite=True)  # signed, too: it could be handed out for the first
+    store.sign("run@2", key=alice.private)
+    reader = trusting()
+    found = reader.get(first)
+    passed_off(store, first, "run@2")
+    for again in (reader, trusting()):
+        with pytest.raises(NotFound, match=first):
+            again.read(found)
 
 
 def test_metadata_is_that_of_what_is_signed_not_of_the_record(store: Store, trusting: Callable[[], Store]) -> None:

@@ -138,6 +138,15 @@ def with_column(name: str, change: Callable[[list[int]], Sequence[int]]) -> Chan
     return with_table(lambda table: table.change(name, change))
 
 
+def passed_off(store: Store, to: str, of: str) -> None:
+    """The record of ``to`` is that of ``of``, but for its transaction; the manifest lies there, too."""
+    mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
+    manifest = store.repository.storage.get(manifest_key(theirs.txid, theirs.manifest), limit=1 << 30)
+    store.repository.storage.replace(manifest_key(mine.txid, theirs.manifest), manifest)
+    record = records.changed(theirs, txid=mine.txid)
+    store.repository.storage.replace(commit_key(mine.txid), records.encode(record))
+
+
 def gone_to(store: Store, to: str, of: str, **fields: object) -> None:
     """The record of ``to`` names the checkpoint ``of``, whose manifest lies there, too."""
     mine, theirs = (store.get(ref).commit.committed for ref in (to, of))
