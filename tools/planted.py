@@ -1070,8 +1070,8 @@ PLANTED = (
     Planted(
         "a checkpoint that is held is not looked at again",
         "casckpt/repository/refs.py",
-        "    return now if now is not None and now.live and now.answers else None\n",
-        "    return now\n",
+        "now is not None and now.live and now.answers and now.id == commit.id else None",
+        "now is not None and now.id == commit.id else None",
         "tests/repository/test_refs.py",
     ),
     Planted(

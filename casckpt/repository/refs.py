@@ -170,11 +170,12 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
 
 
 def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
-    if commit.txid in found.damaged:
-        return found.commits.get(commit.txid, commit)
     now = found.commits.get(commit.txid)
     if now is None or not isinstance(now.first, Committed) or now.id != commit.id:
-        now = _by_id(repo, found, commit.id)  # what is of another store may be copied; a record may be false since
+        # what is of another store may be copied; a record may be false since
+        now = commit if commit.txid in found.damaged else _by_id(repo, found, commit.id)
+    if commit.txid in found.damaged:
+        return now
     if now.live and now.answers:
         return now
     other = found.of_id(now.id)  # it was rewritten, or that was undone
