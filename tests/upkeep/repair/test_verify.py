@@ -326,7 +326,7 @@ def test_manifests_and_records_that_cannot_be_read_are_reported(repo: Repository
 def test_extents_that_point_outside_are_reported(repo: Repository) -> None:
     from tests.support import checkpoints
 
-    txid = repo.new_txid("run", 1)
+    txid = repo.new_txid("run", 0)
     data = {"a": array(1)}
     known = {}
     ref, places = put_cells(repo, txid, checkpoints._new_cells(data, {}))
