@@ -170,12 +170,12 @@ def _by_its_log(repo: Repository, commit: Commit) -> Commit | None:
 
 
 def _as_it_is(repo: Repository, found: CommitList, commit: Commit) -> Commit:
-    now = found.commits.get(commit.txid)
-    if now is None or not isinstance(now.first, Committed) or now.id != commit.id:
-        # what is of another store may be copied; a record may be false since
-        now = commit if commit.txid in found.damaged else _by_id(repo, found, commit.id)
+    listed = found.commits.get(commit.txid)
+    is_same = listed is not None and isinstance(listed.first, Committed) and listed.id == commit.id
+    same = listed if is_same else None  # none where it is of another store, or its record is a false one now
     if commit.txid in found.damaged:
-        return now
+        return same or commit
+    now = same or _by_id(repo, found, commit.id)
     if now.live and now.answers:
         return now
     other = found.of_id(now.id)  # it was rewritten, or that was undone

@@ -264,9 +264,8 @@ def execute(
         raise InvalidInput("processes cannot share a copy that packs its cells anew: let one of them make it")
     sizes, is_mirror = source.marker, source.settings.mirror == target.storage.url
     made = target.create(cell_bytes=sizes.cell_bytes, blob_bytes=max(blob_bytes or sizes.blob_bytes, sizes.cell_bytes))
-    if is_mirror:  # if another one was there, it is gone with all that was safe in it
-        since = NO_STORE if made else made_at(target.storage)
-        take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
+    if is_mirror:
+        _take_back_older(source, target, made=made)
     for written in (target, source) if is_mirror else (target,):
         check_requirements(written)  # before a copy begins: one that is refused could not be made under its own id
     copy_signatures(source, target, {commit.id for commit in (*plan.missing, *plan.present)})
@@ -296,6 +295,12 @@ def execute(
         made_store=made,
     )
     return replace(result, tags=_copy_tags(source, target, result)) if with_tags else result
+
+
+def _take_back_older(source: Repository, target: Repository, *, made: bool) -> None:
+    """Take back what was noted of another store that was the mirror before: it is gone with all that was safe there."""
+    since = NO_STORE if made else made_at(target.storage)
+    take_back(source, unmirrored(source, list_commits(source).live(), target.storage.url, since))
 
 
 def _each(commits: Iterable[Commit], call: Callable[[Commit], T]) -> tuple[list[T], list[CopyFailure]]:

@@ -27,6 +27,7 @@ from casckpt.storage import ObjectStore, open_storage
 
 PREFIX = "mirrored/"
 NO_STORE = math.inf
+"""When a store was made that is not there: all notes are older."""
 _SHORTLY = {"request_timeout": 10.0, "call_timeout": 20.0}  # nobody waits for long, as the notes count all the same
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ def take_back(repo: Repository, commits: Iterable[Commit]) -> None:
         for key in [key_of_note(commit) for commit in commits if key_of_note(commit) in noted]:
             repo.storage.delete(key)
     except StorageError as error:
-        log.warning("a gc takes checkpoints for safe in the mirror that are not there any more: %s", error)
+        log.warning("notes of an earlier mirror cannot be taken back, so a gc waits until a copy can: %s", error)
 
 
 def _is_noted(repo: Repository, commit: Commit, mirror: str, made: float = 0) -> bool:
