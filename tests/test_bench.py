@@ -255,13 +255,13 @@ def test_a_save_does_not_pay_for_history(tmp_path: Path) -> None:
     assert not asked
 
 
-@pytest.mark.parametrize("scenarios", [[], ["save", "small"]])
+@pytest.mark.parametrize("scenarios", [[], ["save", "frozen"]])
 def test_on_a_gpu_are_only_the_states_of_some_scenarios(
     scenarios: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main([*scenarios, "--device", "cuda"])
-    assert "--device cuda is for save, async, load" in capsys.readouterr().err
+    assert "--device cuda is for save, async, load, small" in capsys.readouterr().err
 
 
 def test_states_in_the_hosts_memory_are_made_as_an_earlier_tree_makes_them(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from benchmarks.traces import default_folder
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _QUICK_ROUNDS = 2
-_ON_GPU = ("save", "async", "load")
+_ON_GPU = ("save", "async", "load", "small")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=7, help="rounds that count (7)")
     add("--peers", type=_peers, default=peers.chosen("default"), metavar="A,B",
         help=f"{', '.join(peers.PEERS)}; or groups: {', '.join(peers.GROUPS)}. Default: default")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where the states of save, async and load are")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=f"where the states of {', '.join(_ON_GPU)} are")
     add("--before", type=_tree, metavar="TREE", help="compare with the casckpt of another checkout, as one more peer")
     add("--dir", type=Path, help="where to save to: a folder on the disk to be measured (bench-results/)")
     add("--traces", type=Path, help="where traces of trainings are kept (the user's cache); deltas, coding")

@@ -117,9 +117,9 @@ class Bench:
         """We and every peer that does ``work``, with each of the settings worth trying."""
         for peer in (ours, *self.options.peers):
             settings = [self._widened(setting) for setting in peer.best.get(work, ())]
-            pinned = [setting for setting in settings if setting.get("pinned")]
-            plain = [setting for setting in settings if not setting.get("pinned")]
-            for setting in pinned if pinned and self.options.device != "cpu" else plain:
+            for_gpu = [setting for setting in settings if setting.get("pinned") or setting.get("gpu")]
+            plain = [setting for setting in settings if setting not in for_gpu]
+            for setting in for_gpu if for_gpu and self.options.device != "cpu" else plain:
                 yield peer, setting
 
     def _widened(self, setting: Setting) -> Setting:
