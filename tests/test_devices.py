@@ -17,13 +17,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import casckpt
-from casckpt.checkpoint.loading import download
-from casckpt.checkpoint.saving import copying
 from casckpt.checkpoint.saving.sources import Source
 from casckpt.frontends.dcp import StorageReader, StorageWriter
 from casckpt.frontends.trainer import TrainState
 from casckpt.storage.buffers import AlignedBuffer, KeptBuffers
-from casckpt.tensors import memory, staging
+from casckpt.tensors import gpu, memory, staging
 from casckpt.tensors.gpu import pin
 from casckpt.tensors.memory import Destination, TensorMemory
 from casckpt.tensors.staging import Staging
@@ -46,10 +44,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     monkeypatch.setattr(memory, "tensor_bytes", lambda data: None)
     monkeypatch.setattr(memory, "host_array", lambda data: None)
     monkeypatch.setattr(memory, "_Arrays", memory._Tensors)
-    for module in (copying, download, staging):
-        monkeypatch.setattr(module, "pin", lambda buffer: None)
+    monkeypatch.setattr(staging, "pin", lambda buffer: None)
     monkeypatch.setattr(staging, "on_gpu", lambda tensors: True)
-    monkeypatch.setattr(copying, "_PINNED", KeptBuffers())
+    monkeypatch.setattr(gpu, "PINNED", KeptBuffers())
     return "cpu"
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from casckpt.storage.buffers import AlignedBuffer, address
+from casckpt.storage.buffers import AlignedBuffer, KeptBuffers, address
 
 log = logging.getLogger(__name__)
 _PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of this process
@@ -35,6 +35,13 @@ def wait_for_copies(tensors: Iterable[torch.Tensor]) -> None:
         torch.cuda.default_stream(device).synchronize()
 
 
+def wait_before_reuse(buffer: AlignedBuffer, devices: Iterable[torch.device]) -> None:
+    """Let ``buffer`` be used again only after the copies from it that were queued for ``devices``."""
+    events = [torch.cuda.default_stream(device).record_event() for device in devices if device.type == "cuda"]
+    if events:
+        buffer.wait = lambda: [event.synchronize() for event in events]
+
+
 def pin(buffer: AlignedBuffer) -> None:
     """Let GPUs copy to and from a buffer without the driver's own buffers between, until it is closed.
 
@@ -50,3 +57,7 @@ def pin(buffer: AlignedBuffer) -> None:
             torch.zeros(1, device="cuda")
     else:
         buffer.at_end(lambda: runtime.cudaHostUnregister(at))
+
+
+PINNED = KeptBuffers(ready=pin)
+"""Pinned buffers of this process for copies to and from GPUs. To pin one takes longer than to fill it ten times."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Sequence, Set
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -36,7 +36,7 @@ from casckpt.repository.repository import Repository
 from casckpt.repository.signatures.signed import check_trusted, check_verified
 from casckpt.storage.buffers import BufferPool
 from casckpt.storage.local.headroom import headroom
-from casckpt.tensors.gpu import pin, wait_for_copies
+from casckpt.tensors import gpu
 from casckpt.tensors.memory import Destination, note_writes
 
 _BATCH_BYTES = 8 << 20
@@ -132,17 +132,20 @@ class Download:
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
-        pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
-        scratches = BufferPool(threads, reads.most + reads.room, pin if pinned else None)
+        gpus = {want.sink.device for want in wants if want.sink.on_gpu}
+        pinned, nbytes = total > _WORTH_PINNING and gpus, reads.most + reads.room
+        # two for each thread: it fills one while a GPU copies from the other
+        pool = gpu.PINNED.pool(2 * threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
         turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
-        transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
-        try:
-            with collecting_later() if threads == 1 else nullcontext():
-                run_all(transfer.run_all, tasks, threads)
-        finally:
-            slots.close()
-            scratches.close()
-        wait_for_copies(tensor for want in wants for tensor in want.sink.written)
+        with closing(slots), pool as scratches:
+            transfer = Transfer(
+                self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify, gpus
+            )
+            try:
+                with collecting_later() if threads == 1 else nullcontext():
+                    run_all(transfer.run_all, tasks, threads)
+            finally:  # after a failure, too: no copy may come behind what the caller does then
+                gpu.wait_for_copies(tensor for want in wants for tensor in want.sink.written)
 
     def _in_order(self, tasks: Sequence[Task], slots: BlobReaders) -> tuple[Sequence[Sequence[Task]], int]:
         """What one thread reads after the other, and how many threads do."""

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from casckpt.checkpoint.saving.sources import Cell, Source
-from casckpt.storage.buffers import BufferPool, KeptBuffers
-from casckpt.tensors.gpu import pin
+from casckpt.storage.buffers import BufferPool
+from casckpt.tensors import gpu
 from casckpt.tensors.memory import Memory, copy_bytes
 
 _ROOM = 8 << 20
-_PINNED = KeptBuffers(ready=pin)  # of this process, whichever store it saves to
 
 
 class Copier:
@@ -46,7 +45,7 @@ class Copier:
 
 def rooms(sources: Sequence[Source], workers: int) -> AbstractContextManager[BufferPool | None]:
     """Make room for the workers of a save, if any of ``sources`` is on a GPU."""
-    return _PINNED.pool(workers, _ROOM) if any(source.on_gpu for source in sources) else nullcontext()
+    return gpu.PINNED.pool(workers, _ROOM) if any(source.on_gpu for source in sources) else nullcontext()
 
 
 @contextmanager
