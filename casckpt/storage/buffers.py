@@ -44,8 +44,6 @@ class AlignedBuffer:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
         self._ending: weakref.finalize[..., AlignedBuffer] | None = None
-        self.wait: Callable[[], object] | None = None
-        """Waits until nobody reads or writes the memory any more; None if nobody does."""
 
     @property
     def view(self) -> memoryview:
@@ -68,15 +66,8 @@ class AlignedBuffer:
         self._ending = weakref.finalize(self, lambda: call() if os.getpid() == made_by else None)
         self._ending.atexit = False
 
-    def finish(self) -> None:
-        """Do what `wait` says, once."""
-        wait, self.wait = self.wait, None
-        if wait is not None:
-            wait()
-
     def close(self) -> None:
         """Give the memory back; where views or arrays of it are still about, when the last of them goes."""
-        self.finish()
         if self._ending is not None:
             self._ending()
         self._view.release()
@@ -106,23 +97,19 @@ class BufferPool:
         self.count = count
         self.nbytes = nbytes
         self._ready = ready
-        self._free: deque[AlignedBuffer] = deque()
+        self._free: list[AlignedBuffer] = []
         self._lent = 0
         self._changed = threading.Condition()
         self._closed = False
 
     @contextmanager
     def borrow(self) -> Iterator[AlignedBuffer]:
-        """Take a buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` if the pool is closed.
-
-        It is the one that was taken last, unless that is still in use (`AlignedBuffer.wait`): then the one that came
-        back first.
-        """
+        """Take a buffer, its bytes undefined. Waits while all are out; raises `InvalidInput` if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._lent < self.count)
             if self._closed:
                 raise InvalidInput("this pool of buffers is closed: make a new one")
-            buffer = self._next()
+            buffer = self._free.pop() if self._free else None
             self._lent += 1
         try:
             if buffer is None:
@@ -130,16 +117,9 @@ class BufferPool:
                 if self._ready is not None:
                     self._ready(new)
                 buffer = new
-            buffer.finish()
             yield buffer
         finally:
             self._take_back(buffer)
-
-    def _next(self) -> AlignedBuffer | None:
-        """Choose a free buffer; None if one is to be made."""
-        if not self._free or (self._free[-1].wait is not None and self._lent + len(self._free) < self.count):
-            return None
-        return self._free.pop() if self._free[-1].wait is None else self._free.popleft()
 
     def _take_back(self, buffer: AlignedBuffer | None) -> None:
         with self._changed:

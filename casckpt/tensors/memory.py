@@ -206,17 +206,9 @@ class Destination:
         """The tensors that a write to it changes; see `note_writes`."""
         return (self._data,) if self._part_of is None else (self._data, self._part_of)
 
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self._data.device
-
-    def copy_in(self, region: Region, buffer: memoryview, *, queue: bool = False) -> None:
-        """Copy the elements of this piece from ``buffer``, which holds those of ``region``.
-
-        ``queue``: a GPU may do it later, in the order of its default stream; ``buffer`` stays as it is until then.
-        """
-        self._target.copy_in(region, buffer, queue=queue)
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
+        """Copy the elements of this piece from ``buffer``, which holds those of ``region``."""
+        self._target.copy_in(region, buffer)
 
     def copy_out(self, region: Region, buffer: memoryview) -> None:
         """Copy the elements of ``region``, which is here, into ``buffer``."""
@@ -239,13 +231,13 @@ class _Tensors:
         self._stored = stored
         self._region, self._flat = region, data.view(-1) if data.is_contiguous() else None
 
-    def copy_in(self, region: Region, buffer: memoryview, *, queue: bool) -> None:
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
         raw = torch.frombuffer(buffer, dtype=torch.uint8)
         elements = (raw if _is_aligned(raw, self._stored) else raw.clone()).view(self._stored)
         with torch.inference_mode():  # in whatever thread: tensors that were made in it can only be written in it
             whole = self._together(region)
             for target, source in _pairs(region, elements, self._targets) if whole is None else [(whole, elements)]:
-                target.copy_(source, non_blocking=queue)
+                target.copy_(source)
 
     def _together(self, region: Region) -> torch.Tensor | None:
         """View the elements of ``region``, if they lie one after the other: then one copy does."""
@@ -270,7 +262,7 @@ class _Arrays:
         self._targets = [(box, piece.numpy()) for box, piece in _pieces(region, data)]
         self._stored = torch.empty(0, dtype=stored, device="cpu").numpy().dtype
 
-    def copy_in(self, region: Region, buffer: memoryview, *, queue: bool) -> None:
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
         for target, source in _pairs(region, np.frombuffer(buffer, self._stored), self._targets):
             np.copyto(target, source)
 

@@ -6,7 +6,6 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -203,22 +202,3 @@ def test_more_than_is_meant_to_be_kept_is_given_back() -> None:
         pass
     with kept.pool(2, 50) as again:
         assert again is small
-
-
-def test_a_buffer_in_use_is_waited_for_before_it_is_lent_again() -> None:
-    pool, waits = BufferPool(2, 10), list[int]()
-    for number in range(4):
-        with pool.borrow() as buffer:
-            assert len(waits) == max(0, number - 1)  # two are made before one is waited for
-            buffer.wait = partial(waits.append, number)
-    assert waits == [0, 1]
-    pool.close()
-    assert sorted(waits) == [0, 1, 2, 3]
-
-
-def test_an_idle_buffer_is_lent_again_before_another_is_made() -> None:
-    pool = BufferPool(2, 10)
-    with pool.borrow() as first:
-        pass
-    with pool.borrow() as second:
-        assert second is first

@@ -132,15 +132,12 @@ class Download:
         slots = BlobReaders(self.repo, blob_at, reads.every, shared=self.shared or together, stays=stays)
         lots = [(Lot(frames, len(batches), self.decoded), batches) for frames, batches in reads.lots]
         tasks, threads = self._in_order([Task(one, lot, reads.room) for lot, many in lots for one in many], slots)
-        gpus = {want.sink.device for want in wants if want.sink.on_gpu}
-        pinned, nbytes = total > _WORTH_PINNING and gpus, reads.most + reads.room
-        # two for each thread: it fills one while a GPU copies from the other
-        pool = gpu.PINNED.pool(2 * threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
+        pinned = total > _WORTH_PINNING and any(want.sink.on_gpu for want in wants)
+        nbytes = reads.most + reads.room
+        pool = gpu.PINNED.pool(threads, nbytes) if pinned else closing(BufferPool(threads, nbytes))
         turns = self.turns if threads > self._cores else nullcontext()  # where all have one nobody need ask
         with closing(slots), pool as scratches:
-            transfer = Transfer(
-                self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify, gpus
-            )
+            transfer = Transfer(self.repo, self.manifest, slots, scratches, turns, self.progress, finished, self.verify)
             try:
                 with collecting_later() if threads == 1 else nullcontext():
                     run_all(transfer.run_all, tasks, threads)

@@ -6,15 +6,14 @@ into a buffer and copied from there. What is told from a base is decoded where t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from casckpt.checkpoint.loading.blob_readers import BlobReader, BlobReaders
 from casckpt.checkpoint.loading.coded import Lot, decode_again
@@ -31,7 +30,6 @@ from casckpt.repository.repository import Repository
 from casckpt.storage.base import Reader, ShortObject
 from casckpt.storage.buffers import AlignedBuffer, BufferPool
 from casckpt.storage.local.reader import LocalReader
-from casckpt.tensors.gpu import wait_before_reuse
 from casckpt.tensors.memory import copy_bytes
 
 
@@ -60,8 +58,7 @@ class _Target(NamedTuple):
 class Transfer:
     """Does the tasks of a load, by any number of threads. ``finished``: what was read and delivered.
 
-    ``turns``: one is held by who works for a core, and not while it waits for a disk. ``gpus``: those that it copies
-    to.
+    ``turns``: one is held by who works for a core, and not while it waits for a disk.
     """
 
     repo: Repository
@@ -72,7 +69,6 @@ class Transfer:
     progress: Progress
     finished: list[Batch[Item]]
     verify: bool
-    gpus: Collection[torch.device] = ()
     _stop: Event = field(default_factory=Event)
 
     def run_all(self, tasks: Iterable[Task]) -> None:
@@ -86,7 +82,8 @@ class Transfer:
             if self._stop.is_set() or not task.lot.fetch(self._frames):  # what was loaded is of no use any more
                 self.slots.skip(task.batch.blob)
                 return
-            with self._scratch(task.nbytes) as scratch:
+            scratches, nbytes = self.scratches, task.nbytes
+            with AlignedBuffer(nbytes) if nbytes > scratches.nbytes else scratches.borrow() as scratch:
                 self._read(task, _targets(task.batch, scratch.view[task.room :]), scratch.view[: task.room])
         except BaseException:
             self._stop.set()
@@ -94,15 +91,6 @@ class Transfer:
         task.lot.done()
         self.progress(sum(item.unit.nbytes for _, _, item in task.batch.items))
         self.finished.append(task.batch)
-
-    @contextmanager
-    def _scratch(self, nbytes: int) -> Iterator[AlignedBuffer]:
-        """Lend ``nbytes`` bytes of memory. Copies from it to a GPU may go on when it comes back."""
-        with AlignedBuffer(nbytes) if nbytes > self.scratches.nbytes else self.scratches.borrow() as scratch:
-            try:
-                yield scratch
-            finally:
-                wait_before_reuse(scratch, self.gpus)
 
     def _frames(self, batch: Batch[Item]) -> memoryview:
         """Read frames of a lot."""

@@ -19,7 +19,7 @@ class Sink:
     def __init__(self) -> None:
         self.taken: list[tuple[Region, bytes]] = []
 
-    def copy_in(self, region: Region, buffer: memoryview, *, queue: bool = False) -> None:
+    def copy_in(self, region: Region, buffer: memoryview) -> None:
         self.taken.append((region, bytes(buffer)))
 
 
