@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
 from casckpt.frontends.training_state.names import plain_name
+from casckpt.frontends.training_state.parts import Parts
 from casckpt.tensors.values import Shard
 
 _EXTRA_STATE = "_extra_state"
@@ -59,15 +62,67 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
+def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
+    """The names in ``state``, that of ``model`` under plain names, which its load_state_dict would not read.
+
+    With each, the names that must not be loaded without it. Nothing is called to find out. By itself a module reads
+    its parameters, its buffers, and extra state for which it has a set_extra_state. What it adds by a
+    _save_to_state_dict of its own, only it can read, by a _load_from_state_dict of its own or by hooks. What was added
+    in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
+    """
+    live = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
+    modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
+    for root in roots:
+        for path, module in root.named_modules(remove_duplicate=False):
+            modules[plain_name(root, path)].append(module)
+    found, below = dict[str, list[str]](), dict[str, list[str]]()
+    for name in (name for name, value in state.items() if strict or id(value) not in live):
+        steps = name.split(".")
+        above = [path for path in (".".join(steps[:end]) for end in range(len(steps))) if path in modules]
+        owners, start = modules[above[-1]], f"{above[-1]}.".lstrip(".")
+        if any(_reads(owner, name.removeprefix(start)) for owner in owners):
+            continue
+        writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
+        readers = owners if writes else [module for path in above for module in modules[path]]
+        if any(_loads(module, is_root=module in roots) for module in readers):
+            continue
+        if writes and start not in below:
+            below[start] = [one for one in state if one.startswith(start)]
+        found[name] = below[start] if writes else [name]
+    return found
+
+
+def _reads(module: nn.Module, name: str) -> bool:
+    """Whether any module reads this by itself."""
+    takes = type(module).set_extra_state is not nn.Module.set_extra_state
+    return name in module._parameters or name in module._buffers or (name == _EXTRA_STATE and takes)
+
+
+def _loads(module: nn.Module, *, is_root: bool) -> bool:
+    """Whether it loads in a way of its own. Hooks of FSDP and of checkpoint_wrapper read no keys."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
+    own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
+    return own or not all(home.startswith("torch.distributed.") for home in homes)
+
+
+def _has_own(module: nn.Module, method: str) -> bool:
+    home = str(getattr(getattr(module, method), "__module__", ""))
+    return not home.startswith(("torch.nn.", "torch.distributed.", "torch._dynamo."))
+
+
 class ModelTemplate:
     """What a load fills: the model's own tensors, so that no copy is made, and its extra state, to be replaced."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
         self._model = model
         self._parts, self._dtypes = flat_parts(model), full_dtypes(model)
         self._raw = _live_state(model)
         self._names = _plain_names(model, self._raw)
+        by_name = {name: self._raw[key] for key, name in self._names.items()}
+        self.passed_by = passed_by(model, by_name, strict=strict)
         self.values: dict[str, Any] = {name: self._place(name, self._raw[key]) for key, name in self._names.items()}
 
     def _place(self, name: str, value: Any) -> Any:
@@ -89,5 +144,7 @@ class ModelTemplate:
                 del self._raw[key]
             elif not isinstance(self.values[name], Shard):
                 self._raw[key] = self.values[name]
-        with without_fsdp_hooks(self._model):
+        tensors = [value for value in self._raw.values() if isinstance(value, torch.Tensor)]
+        made_in_it = any(tensor.is_inference() for tensor in tensors)  # can only be written in it, even by themselves
+        with without_fsdp_hooks(self._model), torch.inference_mode() if made_in_it else nullcontext():
             self._model.load_state_dict(self._raw, strict=strict and not missing)

@@ -13,7 +13,7 @@ from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import config_files
-from casckpt.frontends.training_state.loading import TrainingStateLoad
+from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -70,6 +70,7 @@ def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
     return state
 
 
+@normal_tensors()
 def load_model_and_optim_state(
     store: AnyStore,
     ref: str | Checkpoint,
@@ -104,7 +105,7 @@ def load_model_and_optim_state(
         ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
-    loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched)
+    loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
     loaded = stored.store.load(loading.state, stored.checkpoint, **options)

@@ -23,6 +23,7 @@ GROUPS = "optim.param_groups"
 STATE = "optim.state"
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
+_NUMBERS = _STEP_NAMES | {"eta", "mu"}  # ASGD's, too
 
 Place: TypeAlias = Callable[[Element, str, StreamEntry], Any]
 """(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
@@ -46,6 +47,10 @@ class StoredTraining:
         """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
         return cls(store, commit, get_trusted(store.repository, commit))
+
+    def __contains__(self, key: str) -> bool:
+        """Whether there is anything at or below a flat key."""
+        return find(self._tree, key) is not None
 
     def keys_below(self, prefix: str) -> list[str]:
         """The flat keys below ``prefix``, without it."""
@@ -152,3 +157,9 @@ def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
 def is_step(entry: StreamEntry, key: str) -> bool:
     """Whether it is a count of steps, or a product over them: optimizers keep those on the CPU unless told not to."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
+
+
+def keeps_dtype(entry: StreamEntry, key: str) -> bool:
+    """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or a rate."""
+    name = key.rpartition(".")[2]
+    return name == "step" or (entry.shape == () and name in _NUMBERS)
