@@ -277,10 +277,8 @@ class Checkpointer(OneRun):
         found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:
             return None
-        wanted = to_resume(
-            optim is not None, train_state is not None, missing, unread,
-            pre_download=self.config.pre_download, cast=cast,
-        )  # fmt: skip
+        has = optim is not None, train_state is not None
+        wanted = to_resume(*has, missing, unread, pre_download=self.config.pre_download, cast=cast)
         loaded, state = self._restore(found, model, optim, wanted)
         if any_set:
             open_ranks(self.process_group).exchange(

@@ -138,8 +138,8 @@ def _new_like(tensor: torch.Tensor, entry: StreamEntry) -> torch.Tensor:
 def _fits(there: torch.Tensor, entry: StreamEntry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
-    alike = alike and not here.is_inference()  # no optimizer could step with it
-    return alike and here.is_contiguous() and here.data_ptr() not in taken
+    # no optimizer could step with one of inference mode
+    return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 
 
 def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor, *, added: bool) -> bool:

@@ -77,9 +77,8 @@ class TrainingStateLoad:
         cast: bool = False,
     ) -> None:
         self.state: dict[str, Any] = {}
-        self._cast = cast
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
-        self._ignore_mismatched = ignore_mismatched
+        self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
         """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
         self._bare = groups is None and not stored.keys_below("model")
@@ -232,8 +231,7 @@ class _OptimizerPlan:
         cast: bool,
     ) -> None:
         """``new``: names of parameters that are left as they are, and their state with them."""
-        self._optim, self._kind = optim, Kind.of(optim)
-        self._stored, self._cast = stored, cast
+        self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
         here = named_groups(model, optim)
         self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
         if strict:

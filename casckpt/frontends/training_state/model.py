@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
+from casckpt.frontends.training_state.groups import listed
 from casckpt.frontends.training_state.names import plain_name
 from casckpt.frontends.training_state.parts import Parts
 from casckpt.tensors.values import Shard
+
+log = logging.getLogger("casckpt")
 
 _EXTRA_STATE = "_extra_state"
 
@@ -32,11 +38,14 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
+    live = {name: raw[key] for key, name in _plain_names(model, raw).items()}
     state: OrderedDict[str, Any] = OrderedDict()
-    for key, name in _plain_names(model, raw).items():
-        value = raw[key]
+    for name, value in live.items():
         part = parts.get(id(value))
         state[name] = part.shard(part.data) if part is not None else _in_full(value, dtypes)
+    unread = passed_by(model, live, strict=False)
+    if unread and this_rank() == 0:
+        _tell(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
     if metadata is not None:  # versions of modules; a wrapper's own gives way to that of what it wraps
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
@@ -71,13 +80,14 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
     in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
     """
     live = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    suspects = [name for name, value in state.items() if strict or id(value) not in live]
     roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
     modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
-    for root in roots:
+    for root in roots if suspects else ():
         for path, module in root.named_modules(remove_duplicate=False):
             modules[plain_name(root, path)].append(module)
     found, below = dict[str, list[str]](), dict[str, list[str]]()
-    for name in (name for name, value in state.items() if strict or id(value) not in live):
+    for name in suspects:
         steps = name.split(".")
         above = [path for path in (".".join(steps[:end]) for end in range(len(steps))) if path in modules]
         owners, start = modules[above[-1]], f"{above[-1]}.".lstrip(".")
@@ -91,6 +101,15 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
             below[start] = [one for one in state if one.startswith(start)]
         found[name] = below[start] if writes else [name]
     return found
+
+
+@cache
+def _tell(names: str) -> None:
+    log.warning(
+        "the model's state_dict has %s, which its load_state_dict does not read: they are saved, but a load into such "
+        "a model is refused unless ignore_mismatched leaves their modules as they are. This is said once",
+        names,
+    )
 
 
 def _reads(module: nn.Module, name: str) -> bool:
@@ -144,7 +163,10 @@ class ModelTemplate:
                 del self._raw[key]
             elif not isinstance(self.values[name], Shard):
                 self._raw[key] = self.values[name]
-        tensors = [value for value in self._raw.values() if isinstance(value, torch.Tensor)]
-        made_in_it = any(tensor.is_inference() for tensor in tensors)  # can only be written in it, even by themselves
-        with without_fsdp_hooks(self._model), torch.inference_mode() if made_in_it else nullcontext():
+        with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
             self._model.load_state_dict(self._raw, strict=strict and not missing)
+
+    def _is_of_inference(self) -> bool:
+        """Whether a tensor was made in inference mode: outside of it torch would not even copy it onto itself."""
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would not say
+            return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())
