@@ -1421,7 +1421,7 @@ PLANTED = (
     Planted(
         "what a user added proves another kind of optimizer",
         "casckpt/frontends/training_state/kinds.py",
-        'is_other = names != {"step"} and bool(kinds) and self.name not in kinds',
+        'is_other = bool(kinds) and names != {"step"}',
         "is_other = not names <= self.keeps()",
         "tests/frontends/test_training_state_added.py",
     ),

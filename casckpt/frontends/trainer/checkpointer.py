@@ -73,7 +73,8 @@ class Checkpointer(OneRun):
     ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
     ``compress``: store what changed of each tensor, as for `Store.save`. ``health``: look for NaN in what changed; a
     checkpoint that holds any is unhealthy, and so retention keeps the newest healthy one beside it.
-    ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
+    ``allow_pickle``: for train state, and entries of an optimizer's state, that are neither tensors nor plain data.
+    Raises InvalidInput.
     """
 
     def __init__(

@@ -125,7 +125,6 @@ class Restoring:
     def __init__(self, ranks: Ranks, store: Store, wanted: Wanted, options: RankArguments) -> None:
         self._ranks, self._store, self._wanted, self._options = ranks, store, wanted, options
 
-    @normal_tensors()
     def load(self, ref: str | Checkpoint, model: TrainModel, optim: AnyOptimizer | None) -> tuple[Checkpoint, Any]:
         """Load in place: (checkpoint, this rank's train state or None). Every rank makes the call."""
         optims: list[Optimizer] = []
@@ -155,6 +154,7 @@ class Restoring:
             tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
+    @normal_tensors()
     def _find(
         self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]
     ) -> tuple[StoredTraining, StoredGroups | None]:
@@ -192,6 +192,7 @@ class Restoring:
             return {}
         return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
 
+    @normal_tensors()
     def _load_named(
         self,
         loading: TrainingStateLoad,

@@ -75,8 +75,9 @@ class Kind:
         """
         names = set(saved)
         lacking = sorted(self.needs(options) - names)
-        kinds = [kind.name for kind in map(Kind, _ALWAYS) if kind.needs({}) <= names <= kind.keeps()]
-        is_other = names != {"step"} and bool(kinds) and self.name not in kinds  # users count, too
+        others = () if names <= self.keeps() else map(Kind, _ALWAYS)
+        kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
+        is_other = bool(kinds) and names != {"step"}  # users count, too
         if lacking or is_other:
             found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
             raise Mismatch(

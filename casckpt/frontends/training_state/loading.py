@@ -84,7 +84,6 @@ class TrainingStateLoad:
         self._bare = groups is None and not stored.keys_below("model")
         self._optimizers: list[_OptimizerPlan] = []
         self._absent: tuple[str, ...] = ()
-        self._left: tuple[str, ...] = ()
 
     def plan(self, model: nn.Module, optims: Sequence[Optimizer] = ()) -> Unused:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
@@ -129,7 +128,7 @@ class TrainingStateLoad:
         """
         left, refused = dict[str, None](), dict[str, str]()
         for name, together in self._model.passed_by.items():
-            there = [one for one in together if self.saved_key(f"model.{one}") in self._stored]
+            there = [one for one in together if self.saved_key(f"model.{one}") in self._stored.keys]
             if all(self._is_ignored(one) for one in there):
                 left |= dict.fromkeys(there)
             else:
@@ -185,10 +184,9 @@ class TrainingStateLoad:
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
         """Hand what was loaded to the model and the optimizer."""
-        left = tuple(f"model.{name}" for name in self._left)
-        mismatched = (*loaded.mismatched_keys, *left)
+        mismatched = (*loaded.mismatched_keys, *(f"model.{name}" for name in self._left))
         self._model.install({key.removeprefix("model.") for key in (*loaded.missing_keys, *mismatched)}, self._strict)
-        known_left = frozenset(map(self.saved_key, left))
+        known_left = {self.saved_key(f"model.{name}") for name in self._left}
         unread = tuple(key for key in loaded.unread_keys if key not in known_left)
         if self._optimizers:
             for plan in self._optimizers:
@@ -232,6 +230,7 @@ class _OptimizerPlan:
     ) -> None:
         """``new``: names of parameters that are left as they are, and their state with them."""
         self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
+        self._kept = None if self._kind is None else self._kind.keeps()
         here = named_groups(model, optim)
         self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
         if strict:
@@ -280,7 +279,7 @@ class _OptimizerPlan:
             return new_empty(entry, cpu)
         on_cpu = home.steps_on_cpu and is_step(entry, key)
         device = cpu if on_cpu else home.holding.parameter.device
-        added = self._kind is not None and key.partition(".")[0] not in self._kind.keeps()
+        added = self._kept is not None and key.partition(".")[0] not in self._kept
         wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
         found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())

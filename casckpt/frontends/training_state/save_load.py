@@ -91,9 +91,13 @@ def load_model_and_optim_state(
     ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
     checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
     from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
-    of an optimizer goes with its parameter. ``unread``: "warn" (the default): whole subtrees that are left, other than
-    an optimizer's that was not asked for, are told of in the log; "ignore". ``options``: also ``cast`` (of the model),
-    ``verify``, ... as in `Store.load`.
+    of an optimizer goes with its parameter. ``cast``: convert to the dtypes of the model; state that was saved in the
+    dtype of its parameter follows it, and all other state, and ``step``, stay as they were saved. ``unread``: "warn"
+    (the default): whole subtrees that are left, other than an optimizer's that was not asked for, are told of in the
+    log; "ignore". ``options``: also ``verify``, ... as in `Store.load`.
+
+    A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) is a Mismatch that names
+    them, unless ``ignore_mismatched`` matches all names of the module: then it is left as it is.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
     changes; Damaged or StorageError during the read, after which both are undefined; on every rank alike.

@@ -13,6 +13,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
+from casckpt.lazy import cached_property
 from casckpt.plan.reads import covers
 from casckpt.repository.commits import Commit
 from casckpt.repository.signatures.signed import get_trusted
@@ -23,7 +24,6 @@ GROUPS = "optim.param_groups"
 STATE = "optim.state"
 
 _STEP_NAMES = frozenset(("step", "mu_product"))
-_NUMBERS = _STEP_NAMES | {"eta", "mu"}  # ASGD's, too
 
 Place: TypeAlias = Callable[[Element, str, StreamEntry], Any]
 """(name of the parameter, flat key below it, what is stored) -> the tensor, or shard, to fill."""
@@ -48,9 +48,10 @@ class StoredTraining:
         commit = store.get(ref).commit
         return cls(store, commit, get_trusted(store.repository, commit))
 
-    def __contains__(self, key: str) -> bool:
-        """Whether there is anything at or below a flat key."""
-        return find(self._tree, key) is not None
+    @cached_property
+    def keys(self) -> set[str]:
+        """The flat keys of all leaves, and of all that they lie in."""
+        return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
 
     def keys_below(self, prefix: str) -> list[str]:
         """The flat keys below ``prefix``, without it."""
@@ -160,6 +161,6 @@ def is_step(entry: StreamEntry, key: str) -> bool:
 
 
 def keeps_dtype(entry: StreamEntry, key: str) -> bool:
-    """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or a rate."""
+    """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or ASGD's rates."""
     name = key.rpartition(".")[2]
-    return name == "step" or (entry.shape == () and name in _NUMBERS)
+    return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})
