@@ -56,7 +56,7 @@ def step(model: nn.Module, optimizer: optim.Optimizer) -> None:
         return float(value.detach())
 
     loss()
-    optimizer.step(loss)  # type: ignore[arg-type]  # LBFGS takes a closure
+    optimizer.step(loss)  # LBFGS takes a closure
 
 
 def dtypes(optimizer: optim.Optimizer) -> dict[str, torch.dtype]:
@@ -184,8 +184,8 @@ def test_plug_ins_take_cast(store: casckpt.Store) -> None:
         model, optimizer = accelerator.prepare(*made(dtype, optim.AdamW))
         return AcceleratorCheckpointer(accelerator, store, run="a"), model, optimizer
 
-    checkpointer, *trained = prepared(HIGH)
-    step(*trained)
+    checkpointer, model, optimizer = prepared(HIGH)
+    step(model, optimizer)
     checkpointer.save(1)
     for number in range(2):
         checkpointer, model, optimizer = prepared(LOW)

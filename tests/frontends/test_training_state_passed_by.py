@@ -24,7 +24,7 @@ class Scaled(nn.Linear):
         self.scale = torch.tensor([scale])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call] # torch's own
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight.absmax"] = self.scale
 
 
@@ -40,7 +40,7 @@ class Normed(nn.BatchNorm1d):
     """Saves more than batch norms do; the _load_from_state_dict that torch gave these does not read it."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call] # torch's own
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "limits"] = torch.zeros(2)
 
 
@@ -117,13 +117,15 @@ def test_a_save_says_once_what_a_load_will_refuse(store: casckpt.Store, caplog: 
 def test_a_checkpoint_without_such_modules_is_loaded_beside_them(store: casckpt.Store) -> None:
     adapter = nn.Linear(3, 3)
     save_model_and_optim_state(store, nn.ModuleDict({"adapter": adapter}), run="a", step=1)
-    model = nn.ModuleDict({"adapter": nn.Linear(3, 3), "base": Scaled(2.0)})
+    model: Any = nn.ModuleDict({"adapter": nn.Linear(3, 3), "base": Scaled(2.0)})
     load_model_and_optim_state(store, "a@1", model, strict=False)
     assert torch.equal(model["adapter"].weight, adapter.weight)
 
 
 def test_what_is_read_in_any_way_is_loaded(store: casckpt.Store) -> None:
-    hooked, after, above = Scaled(7.0), Scaled(7.0), nn.Sequential(Told(3, 3))
+    hooked: Any = Scaled(7.0)
+    after: Any = Scaled(7.0)
+    above: Any = nn.Sequential(Told(3, 3))
     hooked.register_load_state_dict_pre_hook(popping)
     after.register_load_state_dict_post_hook(lambda module, keys: keys.unexpected_keys.clear())
     above.register_load_state_dict_pre_hook(lambda module, state, *args: state.pop("0._extra_state"))
@@ -135,7 +137,7 @@ def test_what_is_read_in_any_way_is_loaded(store: casckpt.Store) -> None:
 
 
 def test_what_is_read_is_known_without_a_call() -> None:
-    inside = nn.Sequential(Scaled(1.0))
+    inside: Any = nn.Sequential(Scaled(1.0))
     inside.register_load_state_dict_pre_hook(lambda module, state, *args: None)  # knows nothing of what is below
     assert names_passed_by(inside) == ["0.weight.absmax"]
     assert names_passed_by(Normed(2)) == ["limits"]
@@ -146,9 +148,9 @@ def test_what_is_read_is_known_without_a_call() -> None:
 
 
 def test_a_second_name_of_a_parameter_is_filled_and_refused_where_torch_would_be_strict(store: casckpt.Store) -> None:
-    def named(seed: int) -> nn.Module:
+    def named(seed: int) -> Any:
         torch.manual_seed(seed)
-        model = nn.Linear(3, 3)
+        model: Any = nn.Linear(3, 3)
         model.register_state_dict_post_hook(
             lambda module, state, prefix, metadata: state.update({f"{prefix}old": state[f"{prefix}weight"]})
         )
