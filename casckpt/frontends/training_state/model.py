@@ -7,7 +7,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import torch
@@ -79,8 +78,7 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
     _save_to_state_dict of its own, only it can read, by a _load_from_state_dict of its own or by hooks. What was added
     in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
     """
-    live = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    suspects = [name for name, value in state.items() if strict or id(value) not in live]
+    suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
     roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
     modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
     for root in roots if suspects else ():
@@ -88,11 +86,12 @@ def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> di
             modules[plain_name(root, path)].append(module)
     found, below = dict[str, list[str]](), dict[str, list[str]]()
     for name in suspects:
+        path, _, last = name.rpartition(".")
+        if any(_reads(owner, last) for owner in modules.get(path, ())):
+            continue
         steps = name.split(".")
         above = [path for path in (".".join(steps[:end]) for end in range(len(steps))) if path in modules]
         owners, start = modules[above[-1]], f"{above[-1]}.".lstrip(".")
-        if any(_reads(owner, name.removeprefix(start)) for owner in owners):
-            continue
         writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
         readers = owners if writes else [module for path in above for module in modules[path]]
         if any(_loads(module, is_root=module in roots) for module in readers):
