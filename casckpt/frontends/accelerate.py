@@ -64,14 +64,14 @@ class AcceleratorCheckpointer:
         """See `Checkpointer.save_if_due`."""
         return self.checkpointer.save_if_due(step, *self._all(), **options)
 
-    def resume(self, *, missing: Missing = "raise", unread: Unread = "warn") -> Checkpoint | None:
+    def resume(self, *, missing: Missing = "raise", unread: Unread = "warn", cast: bool = False) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one. See `Checkpointer.resume`."""
-        return self.checkpointer.resume(*self._all(), missing=missing, unread=unread)
+        return self.checkpointer.resume(*self._all(), missing=missing, unread=unread, cast=cast)
 
-    def load(self, ref: str | Checkpoint) -> None:
-        """Load all of a checkpoint; of one of weights alone, these."""
+    def load(self, ref: str | Checkpoint, *, cast: bool = False) -> None:
+        """Load all of a checkpoint; of one of weights alone, these. ``cast``: see `Checkpointer.load`."""
         models, optimizers, train = self._all()
-        state = self.checkpointer.load(ref, models, optimizers)
+        state = self.checkpointer.load(ref, models, optimizers, cast=cast)
         if state is not None:
             train.load_state_dict(state)
 

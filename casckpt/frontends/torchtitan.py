@@ -46,7 +46,8 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         ``store``: a path or URL; "" for the folder ``folder`` below the dump folder. ``initial_load_ref``: a checkpoint
         of the store to begin from, while the run has none (instead of ``initial_load_path``). ``async_save``: in the
         background. ``fixed_steps``: saved in any case, and kept. ``throttle``, ``pre_download``, ``health``: see
-        `Checkpointer`. ``mirror``, ``sign_with``, ``require_signature`` ("" and () for none): see `casckpt.open`.
+        `Checkpointer`. ``cast``: see `Checkpointer.load`. ``mirror``, ``sign_with``, ``require_signature`` ("" and ()
+        for none): see `casckpt.open`.
         """
 
         store: str = ""
@@ -57,6 +58,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
         throttle: int | None = None
         pre_download: bool = False
         health: bool = False
+        cast: bool = False
         mirror: str = ""
         sign_with: str = ""
         require_signature: tuple[str, ...] = ()
@@ -131,6 +133,7 @@ class CasCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torc
             optims,
             load_optim_state=needed if optims else None,
             load_trainer_state=False if model_only else needed,
+            cast=self.config.cast,
         )
         if loaded is not None:
             wanted = {name: part for name, part in self.states.items() if name not in excluded}

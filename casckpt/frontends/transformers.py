@@ -170,13 +170,19 @@ class _Folder:
 
 
 def restore_checkpoint(
-    store: AnyStore, ref: str | Checkpoint, output_dir: str | os.PathLike[str], *, force: bool = False
+    store: AnyStore,
+    ref: str | Checkpoint,
+    output_dir: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    allow_pickle: bool = False,
 ) -> Path:
     """Write the folder ``output_dir/checkpoint-STEP`` as the trainer had written it; its path.
 
     That is what ``trainer.train(resume_from_checkpoint=...)`` takes. An ``output_dir`` that is called
     ``checkpoint-<number>`` is the folder itself. One process for each file system makes the call. ``force``: over what
-    is there. Raises NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that no
+    is there. ``allow_pickle``: as for `Store.read`; a checkpoint that was saved with it may need it. Raises Refused for
+    a pickle without it, NotFound, Conflict if the folder is not empty, Mismatch for a checkpoint that no
     `CasCheckpointCallback` made, Damaged. After an error nothing stands under the final name.
     """
     opened = as_store(store)
@@ -196,7 +202,7 @@ def restore_checkpoint(
             tensors = _read(opened, stored, name, file["names"])
             save_file(tensors, _within(folder, name), metadata=dict(file["metadata"]) or None)
         if stored.has_optimizer:
-            torch.save(unshard_optim_state(opened, stored.checkpoint), folder / OPTIMIZER)
+            torch.save(unshard_optim_state(opened, stored.checkpoint, allow_pickle=allow_pickle), folder / OPTIMIZER)
     return target
 
 

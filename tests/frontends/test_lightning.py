@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from casckpt.errors import CasckptError, Conflict, NotFound, StorageError, Unsigned
+from casckpt.errors import CasckptError, Conflict, InvalidInput, NotFound, StorageError, Unsigned
 from casckpt.frontends.lightning import CasCheckpointIO, restore_checkpoint
 from casckpt.frontends.training_state import unshard_model_state
 from casckpt.repository.repository import Repository
@@ -209,6 +209,16 @@ def test_a_file_for_all_that_reads_files(tmp_path: Path) -> None:
         trusting.load_checkpoint(path)
     io.remove_checkpoint(path)
     assert not path.exists()
+
+
+def test_a_file_is_written_of_what_was_pickled_where_that_is_allowed(tmp_path: Path, store: Store) -> None:
+    io = CasCheckpointIO(store, run="sft", allow_pickle=True)
+    state = {"global_step": 1, "optimizer_states": [{"state": {0: {"projector": slice(1, 3), "odd": Slow}}}]}
+    io.save_checkpoint({"state_dict": {"w": torch.ones(2)}, **state}, tmp_path / "one.ckpt")
+    with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
+        restore_checkpoint(store, "sft@1", tmp_path / "real.ckpt")
+    path = restore_checkpoint(store, "sft@1", tmp_path / "real.ckpt", allow_pickle=True)
+    assert torch.load(path, weights_only=False)["optimizer_states"] == state["optimizer_states"]
 
 
 class Slow:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +15,13 @@ pytest.importorskip("lightning.pytorch", reason="needs casckpt[lightning]")
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 import casckpt
-from casckpt.errors import InvalidInput
+from casckpt.errors import InvalidInput, Mismatch
 from casckpt.frontends.lightning import CasCheckpointIO, CasModelParallelStrategy
 from tests.support.ranks import JobFailed
-from tests.support.saves import steps
+from tests.support.saves import small_folder, steps
 from tests.support.torchrun import as_torchrun_says
 
 if TYPE_CHECKING:
@@ -94,6 +97,22 @@ def test_a_plug_in_that_would_be_passed_by_is_refused(tmp_path: Path) -> None:
     strategy = CasModelParallelStrategy(tmp_path, run="sft")
     with pytest.raises(InvalidInput, match="would pass by CasCheckpointIO; leave that plug-in out"):
         Trainer(strategy=strategy, accelerator="cpu", plugins=[CasCheckpointIO(tmp_path, run="sft")])
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_strategy_loads_with_the_cast_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cast: bool
+) -> None:
+    store = small_folder(tmp_path / "store")
+    model, low = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+    casckpt.save_model_and_optim_state(store, model, run="sft", step=1)
+    strategy = CasModelParallelStrategy(store, run="sft", cast=cast)
+    fitting = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.VALIDATING))
+    low.__dict__["trainer"] = fitting
+    monkeypatch.setattr(strategy, "_module", lambda: low)
+    with nullcontext() if cast else pytest.raises(Mismatch, match="pass cast=True"):
+        strategy.load_checkpoint("sft@1")
+    assert torch.equal(low.weight, model.weight.bfloat16()) is cast
 
 
 def fitted_by_ddp(rank: int, size: int, folder: Path, epochs: int, path: str | None = None) -> Any:

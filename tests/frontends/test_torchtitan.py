@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("torchtitan", reason="needs casckpt[torchtitan]")
 
 import casckpt
-from casckpt.errors import InvalidInput, NotFound, Unsigned, Unsupported
+from casckpt.errors import InvalidInput, Mismatch, NotFound, Unsigned, Unsupported
 from tests.support.saves import small_folder
 from tests.support.signing import pair
 from tests.support.training import identical
@@ -200,6 +200,10 @@ def refuses(rank: int, size: int, path: Path) -> None:
     loop.train(1, last=1)
     with pytest.raises(NotFound, match="saved without"):  # weights of the end of a run are no training to go on with
         loop.load()
+    begun = {"run": "next", "initial_load_ref": "titan@1", "initial_load_model_only": True}
+    with pytest.raises(Mismatch, match="pass cast=True"):
+        Loop(rank, size, path, **begun).load()
+    assert Loop(rank, size, path, cast=True, **begun).load()
 
 
 def signs_and_demands(rank: int, size: int, path: Path, private: str, public: str) -> None:

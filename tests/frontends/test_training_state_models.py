@@ -421,10 +421,10 @@ def test_where_a_fresh_optimizer_gets_its_state(
     assert not steps_on_cpu(asgd, options)  # the one optimizer of torch that counts on the device
     like = torch.empty(2, 3, device="meta").t()
     holding = Holding("w", like, None)
-    made = holding.destination(entry, None, torch.device("meta"), set())
+    made = holding.destination(entry, None, torch.device("meta"), set(), added=False)
     assert made.is_meta
     assert made.shape == entry.shape
-    assert holding.destination(entry, None, torch.device("cpu"), set()).device.type == "cpu"
+    assert holding.destination(entry, None, torch.device("cpu"), set(), added=False).device.type == "cpu"
 
 
 def test_the_only_rank_is_rank_0(store: casckpt.Store, saved: tuple[Network, optim.Optimizer]) -> None:

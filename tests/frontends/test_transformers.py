@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,6 +193,37 @@ def test_a_training_whose_folders_would_be_refused_does_not_begin(store: Store, 
     callback = CasCheckpointCallback(store, run="sft")
     with pytest.raises(Unsupported, match=f"a Trainer with {kind} are not taken apart"):
         callback.on_train_begin(SimpleNamespace(**{kind: True}), None, None)
+
+
+@dataclass
+class Projector:
+    """No plain data."""
+
+    rank: int
+
+
+class Projecting(hub.TrainerCallback):  # type: ignore[misc] # transformers has no types
+    """Adds entries to the optimizer's state: plain, and one that must be pickled."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        for number, entries in enumerate(given["optimizer"].state.values()):
+            entries |= {"seen": torch.tensor([number]), "projector": Projector(number)}
+
+
+def test_what_a_user_added_to_an_optimizer_comes_back(tmp_path: Path, store: Store) -> None:
+    saving = CasCheckpointCallback(store, run="sft", allow_pickle=True)
+    trainer(tmp_path / "out", tiny(), Projecting(), saving, most=1).train()
+    with pytest.raises(InvalidInput, match="pass allow_pickle=True"):
+        restore_checkpoint(store, "sft@1", tmp_path / "back")
+    assert not list((tmp_path / "back").rglob("*.pt"))
+    back = restore_checkpoint(store, "sft@1", tmp_path / "back", allow_pickle=True)
+    found, written = (
+        torch.load(folder / "optimizer.pt", weights_only=False) for folder in (back, tmp_path / "out" / "checkpoint-1")
+    )
+    assert found["state"].keys() == written["state"].keys()
+    for key, entries in written["state"].items():
+        assert found["state"][key].pop("projector") == entries.pop("projector")
+        assert identical(found["state"][key], entries)
 
 
 def test_when_to_save_is_said_to_the_trainer(store: Store) -> None:

@@ -102,6 +102,19 @@ def test_tensors_of_inference_mode_are_filled_by_any_thread(
         assert same_state(found, template(1))
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_tensors_of_inference_mode_are_updated(cast: bool) -> None:
+    store = small()
+    one, two = state(1), state(2)
+    store.save(one, step=1, compress="always")
+    store.save(two, step=2, compress="always")
+    with torch.inference_mode():
+        here = (wide if cast else state)(0)
+    held = store.load(here, "default@1", cast=cast)
+    store.update(here, "default@2", held=held, cast=cast)
+    assert same_state(here, (wide if cast else state)(2))
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 def test_where_torch_makes_no_memory_that_is_said() -> None:
     store, here = small(), {"w": torch.zeros(5)}

@@ -45,6 +45,10 @@ class StreamEntry(msgspec.Struct, frozen=True, gc=False):
     shape: Shape
     number: int
 
+    def converted(self, dtype: str, itemsize: int) -> StreamEntry:
+        """The same in another dtype, as a load makes it."""
+        return StreamEntry(self.kind, self.key, self.index, self.rank, dtype, itemsize, self.shape, self.number)
+
     @property
     def name(self) -> Name:
         """Identity of the stream in its manifest."""

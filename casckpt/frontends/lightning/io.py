@@ -176,12 +176,14 @@ def from_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "state_dict": state[WEIGHTS]} if WEIGHTS in state else found
 
 
-def restore_checkpoint(store: AnyStore, ref: str | Checkpoint, path: AnyPath, *, force: bool = False) -> Path:
+def restore_checkpoint(
+    store: AnyStore, ref: str | Checkpoint, path: AnyPath, *, force: bool = False, allow_pickle: bool = False
+) -> Path:
     """Write a checkpoint as a file of Lightning's own, for all that reads files by itself.
 
-    ``force``: over what is there. Raises NotFound, Conflict.
+    ``force``: over what is there. ``allow_pickle``: as for `Store.read`. Raises NotFound, Conflict, Refused.
     """
-    checkpoint = from_state(as_store(store).read(ref))
+    checkpoint = from_state(as_store(store).read(ref, allow_pickle=allow_pickle))
     target = Path(path)
     with new_file(target, force=force) as temporary:
         torch.save(checkpoint, temporary)

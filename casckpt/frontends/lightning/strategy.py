@@ -23,7 +23,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
     """For ``Trainer(strategy=...)``: ModelParallelStrategy passes by every CheckpointIO, this one needs none.
 
     Nothing is gathered, and a checkpoint loads on another number of ranks. ``health``: as for `Store.save`.
-    ``options``: those of ModelParallelStrategy.
+    ``cast``: as for `Checkpointer.load`. ``options``: those of ModelParallelStrategy.
     """
 
     def __init__(
@@ -34,11 +34,12 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         gc: bool = False,
         allow_pickle: bool = False,
         health: bool = False,
+        cast: bool = False,
         **options: Any,  # Lightning's own arguments, which depend on its version
     ) -> None:
         super().__init__(**options)
         self._book = RunFiles(as_store(store), run, gc=gc)
-        self._allow_pickle, self._health = allow_pickle, health
+        self._allow_pickle, self._health, self._cast = allow_pickle, health, cast
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -98,7 +99,7 @@ class CasModelParallelStrategy(ModelParallelStrategy):
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         optims = self.optimizers if fitting else None
         checkpointer = self._checkpointer(self._book.run)
-        rest = checkpointer.load(ref, module, optims, load_optim_state=bool(optims))
+        rest = checkpointer.load(ref, module, optims, load_optim_state=bool(optims), cast=self._cast)
         return {**(rest or {}), "state_dict": {}, "optimizer_states": [{} for _ in self.optimizers]}
 
     def remove_checkpoint(self, filepath: AnyPath) -> None:

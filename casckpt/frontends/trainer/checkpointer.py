@@ -73,7 +73,8 @@ class Checkpointer(OneRun):
     ``frozen``: tensors that do not change, as `Store.save` takes them: of these only a sample is looked at.
     ``compress``: store what changed of each tensor, as for `Store.save`. ``health``: look for NaN in what changed; a
     checkpoint that holds any is unhealthy, and so retention keeps the newest healthy one beside it.
-    ``allow_pickle``: for train state that is neither tensors nor plain data. Raises InvalidInput.
+    ``allow_pickle``: for train state, and entries of an optimizer's state, that are neither tensors nor plain data.
+    Raises InvalidInput.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class Checkpointer(OneRun):
         load_optim_state: bool | None = None,
         load_trainer_state: bool | None = None,
         unread: Unread = "warn",
+        cast: bool = False,
         **match: Unpack[MatchArguments],
     ) -> Any:
         """Load into ``model`` and ``optim``. Return this rank's train state, or rank 0's if there are more ranks now.
@@ -245,13 +247,13 @@ class Checkpointer(OneRun):
         ``load_optim_state``, ``load_trainer_state``: True: raise NotFound if it is not there. None: load it if it is
         there; otherwise return None, and warn in the log of an optimizer that was passed in vain. False: do not read
         it. A checkpoint of weights alone loads. ``unread``: the log names whole subtrees that are left, unless
-        "ignore". ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
+        "ignore". ``cast``, ``strict``, ``ignore_mismatched``, ``rename``: see `load_model_and_optim_state`. Raises as
         `Store.load` does.
         """
         check_keywords("Checkpointer.load", match, MatchArguments)
         wanted = Wanted(
             optim=load_optim_state, train=load_trainer_state, pre_download=self.config.pre_download, unread=unread,
-            **match,
+            cast=cast, **match,
         )  # fmt: skip
         return self._restore(ref, model, optim, wanted)[1]
 
@@ -264,19 +266,20 @@ class Checkpointer(OneRun):
         missing: Missing = "raise",
         unread: Unread = "warn",
         healthy: bool = False,
+        cast: bool = False,
     ) -> Checkpoint | None:
         """Load the newest checkpoint of the run, if there is one, the same on all ranks. Set ``train_state``, too.
 
         ``healthy``: the newest that was not saved with ``healthy=False``; NotFound if there is none. ``missing``: if an
         optimizer or a train state that you pass cannot be restored, "raise" NotFound or MissingKey, or "warn" in the
-        log and go on with the rest. ``unread``: as for `load`. Raises as `load` does, and InvalidInput for a train
-        state without load_state_dict.
+        log and go on with the rest. ``unread``, ``cast``: as for `load`. Raises as `load` does, and InvalidInput for a
+        train state without load_state_dict.
         """
         found, any_set = self._find_together(None, lambda: is_to_be_set(train_state, missing), healthy=healthy)
         if found is None:
             return None
-        pre_download = self.config.pre_download
-        wanted = to_resume(optim is not None, train_state is not None, missing, unread, pre_download=pre_download)
+        has = optim is not None, train_state is not None
+        wanted = to_resume(*has, missing, unread, pre_download=self.config.pre_download, cast=cast)
         loaded, state = self._restore(found, model, optim, wanted)
         if any_set:
             open_ranks(self.process_group).exchange(

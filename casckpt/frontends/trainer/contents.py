@@ -22,7 +22,7 @@ from casckpt.checkpoint.ranks import Ranks
 from casckpt.errors import InvalidInput, Mismatch, NotFound
 from casckpt.format.tree import children
 from casckpt.format.tree import find as find_node
-from casckpt.frontends.training_state.loading import TrainingStateLoad, Unused
+from casckpt.frontends.training_state.loading import TrainingStateLoad, Unused, normal_tensors
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
 from casckpt.frontends.training_state.save_load import state_of
 from casckpt.frontends.training_state.stored import GROUPS, StoredGroups, StoredTraining
@@ -101,9 +101,9 @@ class Wanted:
     """What a load is asked for. None: if it is there. True: it must be. False: not.
 
     ``pre_download``: into the cache of this host first. ``strict``: the names here must be those of the checkpoint, as
-    ``rename`` gives them. ``is_train_state_set``: False: a train state is left unread, which is told of. ``whole``: a
-    train module must find all that it has. ``lenient``: an optimizer that was saved by number is left out, rather than
-    refused.
+    ``rename`` gives them. ``cast``: other dtypes are converted. ``is_train_state_set``: False: a train state is left
+    unread, which is told of. ``whole``: a train module must find all that it has. ``lenient``: an optimizer that was
+    saved by number is left out, rather than refused.
     """
 
     optim: bool | None
@@ -113,6 +113,7 @@ class Wanted:
     ignore_mismatched: Sequence[str] | None = None
     unread: Unread = "warn"
     rename: Rename = None
+    cast: bool = False
     is_train_state_set: bool = True
     whole: bool = False
     lenient: bool = False
@@ -140,7 +141,9 @@ class Restoring:
             state, loaded = self._load_module(stored, model, train)
         else:
             wanted = self._wanted
-            loading = TrainingStateLoad(stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched)
+            loading = TrainingStateLoad(
+                stored, groups, wanted.strict, wanted.rename, wanted.ignore_mismatched, cast=wanted.cast
+            )
             state, loaded = self._load_named(loading, stored, model, optims, train)
             if self._ranks.rank == 0 and optims and groups is None:
                 log.warning(
@@ -151,6 +154,7 @@ class Restoring:
             tell(loaded.run, loaded.step, self._left(loaded.unread_subtrees, has_train=bool(train)), _MEANT)
         return loaded, next(iter(state[TRAIN].values())) if train else None
 
+    @normal_tensors()
     def _find(
         self, ref: str | Checkpoint, wants_optimizer: Callable[[], bool]
     ) -> tuple[StoredTraining, StoredGroups | None]:
@@ -188,6 +192,7 @@ class Restoring:
             return {}
         return {TRAIN: {self._ranks.rank if self._ranks.rank in ranks else min(ranks): None}}
 
+    @normal_tensors()
     def _load_named(
         self,
         loading: TrainingStateLoad,
@@ -234,7 +239,7 @@ class Restoring:
         match: MatchArguments = {"rename": rename, "strict": self._wanted.strict, "ignore_mismatched": ignored}
         if self._wanted.pre_download:
             self._ranks.exchange(lambda: self._store.pre_download(ref, state, **match), lambda done: done)
-        return self._store.load(state, ref, unread="ignore", **match, **self._options)
+        return self._store.load(state, ref, unread="ignore", cast=self._wanted.cast, **match, **self._options)
 
 
 def _template_of(model: TrainModule, metadata: StoredKeys, *, optim: bool) -> Mapping[str, Any]:

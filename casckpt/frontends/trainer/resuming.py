@@ -26,7 +26,9 @@ def is_to_be_set(train_state: Any, missing: Any) -> bool:
     return train_state is not None
 
 
-def to_resume(optimizer: bool, train_state: bool, missing: Missing, unread: Unread, *, pre_download: bool) -> Wanted:
+def to_resume(
+    optimizer: bool, train_state: bool, missing: Missing, unread: Unread, *, pre_download: bool, cast: bool
+) -> Wanted:
     """What a resume asks for that is given an optimizer, or a train state. One that is not given is left unread."""
     demand = True if missing == "raise" else None
     return Wanted(
@@ -34,6 +36,7 @@ def to_resume(optimizer: bool, train_state: bool, missing: Missing, unread: Unre
         train=demand if train_state else None,
         pre_download=pre_download,
         unread=unread,
+        cast=cast,
         is_train_state_set=train_state,
         whole=missing == "raise",
         lenient=missing == "warn",

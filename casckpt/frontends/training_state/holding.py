@@ -33,6 +33,11 @@ class Holding:
     part: FlatPart | None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the parameter; FSDP may show it in a lower one."""
+        return self.parameter.dtype if self.part is None else self.part.data.dtype
+
+    @property
     def is_nothing(self) -> bool:
         """Whether this rank has no element of it: FSDP gives it no gradient then, and optimizers keep no state."""
         return self.part is not None and self.part.lo == self.part.hi
@@ -77,10 +82,13 @@ class Holding:
 
     # loading
 
-    def destination(self, entry: StreamEntry, there: torch.Tensor | None, device: torch.device, taken: set[int]) -> Any:
+    def destination(
+        self, entry: StreamEntry, there: torch.Tensor | None, device: torch.device, taken: set[int], *, added: bool
+    ) -> Any:
         """Tell where a load puts one tensor of state: into ``there`` if it fits, else into a new one.
 
-        ``taken``: addresses of memory that holds something else already: some optimizers share one ``step``.
+        ``taken``: addresses of memory that holds something else already: some optimizers share one ``step``. ``added``:
+        it is state that a user added to what the optimizer keeps.
         """
         part, parameter = self.part, self.parameter
         if part is not None and entry.shape == part.shape:
@@ -88,7 +96,7 @@ class Holding:
             return part.shard(there if fits and there is not None else _new_like(part.data, entry))
         if there is not None and tuple(there.shape) == entry.shape and _fits(there, entry, taken):
             return there
-        if is_dtensor(parameter) and not _is_plain(there, entry, parameter):
+        if is_dtensor(parameter) and not _is_plain(there, entry, parameter, added=added):
             return _new_dtensor(parameter, entry)
         alike = not is_dtensor(parameter) and tuple(parameter.shape) == entry.shape and parameter.device == device
         return _new_like(parameter, entry) if alike else new_empty(entry, device)
@@ -130,12 +138,15 @@ def _new_like(tensor: torch.Tensor, entry: StreamEntry) -> torch.Tensor:
 def _fits(there: torch.Tensor, entry: StreamEntry, taken: set[int]) -> bool:
     here = local_of(there)
     alike = here.dtype == torch_dtype(entry.dtype) and here.layout is torch.strided
-    return alike and here.is_contiguous() and here.data_ptr() not in taken
+    # no optimizer could step with one of inference mode
+    return alike and not here.is_inference() and here.is_contiguous() and here.data_ptr() not in taken
 
 
-def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor) -> bool:
-    """Whether the state of a DTensor is to be no DTensor: as it was before, or as torch keeps single numbers."""
-    return entry.shape == () != tuple(parameter.shape) if there is None else not is_dtensor(there)
+def _is_plain(there: torch.Tensor | None, entry: StreamEntry, parameter: torch.Tensor, *, added: bool) -> bool:
+    """Whether the state of a DTensor is to be no DTensor: as before, or as torch and users keep what has no shards."""
+    if there is not None:
+        return not is_dtensor(there)
+    return (added or entry.shape == ()) and entry.shape != tuple(parameter.shape)
 
 
 def _new_dtensor(parameter: DTensor, entry: StreamEntry) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The state that torch's own optimizers keep for a parameter, by name, as no step is ever taken to find out.
 
-An optimizer of somebody else may keep anything, and is given what was saved.
+An optimizer of somebody else may keep anything, and is given what was saved. What a user adds to the state of one of
+torch's is the user's: it is loaded, and proves no other kind of optimizer.
 """
 
 from __future__ import annotations
@@ -44,10 +45,9 @@ _WITH = {  # an option that is on: what it needs
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of optimizer. ``name``: of the class of torch.optim whose step it takes; ``own``: it is no subclass."""
+    """A kind of optimizer. ``name``: of the class of torch.optim whose step it takes."""
 
     name: str
-    own: bool
 
     @classmethod
     def of(cls, optim: Optimizer) -> Kind | None:
@@ -56,7 +56,7 @@ class Kind:
         name = step.__qualname__.partition(".")[0]
         if not _is_torchs(step) or name not in _ALWAYS:
             return None
-        return cls(name, _is_torchs(type(optim)))
+        return cls(name)
 
     def needs(self, options: Mapping[str, Any]) -> set[str]:
         """The names without which a step fails, with these options of the group."""
@@ -69,19 +69,20 @@ class Kind:
         return {*_ALWAYS[self.name].split(), *_AT_TIMES.get(self.name, "").split(), *optional.values()}
 
     def check(self, saved: Collection[str], options: Mapping[str, Any], key: str, where: str) -> None:
-        """Raise Mismatch unless state of these names is what this kind keeps.
+        """Raise Mismatch if state of these names is not enough for a step, or all that another kind keeps.
 
-        ``key``: the parameter whose state it is. What a subclass adds is its own affair.
+        ``key``: the parameter whose state it is.
         """
-        lacking = sorted(self.needs(options).difference(saved))
-        unknown = sorted(set(saved) - self.keeps()) if self.own else []
-        if lacking or unknown:
-            lacks = f" It lacks {', '.join(map(repr, lacking))}." if lacking else ""
-            more = f" Only it has {', '.join(map(repr, unknown))}." if unknown else ""
+        names = set(saved)
+        lacking = sorted(self.needs(options) - names)
+        others = () if names <= self.keeps() else map(Kind, _ALWAYS)
+        kinds = [kind.name for kind in others if kind.needs({}) <= names <= kind.keeps()]
+        is_other = bool(kinds) and names != {"step"}  # users count, too
+        if lacking or is_other:
+            found = f"it lacks {', '.join(map(repr, lacking))}" if lacking else f"it is that of {' or '.join(kinds)}"
             raise Mismatch(
-                f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: that of another kind, or "
-                f"of other options?{lacks}{more} Make the same optimizer as was saved, or load the model alone "
-                "(optim=None)",
+                f"the optimizer's state of {key!r} in {where} is not what {self.name} keeps: {found}. Make the same "
+                "optimizer as was saved, with the same options, or load the model alone (optim=None)",
                 key=key,
             )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -23,10 +26,27 @@ from casckpt.frontends.training_state.holding import Holding, apart, unwrapped
 from casckpt.frontends.training_state.kinds import Kind
 from casckpt.frontends.training_state.model import ModelTemplate, is_extra_state
 from casckpt.frontends.training_state.optimizer import install, named_groups, tensors_below
-from casckpt.frontends.training_state.stored import GROUPS, STATE, StoredGroups, StoredTraining, is_step, steps_on_cpu
+from casckpt.frontends.training_state.stored import (
+    GROUPS,
+    STATE,
+    StoredGroups,
+    StoredTraining,
+    is_step,
+    keeps_dtype,
+    steps_on_cpu,
+)
 from casckpt.frontends.training_state.together import on_no_rank
 from casckpt.tensors.dtensors import local_of
+from casckpt.tensors.dtypes import dtype_name
 from casckpt.tensors.values import Shard
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Inside, new tensors are normal ones, though the caller be in inference mode: no optimizer could update others."""
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,7 @@ class TrainingStateLoad:
 
     ``rename``: from a key of the model, ``model.<name>``, to one of the checkpoint; its optimizer's state goes along.
     ``ignore_mismatched``: patterns of names of the model, or of keys; what does not fit there is left as it is.
+    ``cast``: convert; state that was saved in the dtype of its saved parameter gets that of the parameter here.
     A checkpoint of weights at its top, as an import of safetensors files makes it, is one of a model.
     """
 
@@ -52,10 +73,12 @@ class TrainingStateLoad:
         strict: bool,
         rename: Rename = None,
         ignore_mismatched: Sequence[str] | None = None,
+        *,
+        cast: bool = False,
     ) -> None:
         self.state: dict[str, Any] = {}
         self._stored, self._groups, self._strict, self._rename = stored, groups, strict, rename
-        self._ignore_mismatched = ignore_mismatched
+        self._ignore_mismatched, self._cast = ignore_mismatched, cast
         self.ignored: tuple[str, ...] = ()
         """For `Store.load`: patterns of keys that are left as they are where they do not fit. Known after `plan`."""
         self._bare = groups is None and not stored.keys_below("model")
@@ -66,18 +89,24 @@ class TrainingStateLoad:
         """Check all that this rank can. Raises MissingKey, Mismatch or InvalidInput."""
         given = usable_patterns(self._ignore_mismatched, "ignore_mismatched") or ()
         self.ignored = (*given, *(f"model.{pattern}" for pattern in given))
-        self._model = ModelTemplate(model)
+        self._model = ModelTemplate(model, strict=self._strict)
+        self._saved_key = renamer(self._rename)
+        self._left = self._leave()
+        for name in self._left:
+            del self._model.values[name]
         if self._model.values:
             self.state["model"] = self._model.values
-        self._saved_key = renamer(self._rename)
         values = self._model.values.items()
         new = {name for name, value in values if self._is_ignored(name) and not self._fits(name, value)}
+        new |= set(self._left)
         if optims and self._groups is None:
             self._absent = (GROUPS,)
         elif self._groups is not None and optims:
             groups = self._groups
             plans = [
-                _OptimizerPlan(self._stored, groups, model, optim, self._saved_name, new=new, strict=self._strict)
+                _OptimizerPlan(
+                    self._stored, groups, model, optim, self._saved_name, new=new, strict=self._strict, cast=self._cast
+                )
                 for optim in optims
             ]
             self._absent = tuple(f"{STATE}.{name}" for plan in plans for name in plan.match.missing)
@@ -91,6 +120,28 @@ class TrainingStateLoad:
             [name for name in self._unused_keys() if not self._is_ignored(name)],
             [name for name in unused if name not in known and not self._is_ignored(name)],
         )
+
+    def _leave(self) -> tuple[str, ...]:
+        """Names that are left as they are: load_state_dict passes by them, or by others that belong to them.
+
+        Raises Mismatch for those that the checkpoint has, unless all that belong together are ignored.
+        """
+        left, refused = dict[str, None](), dict[str, str]()
+        for name, together in self._model.passed_by.items():
+            there = [one for one in together if self.saved_key(f"model.{one}") in self._stored.keys]
+            if all(self._is_ignored(one) for one in there):
+                left |= dict.fromkeys(there)
+            else:
+                refused[name] = re.sub(r"(?<=\.)\d+(?=\.)", "*", commonprefix(together)) + "*"  # noqa: RUF071 - of names
+        if refused:
+            raise Mismatch(
+                f"the model's state_dict has {listed(list(refused))}, which its load_state_dict does not read; what "
+                f"belongs to that would be loaded without it from {self._stored.where}. Load it into modules that read "
+                "all that they save, or leave these as they are, with "
+                f"ignore_mismatched={list(dict.fromkeys(refused.values()))}",
+                keys=tuple(refused),
+            )
+        return tuple(left)
 
     def _is_ignored(self, name: str) -> bool:
         return matches(f"model.{name}", self.ignored)
@@ -114,7 +165,7 @@ class TrainingStateLoad:
 
     def _unused_keys(self) -> list[str]:
         """Saved names of the model's that it has not."""
-        wanted = {self._saved_name(name): name for name in self._model.values}
+        wanted = {self._saved_name(name): name for name in (*self._model.values, *self._left)}
         extra = tuple(f"{saved}." for saved, name in wanted.items() if is_extra_state(name))
         there = self._stored.bare_keys() if self._bare else self._stored.keys_below("model")
         if self._bare and wanted.keys().isdisjoint(there):
@@ -133,9 +184,10 @@ class TrainingStateLoad:
 
     def install(self, loaded: Checkpoint) -> Checkpoint:
         """Hand what was loaded to the model and the optimizer."""
-        left = (*loaded.missing_keys, *loaded.mismatched_keys)
-        self._model.install({key.removeprefix("model.") for key in left}, self._strict)
-        unread = loaded.unread_keys
+        mismatched = (*loaded.mismatched_keys, *(f"model.{name}" for name in self._left))
+        self._model.install({key.removeprefix("model.") for key in (*loaded.missing_keys, *mismatched)}, self._strict)
+        known_left = {self.saved_key(f"model.{name}") for name in self._left}
+        unread = tuple(key for key in loaded.unread_keys if key not in known_left)
         if self._optimizers:
             for plan in self._optimizers:
                 plan.install(self.state.get("optim", {}).get("state", {}))
@@ -143,7 +195,9 @@ class TrainingStateLoad:
             starts = tuple(f"{key}." for key in known)
             unread = tuple(key for key in unread if key not in known and not key.startswith(starts))
         missing, subtrees = (*loaded.missing_keys, *self._absent), that_hold(loaded.unread_subtrees, unread)
-        return replace(loaded, missing_keys=missing, unread_keys=unread, unread_subtrees=subtrees)
+        return replace(
+            loaded, missing_keys=missing, mismatched_keys=mismatched, unread_keys=unread, unread_subtrees=subtrees
+        )
 
 
 _NOWHERE = "\0"
@@ -172,9 +226,11 @@ class _OptimizerPlan:
         *,
         new: Collection[str],
         strict: bool,
+        cast: bool,
     ) -> None:
         """``new``: names of parameters that are left as they are, and their state with them."""
-        self._optim = optim
+        self._optim, self._kind, self._stored, self._cast = optim, Kind.of(optim), stored, cast
+        self._kept = None if self._kind is None else self._kind.keeps()
         here = named_groups(model, optim)
         self.match: Match = match(here, saved, lambda name: _NOWHERE if name in new else saved_name(name))
         if strict:
@@ -194,7 +250,7 @@ class _OptimizerPlan:
 
     def _check_kind(self, nodes: Mapping[Element, Node], where: str) -> None:
         """Raise Mismatch if the state is that of another kind of optimizer: it would show in the next step."""
-        kind = Kind.of(self._optim)
+        kind = self._kind
         for group, options in zip(self._optim.param_groups, self.match.options, strict=True):
             for name in (self.match.saved.get(id(parameter)) for parameter in group["params"]):
                 node = None if name is None else nodes.get(name)
@@ -223,9 +279,21 @@ class _OptimizerPlan:
             return new_empty(entry, cpu)
         on_cpu = home.steps_on_cpu and is_step(entry, key)
         device = cpu if on_cpu else home.holding.parameter.device
-        found = home.holding.destination(entry, home.there.get(f".{key}"), device, self._taken)
+        added = self._kept is not None and key.partition(".")[0] not in self._kept
+        wanted = self._as_cast(str(name), key, entry, home.holding.dtype)
+        found = home.holding.destination(wanted, home.there.get(f".{key}"), device, self._taken, added=added)
         self._taken.add(local_of(unwrapped(found)).data_ptr())
         return found
+
+    def _as_cast(self, name: str, key: str, entry: StreamEntry, dtype: torch.dtype) -> StreamEntry:
+        """What ``cast`` makes of a piece of state of a parameter that has ``dtype`` here.
+
+        What was saved in the dtype of its parameter follows it. All else was meant to be of its own, as are counts.
+        """
+        weight = self._stored.manifest.tensors.get(f"model.{name}")
+        stays = keeps_dtype(entry, key) or key in getattr(self._optim, "non_castable_tensor_keys", ())  # bitsandbytes'
+        follows = self._cast and weight is not None and entry.dtype == weight.dtype and not stays
+        return entry.converted(dtype_name(dtype), dtype.itemsize) if follows else entry
 
     def install(self, loaded: Mapping[Any, Any]) -> None:
         """Hand over what was loaded. Parameters that the checkpoint lacks keep what they have."""

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from casckpt.checkpoint.ranks import this_rank
 from casckpt.errors import InvalidInput
 from casckpt.frontends.training_state.flat import flat_parts, full_dtypes, let_go, without_fsdp_hooks
+from casckpt.frontends.training_state.groups import listed
 from casckpt.frontends.training_state.names import plain_name
+from casckpt.frontends.training_state.parts import Parts
 from casckpt.tensors.values import Shard
+
+log = logging.getLogger("casckpt")
 
 _EXTRA_STATE = "_extra_state"
 
@@ -29,11 +37,14 @@ def model_state(model: nn.Module) -> OrderedDict[str, Any]:
     """
     parts, dtypes = flat_parts(model), full_dtypes(model)
     raw = _live_state(model)
+    live = {name: raw[key] for key, name in _plain_names(model, raw).items()}
     state: OrderedDict[str, Any] = OrderedDict()
-    for key, name in _plain_names(model, raw).items():
-        value = raw[key]
+    for name, value in live.items():
         part = parts.get(id(value))
         state[name] = part.shard(part.data) if part is not None else _in_full(value, dtypes)
+    unread = passed_by(model, live, strict=False)
+    if unread and this_rank() == 0:
+        _tell(listed(list(unread)))
     metadata = getattr(raw, "_metadata", None)
     if metadata is not None:  # versions of modules; a wrapper's own gives way to that of what it wraps
         vars(state)["_metadata"] = {plain_name(model, path): value for path, value in metadata.items()}
@@ -59,15 +70,77 @@ def _plain_names(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, str]:
     return names
 
 
+def passed_by(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> dict[str, list[str]]:
+    """The names in ``state``, that of ``model`` under plain names, which its load_state_dict would not read.
+
+    With each, the names that must not be loaded without it. Nothing is called to find out. By itself a module reads
+    its parameters, its buffers, and extra state for which it has a set_extra_state. What it adds by a
+    _save_to_state_dict of its own, only it can read, by a _load_from_state_dict of its own or by hooks. What was added
+    in other ways, any module above may read. ``strict``: other names of parameters count, which torch then refuses.
+    """
+    suspects = [name for name, value in state.items() if strict or not isinstance(value, nn.Parameter)]
+    roots: Sequence[nn.Module] = model.parts if isinstance(model, Parts) else (model,)
+    modules: defaultdict[str, list[nn.Module]] = defaultdict(list)
+    for root in roots if suspects else ():
+        for path, module in root.named_modules(remove_duplicate=False):
+            modules[plain_name(root, path)].append(module)
+    found, below = dict[str, list[str]](), dict[str, list[str]]()
+    for name in suspects:
+        path, _, last = name.rpartition(".")
+        if any(_reads(owner, last) for owner in modules.get(path, ())):
+            continue
+        steps = name.split(".")
+        above = [path for path in (".".join(steps[:end]) for end in range(len(steps))) if path in modules]
+        owners, start = modules[above[-1]], f"{above[-1]}.".lstrip(".")
+        writes = any(_has_own(owner, "_save_to_state_dict") for owner in owners)
+        readers = owners if writes else [module for path in above for module in modules[path]]
+        if any(_loads(module, is_root=module in roots) for module in readers):
+            continue
+        if writes and start not in below:
+            below[start] = [one for one in state if one.startswith(start)]
+        found[name] = below[start] if writes else [name]
+    return found
+
+
+@cache
+def _tell(names: str) -> None:
+    log.warning(
+        "the model's state_dict has %s, which its load_state_dict does not read: they are saved, but a load into such "
+        "a model is refused unless ignore_mismatched leaves their modules as they are. This is said once",
+        names,
+    )
+
+
+def _reads(module: nn.Module, name: str) -> bool:
+    """Whether any module reads this by itself."""
+    takes = type(module).set_extra_state is not nn.Module.set_extra_state
+    return name in module._parameters or name in module._buffers or (name == _EXTRA_STATE and takes)
+
+
+def _loads(module: nn.Module, *, is_root: bool) -> bool:
+    """Whether it loads in a way of its own. Hooks of FSDP and of checkpoint_wrapper read no keys."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    homes = [str(getattr(getattr(hook, "hook", hook), "__module__", "")) for hook in hooks]
+    own = _has_own(module, "_load_from_state_dict") or (is_root and _has_own(module, "load_state_dict"))
+    return own or not all(home.startswith("torch.distributed.") for home in homes)
+
+
+def _has_own(module: nn.Module, method: str) -> bool:
+    home = str(getattr(getattr(module, method), "__module__", ""))
+    return not home.startswith(("torch.nn.", "torch.distributed.", "torch._dynamo."))
+
+
 class ModelTemplate:
     """What a load fills: the model's own tensors, so that no copy is made, and its extra state, to be replaced."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, strict: bool) -> None:
         let_go(model)
         self._model = model
         self._parts, self._dtypes = flat_parts(model), full_dtypes(model)
         self._raw = _live_state(model)
         self._names = _plain_names(model, self._raw)
+        by_name = {name: self._raw[key] for key, name in self._names.items()}
+        self.passed_by = passed_by(model, by_name, strict=strict)
         self.values: dict[str, Any] = {name: self._place(name, self._raw[key]) for key, name in self._names.items()}
 
     def _place(self, name: str, value: Any) -> Any:
@@ -89,5 +162,10 @@ class ModelTemplate:
                 del self._raw[key]
             elif not isinstance(self.values[name], Shard):
                 self._raw[key] = self.values[name]
-        with without_fsdp_hooks(self._model):
+        with without_fsdp_hooks(self._model), torch.inference_mode() if self._is_of_inference() else nullcontext():
             self._model.load_state_dict(self._raw, strict=strict and not missing)
+
+    def _is_of_inference(self) -> bool:
+        """Whether a tensor was made in inference mode: outside of it torch would not even copy it onto itself."""
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedTensor would not say
+            return any(isinstance(value, torch.Tensor) and value.is_inference() for value in self._raw.values())

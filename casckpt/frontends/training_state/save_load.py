@@ -13,7 +13,7 @@ from casckpt.checkpoint.ranks import open_ranks
 from casckpt.checkpoint.saving.options import SaveArguments
 from casckpt.frontends.stores import AnyStore, as_store
 from casckpt.frontends.training_state.hub_config import config_files
-from casckpt.frontends.training_state.loading import TrainingStateLoad
+from casckpt.frontends.training_state.loading import TrainingStateLoad, normal_tensors
 from casckpt.frontends.training_state.model import model_state
 from casckpt.frontends.training_state.optimizer import states_to_save
 from casckpt.frontends.training_state.parts import AnyModel, AnyOptimizer, as_model, as_optimizers
@@ -70,6 +70,7 @@ def state_of(model: AnyModel, optim: AnyOptimizer | None) -> dict[str, Any]:
     return state
 
 
+@normal_tensors()
 def load_model_and_optim_state(
     store: AnyStore,
     ref: str | Checkpoint,
@@ -90,9 +91,13 @@ def load_model_and_optim_state(
     ``ignore_mismatched``: fnmatch patterns of the model's names, as ``head.*``, that are left as they are where the
     checkpoint lacks them or has another shape (``mismatched_keys``); the optimizer's state for them, too. ``rename``:
     from a key of the model here, ``model.<name>``, to one of the checkpoint, as `Store.load` takes it; what was saved
-    of an optimizer goes with its parameter. ``unread``: "warn" (the default): whole subtrees that are left, other than
-    an optimizer's that was not asked for, are told of in the log; "ignore". ``options``: also ``cast`` (of the model),
-    ``verify``, ... as in `Store.load`.
+    of an optimizer goes with its parameter. ``cast``: convert to the dtypes of the model; state that was saved in the
+    dtype of its parameter follows it, and all other state, and ``step``, stay as they were saved. ``unread``: "warn"
+    (the default): whole subtrees that are left, other than an optimizer's that was not asked for, are told of in the
+    log; "ignore". ``options``: also ``verify``, ... as in `Store.load`.
+
+    A module that saves keys which load_state_dict does not read (bitsandbytes' Linear4bit) is a Mismatch that names
+    them, unless ``ignore_mismatched`` matches all names of the module: then it is left as it is.
 
     Raises Conflict if ranks name different checkpoints, NotFound, MissingKey, Mismatch or InvalidInput before anything
     changes; Damaged or StorageError during the read, after which both are undefined; on every rank alike.
@@ -104,7 +109,7 @@ def load_model_and_optim_state(
         ranks, store, ref, optimizer=lambda: bool(as_optimizers(optim)), required=given.strict,
         allow_pickle=given.allow_pickle,
     )  # fmt: skip
-    loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched)
+    loading = TrainingStateLoad(stored, groups, given.strict, given.rename, given.ignore_mismatched, cast=given.cast)
     ranks.exchange(lambda: loading.plan(as_model(model), as_optimizers(optim)), loading.check_unused)
     options |= {"ignore_mismatched": loading.ignored, "unread": "ignore", "rename": loading.saved_key}
     loaded = stored.store.load(loading.state, stored.checkpoint, **options)

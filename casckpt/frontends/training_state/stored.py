@@ -13,6 +13,7 @@ from casckpt.format.manifest import Manifest
 from casckpt.format.regions import whole
 from casckpt.format.sections.index import StreamEntry
 from casckpt.format.tree import Element, Leaf, Node, children, find, join, leaves
+from casckpt.lazy import cached_property
 from casckpt.plan.reads import covers
 from casckpt.repository.commits import Commit
 from casckpt.repository.signatures.signed import get_trusted
@@ -46,6 +47,11 @@ class StoredTraining:
         """The one that ``ref`` names. Raises NotFound, Damaged, StorageError."""
         commit = store.get(ref).commit
         return cls(store, commit, get_trusted(store.repository, commit))
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """The flat keys of all leaves, and of all that they lie in."""
+        return {join(path[:length]) for path, _ in leaves(self._tree) for length in range(1, len(path) + 1)}
 
     def keys_below(self, prefix: str) -> list[str]:
         """The flat keys below ``prefix``, without it."""
@@ -152,3 +158,9 @@ def steps_on_cpu(optim: Optimizer | None, options: Mapping[str, Any]) -> bool:
 def is_step(entry: StreamEntry, key: str) -> bool:
     """Whether it is a count of steps, or a product over them: optimizers keep those on the CPU unless told not to."""
     return entry.shape == () and key.rpartition(".")[2] in _STEP_NAMES
+
+
+def keeps_dtype(entry: StreamEntry, key: str) -> bool:
+    """Whether an optimizer keeps it in the same dtype whatever that of the parameter: a count, or ASGD's rates."""
+    name = key.rpartition(".")[2]
+    return name == "step" or (entry.shape == () and name in {*_STEP_NAMES, "eta", "mu"})
