@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -19,8 +19,11 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
+from casckpt.checkpoint.saving.replicas import NOTE, Compared, ReplicaMemory, differences, differing_cells
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
+from casckpt.format import plain
+from casckpt.format.columns import Ints
 from casckpt.format.draft import Attachment, Draft, Encoded, ObjectEntry
 from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
@@ -28,6 +31,7 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import TENSOR
 from casckpt.format.sections.metadata import encode_metadata
+from casckpt.plan.replicas import Words
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
 from casckpt.plan.writers import WriteRanges
 from casckpt.repository import manifests
@@ -49,6 +53,13 @@ log = logging.getLogger(__name__)
 
 _MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
 
+_DIFFER = (
+    "%s@%d: ranks hold different values of %s. The checkpoint has those of the lowest rank that holds each, and all "
+    "ranks load them.%s Synchronise them before the save (torch.nn.SyncBatchNorm for batch norms), or save what "
+    "belongs to one rank as casckpt.PerRank. This is logged once for each name"
+)
+_MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
+
 _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
 
 
@@ -56,6 +67,8 @@ _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store ho
 class SaveMemory:
     """What a rank keeps between the saves of one process group, so that the next one talks little."""
 
+    replicas: ReplicaMemory = field(default_factory=ReplicaMemory)
+    compared: Compared = field(default_factory=Compared)
     plan: WritePlan | None = None  # rank 0 only
     fingerprint: str = ""
     duty: WriteRanges | None = None
@@ -65,7 +78,7 @@ class SaveMemory:
 
 @dataclass(frozen=True)
 class BeginRequest:
-    """What every rank says first."""
+    """What every rank says first. ``sets``: a digest of samples for each set of ranks that it shares rows with."""
 
     run: str
     step: int
@@ -74,6 +87,8 @@ class BeginRequest:
     plan_number: int
     remembered: TxId | None
     streams: Streams | None  # only of a rank that is alone
+    check: str | bool
+    sets: Mapping[int, bytes]
 
 
 @dataclass(frozen=True)
@@ -86,12 +101,29 @@ class BeginAnswer:
 
 
 @dataclass(frozen=True)
+class Described:
+    """What a rank says where layouts or replicas changed. ``digests``: of a sample of each row, to compare."""
+
+    layout: RankLayout
+    digests: Words | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The rows of a rank that differ from those of others: it is to say values of them."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Planned:
     """The part of a new plan that one rank needs."""
 
     number: int
     duty: WriteRanges
     knowledge: Knowledge
+    sets: Words
+    shared: Ints
 
 
 @dataclass(frozen=True)
@@ -104,6 +136,7 @@ class FinishRequest:
     tree: bytes | None  # only of a rank that is alone
     digests: Sequence[bytes] | None
     health: Told
+    again: tuple[int, bytes] | None = None  # of `Compared.read_again`
 
 
 @dataclass(frozen=True)
@@ -125,6 +158,10 @@ class Leader:
         self._told = Parent(None)
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
+        self._layouts: Sequence[RankLayout] = ()
+        self._odd: Sequence[Sequence[tuple[int, int]]] = ()
+        self._differing: dict[str, None] = {}
+        self._mixed: dict[str, None] = {}
 
     def start(self) -> TxId:
         """Steps 1 and 2: after the transaction has begun it is read what lives. This order is what makes gc safe."""
@@ -155,23 +192,51 @@ class Leader:
             return [BeginAnswer(txid, home, self.knowledge(self._streams))]
         plan = self.memory.plan
         planned = plan is not None and plan.fingerprints == tuple(hello.fingerprint for hello in hellos)
-        if plan is None or not planned or any(hello.plan_number != self.memory.plan_number for hello in hellos):
+        planned = planned and all(hello.plan_number == self.memory.plan_number for hello in hellos)
+        if plan is None or not planned or plan.check != self.options.check_replicas or not _agree(hellos):
             return [BeginAnswer(txid, home, None)] * self.size
         self._streams = plan.streams
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
         return [BeginAnswer(txid, home, known)] * self.size
 
-    def plan(self, layouts: Sequence[RankLayout]) -> list[Planned]:
-        """Who writes what, where the layouts are new."""
-        plan = plan_writes(layouts)
+    def plan(self, described: Sequence[Described]) -> Sequence[Planned | Asked]:
+        """Who writes what, where the layouts are new, or samples differ; first what differs, if that is not known."""
+        self._layouts = [one.layout for one in described]
+        plan = self._planned()
+        digests = [one.digests for one in described if one.digests is not None]
+        if len(digests) == self.size:
+            odd = plan.holders.differing(digests)
+            self._odd = [rows for rows in odd if plan.sets[rows[0][0]][rows[0][1]]]
+        if not self._odd:
+            return self._tell(plan)
+        return [Asked([row for rows in self._odd for other, row in rows if other == rank]) for rank in range(self.size)]
+
+    def judge(self, values: Sequence[Mapping[int, bytes]]) -> list[Planned]:
+        """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved so."""
+        for one in differences(self._layouts, self._odd, values):
+            refusal = one.refusal(self.memory.replicas, str(self.options.check_replicas))
+            if refusal is not None:
+                raise refusal
+            self._differing[one.key] = None
+        return self._tell(self._planned())
+
+    def _planned(self) -> WritePlan:
+        whole = {**self.memory.replicas.differing, **self._differing}
+        return plan_writes(self._layouts, str(self.options.check_replicas), whole)
+
+    def _tell(self, plan: WritePlan) -> list[Planned]:
         self._streams = plan.streams
         knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
-        return [Planned(self.memory.plan_number + 1, duty, knowledge) for duty in plan.duties]
+        number = self.memory.plan_number + 1
+        return [
+            Planned(number, duty, knowledge, sets, shared)
+            for duty, sets, shared in zip(plan.duties, plan.sets, plan.shared, strict=True)
+        ]
 
     def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
         """Steps 4 and 5, with what `begin` and `plan` found out."""
-        if self.options.check_replicas and self.memory.plan is not None:
+        if self.options.check_replicas == "raise" and self.memory.plan is not None:
             check_replicas(self.memory.plan.layouts, [one.digests or () for one in stored])
         tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
         return self.conclude(stored, self._streams, tree or b"")
@@ -183,9 +248,11 @@ class Leader:
         if self._transaction is None:
             raise InvalidInput("a save was finished that had not begun; this is a bug of casckpt")
         described = merge([one.share for one in stored], streams, self.repo.marker.cell_bytes)
-        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, dict(notes or {}))
+        notes = {**(notes or {}), **self._replica_note(described, stored)}
+        record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, notes)
         sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
+        self._remember_replicas()
         self._forget_replaced()
         say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
         return [
@@ -195,13 +262,39 @@ class Leader:
             for one in stored
         ]
 
+    def _replica_note(self, described: Share, stored: Sequence[FinishRequest]) -> dict[str, bytes]:
+        """Find what differs in the cells that ranks read again; the note of all that ranks did not hold alike."""
+        if self.memory.plan is not None:
+            self._mixed = differing_cells(self.memory.plan, described, [one.again for one in stored])
+            self._differing |= self._mixed
+        known = {**self.memory.replicas.differing, **self._differing}
+        keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
+        differing = sorted(keys & known.keys()) if known else []
+        return {NOTE: plain.encode(differing)} if differing else {}
+
+    def _remember_replicas(self) -> None:
+        """Note what was saved, and log what ranks did not hold alike."""
+        memory, plan = self.memory.replicas, self.memory.plan
+        if plan is not None and memory.plan is not plan:
+            memory.saved.update(name[1] for name in plan.streams)
+            memory.plan = plan
+        new = [key for key in self._differing if key not in memory.differing]
+        if new:
+            mixed = _MIXED % _quoted(self._mixed) if self._mixed else ""
+            log.warning(_DIFFER, self.options.run, self.options.step, _quoted(new), mixed)
+            memory.differing |= self._differing
+        if self._mixed:
+            self.memory.plan = None  # the next one has one rank write them
+
     def _check_agreed(self, hellos: Sequence[BeginRequest]) -> None:
         for rank, hello in enumerate(hellos):
-            if (hello.run, hello.step, hello.dedup) != (hellos[0].run, hellos[0].step, hellos[0].dedup):
+            mine, first = (
+                f"{one.run}@{one.step} (dedup={one.dedup!r}, check_replicas={one.check!r})"
+                for one in (hello, hellos[0])
+            )
+            if mine != first:
                 raise InvalidInput(
-                    f"rank {rank} saves {hello.run}@{hello.step} (dedup={hello.dedup!r}), but rank 0 saves "
-                    f"{hellos[0].run}@{hellos[0].step} (dedup={hellos[0].dedup!r}); all ranks must make the same call",
-                    rank=rank,
+                    f"rank {rank} saves {mine}, but rank 0 saves {first}; all ranks must make the same call", rank=rank
                 )
 
     def _existing(self, announced: RunCache) -> list[Commit]:
@@ -312,6 +405,8 @@ class Leader:
 
     def abort(self, error: BaseException) -> None:
         """Give the transaction up, if it has begun and was not committed."""
+        if self._differing:
+            self.memory.plan = None  # what was found is not noted: the next save is to find it again
         if self._transaction is not None:
             self._transaction.abort(f"{type(error).__name__}: {error}")
 
@@ -322,6 +417,16 @@ class Leader:
                 forget(self.repo, old)
             except CasckptError as error:
                 log.warning("%s was superseded, but not forgotten: %s", old, error)
+
+
+def _quoted(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, keys))
+
+
+def _agree(hellos: Sequence[BeginRequest]) -> bool:
+    """Whether all ranks of each set have the same digest of it."""
+    first: dict[int, bytes] = {}
+    return all(first.setdefault(number, one) == one for hello in hellos for number, one in hello.sets.items())
 
 
 def check_replicas(layouts: Sequence[RankLayout], digests: Sequence[Sequence[bytes]]) -> None:
