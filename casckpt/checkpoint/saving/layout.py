@@ -69,8 +69,8 @@ def layout_of(prepared: Prepared, cell_bytes: int) -> RankLayout:
         size = dtypes.itemsize(source.dtype)
         for piece in source.pieces:
             region = normalise(piece.region, source.shape)
-            where, cell = region_hash(region.box, region.lo, region.hi), cell_bytes // size
-            rows.append((name, where, region.lo, region.hi, cell, size, source.replicated, source.may_differ))
+            where, elements = region_hash(region.box, region.lo, region.hi), cell_bytes // size
+            rows.append((name, where, region.lo, region.hi, elements, size, source.replicated, source.may_differ))
             row_stream.append(len(streams))
         streams.append((source.name, source.dtype, source.shape))
     for one in prepared.objects:

@@ -54,10 +54,12 @@ log = logging.getLogger(__name__)
 _MADE_AGAIN = "the store at %s is gone, with its checkpoints (deleted? unmounted?); this save makes a new one there"
 
 _DIFFER = (
-    "%s@%d: ranks hold different values of %s. The checkpoint has those of the lowest rank that holds each, and all "
-    "ranks load them.%s Synchronise them before the save (torch.nn.SyncBatchNorm for batch norms), or save what "
-    "belongs to one rank as casckpt.PerRank. This is logged once for each name"
+    "%s@%d: ranks hold different values of %s. The checkpoint has those of one rank, the lowest that "
+    "holds each unless a front end chose another, and all ranks load them.%s Synchronise them before the save "
+    "(torch.nn.SyncBatchNorm for batch norms), or save what belongs to one rank as casckpt.PerRank. This is logged "
+    "once for each name"
 )
+_ADVICE = ", or wrap it in casckpt.PerRank; name the rank that alone maintains it with owners="
 _MIXED = " Of %s, parts of several ranks were written before the difference was found; later saves write one rank's."
 
 _NOT_ANNOUNCED = "runs/ of %s was lost, or left out of a copy: what the store holds was announced there once more"
@@ -214,9 +216,7 @@ class Leader:
     def judge(self, values: Sequence[Mapping[int, bytes]]) -> list[Planned]:
         """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved so."""
         for one in differences(self._layouts, self._odd, values):
-            refusal = one.refusal(self.memory.replicas, str(self.options.check_replicas))
-            if refusal is not None:
-                raise refusal
+            one.check(self.memory.replicas, str(self.options.check_replicas), _ADVICE)
             self._differing[one.key] = None
         return self._tell(self._planned())
 
@@ -252,7 +252,8 @@ class Leader:
         record, worn = self._put_manifest(self._transaction.txid, described, stored, tree, notes)
         sign_save(self.repo, record.manifest)
         self._transaction.commit(record)
-        self._remember_replicas()
+        if self.size > 1:
+            self._remember_replicas(streams)
         self._forget_replaced()
         say_pickled(self.repo.storage.url, record.run, (entry for one in stored for entry in one.objects))
         return [
@@ -267,17 +268,21 @@ class Leader:
         if self.memory.plan is not None:
             self._mixed = differing_cells(self.memory.plan, described, [one.again for one in stored])
             self._differing |= self._mixed
+        self._differing |= self.memory.replicas.found
         known = {**self.memory.replicas.differing, **self._differing}
+        if not known:
+            return {}
         keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
-        differing = sorted(keys & known.keys()) if known else []
+        differing = sorted(keys & known.keys())
         return {NOTE: plain.encode(differing)} if differing else {}
 
-    def _remember_replicas(self) -> None:
+    def _remember_replicas(self, streams: Streams) -> None:
         """Note what was saved, and log what ranks did not hold alike."""
-        memory, plan = self.memory.replicas, self.memory.plan
-        if plan is not None and memory.plan is not plan:
-            memory.saved.update(name[1] for name in plan.streams)
-            memory.plan = plan
+        memory = self.memory.replicas
+        if memory.streams is not streams:
+            memory.saved.update(name[1] for name in streams)
+            memory.streams = streams
+        memory.found.clear()
         new = [key for key in self._differing if key not in memory.differing]
         if new:
             mixed = _MIXED % _quoted(self._mixed) if self._mixed else ""

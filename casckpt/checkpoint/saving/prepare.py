@@ -87,7 +87,7 @@ def prepare(
 
 def _owner(owners: Callable[[str], int | None], key: str, size: int) -> int | None:
     owner = owners(key)
-    if owner is not None and not (isinstance(owner, int) and 0 <= owner < size):
+    if owner is not None and (type(owner) is not int or not 0 <= owner < size):
         raise InvalidInput(
             f"owners gives {key!r} to rank {owner!r:.40}, but {size} ranks save; return a rank from 0 to {size - 1}, "
             "or None where all ranks hold the same",

@@ -14,15 +14,16 @@ from typing import Final
 import numpy as np
 import torch
 
-from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, region_hash
+from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, layout_of, region_hash
 from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
-from casckpt.checkpoint.saving.shares import Share
+from casckpt.checkpoint.saving.shares import Share, Streams
+from casckpt.checkpoint.saving.sources import Source
 from casckpt.errors import InvalidInput
 from casckpt.format.columns import Ints
 from casckpt.format.digest import cell_digest
 from casckpt.format.extents import ExtentTable
 from casckpt.format.sections.index import PART
-from casckpt.plan.replicas import RUNS, Words, places, row_digests, to_read_again
+from casckpt.plan.replicas import RUNS, Holders, Words, places, row_digests, to_read_again
 from casckpt.plan.writers import WriteRanges
 from casckpt.tensors.dtypes import torch_dtype
 from casckpt.tensors.gpu import wait_for_gpus
@@ -39,15 +40,25 @@ _SHORT: Final = 8  # bytes of the digest of a cell, which is compared and never 
 
 @dataclass
 class ReplicaMemory:
-    """What rank 0 keeps of all saves of a process group, however often its connections are made anew.
+    """What rank 0 keeps of all saves of a process group into one store, however often either is opened anew.
 
-    ``saved``: keys of tensors that were committed, up to those of ``plan``. ``differing``: keys of what ranks did not
-    hold alike in a save that was committed: one rank writes these whole.
+    ``saved``: keys of tensors that were committed, up to those of ``streams``. ``differing``: keys of what ranks did
+    not hold alike in a save that was committed: one rank writes these whole. ``found``: others, which a front end found
+    before the save that is to say so.
     """
 
-    plan: WritePlan | None = None
+    streams: Streams | None = None
+    found: dict[str, None] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
     differing: dict[str, None] = field(default_factory=dict)
+
+
+_memories: Final[dict[tuple[str, str], ReplicaMemory]] = {}
+
+
+def memory_of(url: str, group: str) -> ReplicaMemory:
+    """What this process keeps of its saves into a store by a process group."""
+    return _memories.setdefault((url, group), ReplicaMemory())
 
 
 @dataclass
@@ -55,7 +66,8 @@ class Compared:
     """What a rank keeps of its last plan to compare by, and what that has cost so far.
 
     ``sets``: the rows that it shares with each set of ranks. ``shared``: see `casckpt.plan.replicas.Holders.shared`.
-    ``turn``: counts the saves that were committed. ``seconds``: of the processor, spent in comparing; ``tensors``: that were sampled.
+    ``turn``: counts the saves that were committed. ``seconds``: of a processor, that comparing took; ``tensors``: how
+    many were sampled.
     """
 
     sets: Sequence[tuple[int, Ints]] = ()
@@ -90,8 +102,7 @@ class Compared:
         found = np.zeros(len(rows), np.uint64)
         is_tensor = rows < len(tensors)
         mine = rows[is_tensor]
-        words = sampled([tensors[row] for row in mine.tolist()], *_runs(layout, mine, seed))
-        found[is_tensor] = row_digests(words)
+        found[is_tensor] = row_digests(_sampled(tensors, layout, mine, seed))
         if len(mine) < len(rows):
             objects = object_digests(prepared)
             pickled = [one.pickled for one in prepared.objects]
@@ -122,6 +133,10 @@ class Compared:
 def seed_of(run: str, step: int) -> int:
     """A number that all ranks of a save have in common, and that differs by save."""
     return int.from_bytes(cell_digest(f"{run}@{step}".encode())[:8], "little")
+
+
+def _sampled(tensors: Sequence[torch.Tensor], layout: RankLayout, rows: Ints, seed: int) -> Words:
+    return sampled([tensors[row] for row in rows.tolist()], *_runs(layout, rows, seed))
 
 
 def _runs(layout: RankLayout, rows: Ints, seed: int) -> tuple[Ints, Ints]:
@@ -183,19 +198,16 @@ class Difference:
     ratio: float
     may_differ: bool
 
-    def refusal(self, memory: ReplicaMemory, check: str) -> InvalidInput | None:
-        """What to raise for it, if anything."""
+    def check(self, memory: ReplicaMemory, check: str, advice: str = "") -> None:
+        """Raise InvalidInput, with more ``advice``, for what is not to be saved."""
         first = self.ratio >= REFUSED and not self.may_differ and self.key not in memory.saved
         if check != "raise" and not first:
-            return None
+            return
         one, other = self.ranks
-        advice = (
-            "Give what belongs to one rank a name of its own, or wrap it in casckpt.PerRank; name the rank that "
-            "maintains it with owners=; or pass check_replicas='off', and the value of the lowest rank is saved"
-        )
-        return InvalidInput(
+        raise InvalidInput(
             f"{self.key!r} differs between ranks {one} and {other}, which should hold the same (relative difference "
-            f"{self.ratio:.3g}); nothing was saved. {advice}",
+            f"{self.ratio:.3g}); nothing was saved. Give what each rank has for itself a name of its own{advice}; or "
+            "pass check_replicas='off', and the value of one rank is saved",
             key=self.key,
             rank=other,
         )
@@ -261,3 +273,35 @@ def _written(table: ExtentTable, layout: RankLayout, row: int, lo: int, hi: int)
             cells = list(table.cells_in(number, lo, hi))
             return cells[0].digest if len(cells) == 1 and (cells[0].lo, cells[0].hi) == (lo, hi) else None
     return None
+
+
+# for front ends by whose rules one rank writes what several hold
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of what a rank holds."""
+
+    layout: RankLayout
+    words: Words
+
+
+def samples_of(sources: Sequence[Source], run: str, step: int) -> Samples:
+    """Look at tensors that other ranks may hold, too."""
+    prepared = Prepared(sources, [], [], b"")
+    tensors = tensors_of(prepared)
+    wait_for_gpus(tensors)
+    layout = layout_of(prepared, RUN)
+    return Samples(layout, _sampled(tensors, layout, np.arange(len(tensors)), seed_of(run, step)))
+
+
+def check_samples(samples: Sequence[Samples], memory: ReplicaMemory, check: str) -> None:
+    """Compare them, on rank 0. What differs is noted in ``memory.found``. Raises InvalidInput as a save does."""
+    layouts = [one.layout for one in samples]
+    rows = Holders([layout.held for layout in layouts]).differing([row_digests(one.words) for one in samples])
+    values: list[dict[int, bytes]] = [{} for _ in samples]
+    for rank, row in (holder for holders in rows for holder in holders):
+        values[rank][row] = samples[rank].words[row].tobytes()
+    for one in differences(layouts, rows, values):
+        one.check(memory, check)
+        memory.found[one.key] = None

@@ -15,7 +15,7 @@ from casckpt.checkpoint.saving.background import Background
 from casckpt.checkpoint.saving.leader import SaveMemory
 from casckpt.checkpoint.saving.options import SaveOptions, WhenBusy
 from casckpt.checkpoint.saving.prepare import Prepared, prepare, snapshot, tensors_of
-from casckpt.checkpoint.saving.replicas import ReplicaMemory
+from casckpt.checkpoint.saving.replicas import memory_of
 from casckpt.checkpoint.saving.save import save
 from casckpt.errors import CasckptError, Conflict, InvalidInput
 from casckpt.repository.repository import Repository
@@ -34,7 +34,6 @@ class Saver:
         self.background = Background()
         self._repo = repo
         self._memories: dict[str, SaveMemory] = {}
-        self._replicas: dict[str, ReplicaMemory] = {}
 
     def save(self, state: State, options: SaveOptions) -> Checkpoint:
         """Save, and return once it is durable and visible."""
@@ -90,7 +89,7 @@ class Saver:
             checked = options.checked()
         except CasckptError as error:
             ranks.fail(error)
-        replicas = self._replicas.setdefault(ranks.group, ReplicaMemory())
+        replicas = memory_of(self._repo.storage.url, ranks.group)
         memory = self._memories.setdefault(ranks.name, SaveMemory(replicas))
         return Checkpoint(self._repo, save(self._repo, ranks, memory, prepared, checked))
 

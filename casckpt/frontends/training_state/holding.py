@@ -62,8 +62,8 @@ class Holding:
                 return self.part.shard(value)
             is_part = value.numel() > 1 and not self.part.everywhere
         elif is_dtensor(self.parameter):
-            here = tuple(self.parameter.to_local().shape)
-            is_part = not is_dtensor(value) and value.numel() > 1 and shape == here != tuple(self.parameter.shape)
+            is_sharded = tuple(self.parameter.to_local().shape) != tuple(self.parameter.shape)
+            is_part = not is_dtensor(value) and value.numel() > 1 and is_sharded
         else:
             alike = shape == tuple(self.parameter.shape) and shape and not is_dtensor(value)
             return Shard(value, shape, replicated=True) if alike else value
