@@ -19,7 +19,7 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
-from casckpt.checkpoint.saving.replicas import NOTE, Compared, ReplicaMemory, differences, differing_cells
+from casckpt.checkpoint.saving.replicas import Compared, ReplicaMemory, differences, differing_cells
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format import plain
@@ -29,7 +29,7 @@ from casckpt.format.metrics import stored_metrics
 from casckpt.format.names import BlobHash, TxId
 from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
-from casckpt.format.sections.index import TENSOR
+from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
 from casckpt.plan.replicas import Words
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
@@ -274,7 +274,7 @@ class Leader:
             return {}
         keys = {name[1] for name in described.extents} | {one.key for rank in stored for one in rank.objects}
         differing = sorted(keys & known.keys())
-        return {NOTE: plain.encode(differing)} if differing else {}
+        return {REPLICAS_NOTE: plain.encode(differing)} if differing else {}
 
     def _remember_replicas(self, streams: Streams) -> None:
         """Note what was saved, and log what ranks did not hold alike."""

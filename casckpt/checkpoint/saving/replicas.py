@@ -30,8 +30,6 @@ from casckpt.tensors.gpu import wait_for_gpus
 from casckpt.tensors.memory import TensorMemory
 from casckpt.tensors.sampling import RUN, sampled
 
-NOTE: Final = "replicas"
-"""The note of a manifest with the keys of what ranks did not hold alike."""
 REFUSED: Final = 0.1
 """From this relative difference on, two values of a parameter are two parameters."""
 _VALUES: Final = 64  # of a row, where samples differ
