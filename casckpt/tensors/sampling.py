@@ -10,38 +10,42 @@ import numpy.typing as npt
 import torch
 
 from casckpt.format.columns import Ints
-from casckpt.tensors.memory import TensorMemory, as_bits
+from casckpt.tensors.memory import as_bits
 
 RUN = 16
 """Bytes of a run: a whole number of elements of every dtype."""
 
 
-def sampled(tensors: Sequence[torch.Tensor], starts: Ints, nbytes: Ints) -> npt.NDArray[np.uint64]:
-    """Read runs of each tensor: 2 words a run, in a row a tensor.
+def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: Ints) -> npt.NDArray[np.uint64]:
+    """Read runs of each tensor, in its row-major order: 2 words a run, in a row a tensor.
 
-    ``starts``: the byte at which each run begins in the row-major order of the tensor, a column a run; at most
-    ``nbytes - RUN``, or 0. ``nbytes``: of each tensor. What a tensor of less than `RUN` bytes lacks is 0.
+    ``starts``: the element at which each run begins, a column a run. ``count``, ``size``: elements of each tensor, and
+    bytes of an element. What a tensor has too few elements for is its last one again; of an empty one all is 0.
     """
     found = np.zeros((len(tensors), starts.shape[1] * 2), np.uint64)
     addresses = np.array([_address(data) for data in tensors], np.int64)
-    here = (addresses != 0) & (nbytes >= RUN)
-    if here.any():
-        found[here] = _at(addresses[here, None] + starts[here])
-    there: list[tuple[int, int]] = []
-    for row in np.flatnonzero(~here & (nbytes > 0)).tolist():
-        data = tensors[row]
-        if data.is_cuda and data.is_contiguous() and nbytes[row] >= RUN:
-            there += [(row, start) for start in starts[row].tolist()]
-            continue
-        memory, length = TensorMemory(data), min(RUN, int(nbytes[row]))
-        target = memoryview(found[row].view(np.uint8).data)
-        for number, start in enumerate(starts[row].tolist()):
-            lo = start // memory.itemsize
-            memory.copy_out(lo, lo + length // memory.itemsize, target[number * RUN : number * RUN + length])
-    if there:
-        rows = list(dict.fromkeys(row for row, _ in there))
-        found[rows] = _on_gpus(tensors, there).reshape(len(rows), -1)
+    here, is_long = (addresses != 0) & (count > 0), count * size >= RUN
+    rows = np.flatnonzero(here & is_long)
+    if len(rows):
+        found[rows] = _at(addresses[rows, None] + (starts * size[:, None])[rows], RUN).view(np.uint64)
+    rows = np.flatnonzero(here & ~is_long)
+    if len(rows):
+        byte, wide = np.tile(np.arange(RUN), starts.shape[1]), size[rows, None]
+        element = np.minimum(byte // wide, count[rows, None] - 1)
+        found[rows] = _at(addresses[rows, None] + element * wide + byte % wide, 1).view(np.uint64)
+    for device in {tensors[row].device for row in np.flatnonzero(~here & (count > 0))}:
+        rows = np.array([row for row in np.flatnonzero(~here & (count > 0)) if tensors[row].device == device])
+        wanted = [
+            np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).reshape(-1) for row in rows
+        ]
+        places = torch.from_numpy(np.concatenate(wanted)).to(device).split([len(one) for one in wanted])
+        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(rows, places, strict=True)]
+        found[rows] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(rows), -1)
     return found
+
+
+def _bits(data: torch.Tensor) -> torch.Tensor:
+    return as_bits(data.detach().resolve_conj().resolve_neg())
 
 
 def _address(data: torch.Tensor) -> int:
@@ -51,26 +55,14 @@ def _address(data: torch.Tensor) -> int:
 
 
 class _HostMemory:
-    """Host memory from an address on, as an array of runs that begin at every byte."""
+    """Host memory from an address on, as an array of items of ``width`` bytes, of which one begins at every byte."""
 
-    def __init__(self, first: int, count: int) -> None:
+    def __init__(self, first: int, count: int, width: int) -> None:
         self.__array_interface__ = {
-            "version": 3, "typestr": f"|V{RUN}", "shape": (count,), "strides": (1,), "data": (first, True),
+            "version": 3, "typestr": f"|V{width}", "shape": (count,), "strides": (1,), "data": (first, True),
         }  # fmt: skip
 
 
-def _at(addresses: Ints) -> npt.NDArray[np.uint64]:
+def _at(addresses: Ints, width: int) -> npt.NDArray[Any]:
     first = int(addresses.min())
-    runs: npt.NDArray[Any] = np.asarray(_HostMemory(first, int(addresses.max()) - first + 1))
-    return runs[addresses - first].view(np.uint64).reshape(len(addresses), -1)
-
-
-def _on_gpus(tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-    """Runs of contiguous tensors on GPUs, brought over together, device by device."""
-    flat = {row: as_bits(tensors[row].detach()).view(-1).view(torch.uint8) for row, _ in places}
-    found = np.empty((len(places), RUN), np.uint8)
-    for device in {data.device for data in flat.values()}:
-        mine = [number for number, (row, _) in enumerate(places) if flat[row].device == device]
-        runs = [flat[row][start : start + RUN] for row, start in (places[number] for number in mine)]
-        found[mine] = torch.cat(runs).cpu().numpy().reshape(-1, RUN)
-    return found.view(np.uint64)
+    return np.asarray(_HostMemory(first, int(addresses.max()) - first + 1, width))[addresses - first]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casckpt.plan.replicas import RUNS, SLICES, Holders, places, row_digests, to_read_again
-from casckpt.plan.writers import HeldRegions, plan_writers
+from casckpt.plan.replicas import RUNS, SLICES, places, row_digests, to_read_again
+from casckpt.plan.writers import HeldRegions, Holders, plan_writers
 
 
 def held(names: list[int], *, length: int = 100, cell: int = 10, shared: bool = True) -> HeldRegions:

@@ -29,22 +29,32 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_runs_are_those_of_the_row_major_order(form: str) -> None:
     data = FORMS[form]
-    size, nbytes = data.element_size(), data.numel() * data.element_size()
-    last = nbytes - RUN
-    starts = np.array([[0, last // 2 // size * size, last, size]])
-    (found,) = sampled([data], starts, np.array([nbytes]))
-    assert found.tobytes() == b"".join(bytes_of(data)[start : start + RUN] for start in starts[0])
+    size, count = data.element_size(), data.numel()
+    last = count - RUN // size
+    starts = np.array([[0, last // 2, last, 1]])
+    (found,) = sampled([data], starts, np.array([count]), np.array([size]))
+    assert found.tobytes() == b"".join(bytes_of(data)[start * size :][:RUN] for start in starts[0])
 
 
-def test_small_tensors_are_filled_up_with_zeros_and_empty_ones_are_zero() -> None:
-    tensors = [torch.tensor(3, dtype=torch.int64), torch.tensor([1.5, 2.5]), torch.zeros(0), torch.ones(4)]
-    nbytes = np.array([data.nbytes for data in tensors])
-    found = sampled(tensors, np.zeros((4, 2), np.int64), nbytes)
-    for data, row in zip(tensors, found, strict=True):
-        assert row.tobytes() == bytes_of(data).ljust(RUN, b"\0") * 2 if data.numel() else not row.any()
+SHORT = [
+    torch.tensor(3, dtype=torch.int64), torch.tensor([1.5, 2.5]), torch.zeros(0), torch.ones(4), torch.tensor(True),
+    torch.tensor([1, 2, 3], dtype=torch.float16),
+]  # fmt: skip
+
+
+def test_what_is_shorter_than_a_run_repeats_its_last_element_whatever_its_strides() -> None:
+    gaps = [torch.stack([data, data], -1)[..., 0] if data.dim() else data.conj() for data in SHORT]
+    counts = np.array([data.numel() for data in SHORT])
+    sizes = np.array([data.element_size() for data in SHORT])
+    for tensors in (SHORT, gaps):
+        found = sampled(tensors, np.zeros((len(SHORT), 2), np.int64), counts, sizes)
+        for data, row in zip(SHORT, found, strict=True):
+            one = bytes_of(data)
+            filled = one + one[-data.element_size() :] * 16 if one else bytes(16)
+            assert row.tobytes() == filled[:RUN] * 2
 
 
 def test_many_tensors_at_a_time_keep_their_order() -> None:
     tensors = [torch.full((100,), float(i)) if i % 3 else torch.full((10, 20), float(i))[:, ::2] for i in range(50)]
-    found = sampled(tensors, np.zeros((50, 1), np.int64), np.full(50, 400))
+    found = sampled(tensors, np.zeros((50, 1), np.int64), np.full(50, 100), np.full(50, 4))
     assert found.view(np.float32)[:, 0].tolist() == list(range(50))

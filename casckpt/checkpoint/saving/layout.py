@@ -22,8 +22,7 @@ from casckpt.format.regions import Box, Shape, normalise
 from casckpt.format.sections.index import ATTACHMENT, PART, TENSOR, Name
 from casckpt.format.tree import merge
 from casckpt.lazy import cached_property
-from casckpt.plan.replicas import Holders, Words
-from casckpt.plan.writers import HeldRegions, WriteRanges, plan_writers
+from casckpt.plan.writers import HeldRegions, Holders, Words, WriteRanges, plan_writers
 from casckpt.tensors.state import decode_tree, encode_tree
 
 OBJECT = "object"
@@ -107,7 +106,6 @@ class WritePlan:
     tree: bytes
     streams: Streams
     layouts: Sequence[RankLayout]
-    holders: Holders
     sets: Sequence[Words]
     shared: Sequence[Ints]
     check: str
@@ -145,7 +143,7 @@ def plan_writes(layouts: Sequence[RankLayout], check: str = "sample", whole: Col
     sets = [np.where(mine, every, np.uint64(0)) for mine, every in zip(compared, holders.sets(), strict=True)]
     tensors = {name: form for name, form in streams.items() if name[0] == TENSOR}
     fingerprints = tuple(layout.fingerprint for layout in layouts)
-    return WritePlan(fingerprints, plan_writers(held), merged, tensors, layouts, holders, sets, holders.shared(), check)
+    return WritePlan(fingerprints, plan_writers(held, holders), merged, tensors, layouts, sets, holders.shared(), check)
 
 
 def _compared(layout: RankLayout, check: str, whole: Collection[str]) -> npt.NDArray[np.bool_]:

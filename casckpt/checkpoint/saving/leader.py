@@ -19,7 +19,7 @@ from casckpt.checkpoint.saving.layout import RankLayout, WritePlan, plan_writes
 from casckpt.checkpoint.saving.looking import Told
 from casckpt.checkpoint.saving.options import SaveOptions, usable_compress
 from casckpt.checkpoint.saving.pickled import say_pickled
-from casckpt.checkpoint.saving.replicas import Compared, ReplicaMemory, differences, differing_cells
+from casckpt.checkpoint.saving.replicas import Compared, ReplicaMemory, Samples, check_whole, differing_cells, judged
 from casckpt.checkpoint.saving.shares import Share, Streams, merge
 from casckpt.errors import CasckptError, Conflict, Damaged, InvalidInput, Refused
 from casckpt.format import plain
@@ -31,9 +31,8 @@ from casckpt.format.records import Committed, Health
 from casckpt.format.sections.health import Rows
 from casckpt.format.sections.index import REPLICAS_NOTE, TENSOR
 from casckpt.format.sections.metadata import encode_metadata
-from casckpt.plan.replicas import Words
 from casckpt.plan.reuse import bytes_in, coded_bytes, mark_worn
-from casckpt.plan.writers import WriteRanges
+from casckpt.plan.writers import Holders, Words, WriteRanges
 from casckpt.repository import manifests
 from casckpt.repository.caches import RunCache
 from casckpt.repository.commits import Commit, forget, read_log
@@ -103,21 +102,6 @@ class BeginAnswer:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What a rank says where layouts or replicas changed. ``digests``: of a sample of each row, to compare."""
-
-    layout: RankLayout
-    digests: Words | None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The rows of a rank that differ from those of others: it is to say values of them."""
-
-    rows: Sequence[int]
-
-
-@dataclass(frozen=True)
 class Planned:
     """The part of a new plan that one rank needs."""
 
@@ -136,9 +120,9 @@ class FinishRequest:
     objects: Sequence[ObjectEntry]
     attachments: Sequence[Attachment]
     tree: bytes | None  # only of a rank that is alone
-    digests: Sequence[bytes] | None
+    digests: Words | None
     health: Told
-    again: tuple[int, bytes] | None = None  # of `Compared.read_again`
+    again: tuple[int, Words] | None = None  # of `Compared.read_again`
 
 
 @dataclass(frozen=True)
@@ -161,7 +145,6 @@ class Leader:
         self._replaced: list[Commit] = []
         self._streams: Streams = {}
         self._layouts: Sequence[RankLayout] = ()
-        self._odd: Sequence[Sequence[tuple[int, int]]] = ()
         self._differing: dict[str, None] = {}
         self._mixed: dict[str, None] = {}
 
@@ -201,43 +184,35 @@ class Leader:
         known = self.knowledge(plan.streams).to_tell(self.repo, {hello.remembered for hello in hellos})
         return [BeginAnswer(txid, home, known)] * self.size
 
-    def plan(self, described: Sequence[Described]) -> Sequence[Planned | Asked]:
-        """Who writes what, where the layouts are new, or samples differ; first what differs, if that is not known."""
-        self._layouts = [one.layout for one in described]
-        plan = self._planned()
-        digests = [one.digests for one in described if one.digests is not None]
-        if len(digests) == self.size:
-            odd = plan.holders.differing(digests)
-            self._odd = [rows for rows in odd if plan.sets[rows[0][0]][rows[0][1]]]
-        if not self._odd:
-            return self._tell(plan)
-        return [Asked([row for rows in self._odd for other, row in rows if other == rank]) for rank in range(self.size)]
+    def plan(self, digests: Sequence[Samples]) -> Sequence[Planned | None]:
+        """Who writes what, where the layouts are new, or samples differ. None where it takes more samples to know."""
+        self._layouts, known = [one.layout for one in digests], self.memory.replicas.differing
+        if self.options.check_replicas != "off":
+            odd = Holders([one.held for one in self._layouts]).differing([one.words for one in digests])
+            if any(self._layouts[rank].stream(row)[0][1] not in known for (rank, row), *_ in odd):
+                return [None] * self.size
+        return self._tell()
 
-    def judge(self, values: Sequence[Mapping[int, bytes]]) -> list[Planned]:
-        """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved so."""
-        for one in differences(self._layouts, self._odd, values):
-            one.check(self.memory.replicas, str(self.options.check_replicas), _ADVICE)
-            self._differing[one.key] = None
-        return self._tell(self._planned())
+    def judge(self, samples: Sequence[Words]) -> list[Planned]:
+        """Who writes what, where samples differ. Raises InvalidInput for what is not to be saved."""
+        every, memory = list(map(Samples, self._layouts, samples)), self.memory.replicas
+        self._differing = judged(every, memory, str(self.options.check_replicas), _ADVICE)
+        return self._tell()
 
-    def _planned(self) -> WritePlan:
+    def _tell(self) -> list[Planned]:
         whole = {**self.memory.replicas.differing, **self._differing}
-        return plan_writes(self._layouts, str(self.options.check_replicas), whole)
-
-    def _tell(self, plan: WritePlan) -> list[Planned]:
+        plan = plan_writes(self._layouts, str(self.options.check_replicas), whole)
         self._streams = plan.streams
         knowledge = self.knowledge(plan.streams).to_tell(self.repo)
         self.memory.plan = plan  # not before nothing can fail: it counts as told from now on
         number = self.memory.plan_number + 1
-        return [
-            Planned(number, duty, knowledge, sets, shared)
-            for duty, sets, shared in zip(plan.duties, plan.sets, plan.shared, strict=True)
-        ]
+        parts = zip(plan.duties, plan.sets, plan.shared, strict=True)
+        return [Planned(number, duty, knowledge, sets, shared) for duty, sets, shared in parts]
 
     def finish(self, stored: Sequence[FinishRequest]) -> list[FinishAnswer]:
         """Steps 4 and 5, with what `begin` and `plan` found out."""
         if self.options.check_replicas == "raise" and self.memory.plan is not None:
-            check_replicas(self.memory.plan.layouts, [one.digests or () for one in stored])
+            check_whole(self.memory.plan.layouts, [one.digests for one in stored if one.digests is not None])
         tree = stored[0].tree if self.size == 1 or self.memory.plan is None else self.memory.plan.tree
         return self.conclude(stored, self._streams, tree or b"")
 
@@ -432,19 +407,3 @@ def _agree(hellos: Sequence[BeginRequest]) -> bool:
     """Whether all ranks of each set have the same digest of it."""
     first: dict[int, bytes] = {}
     return all(first.setdefault(number, one) == one for hello in hellos for number, one in hello.sets.items())
-
-
-def check_replicas(layouts: Sequence[RankLayout], digests: Sequence[Sequence[bytes]]) -> None:
-    """Raise InvalidInput, naming key and ranks, where holders of one region hold other bytes. Digests are by row."""
-    seen: dict[tuple[int, int], tuple[int, bytes]] = {}
-    for rank, (layout, mine) in enumerate(zip(layouts, digests, strict=True)):
-        for row, digest in enumerate(mine):
-            where = (int(layout.held.name[row]), int(layout.held.region[row]))
-            other, known = seen.setdefault(where, (rank, digest))
-            if known != digest:
-                key = layout.streams[layout.row_stream[row]][0][1]
-                raise InvalidInput(
-                    f"{key!r} differs between ranks {other} and {rank}, which should hold the same; nothing was saved",
-                    key=key,
-                    rank=rank,
-                )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from casckpt.checkpoint.ranks import Ranks, telling
 from casckpt.checkpoint.saving.coding import Coder, coding
 from casckpt.checkpoint.saving.known import Knowledge, Remembered, known_from
 from casckpt.checkpoint.saving.layout import RankLayout, assigned, layout_of
 from casckpt.checkpoint.saving.leader import (
-    Asked,
     BeginAnswer,
     BeginRequest,
-    Described,
     FinishAnswer,
     FinishRequest,
     Leader,
@@ -22,28 +22,25 @@ from casckpt.checkpoint.saving.leader import (
 from casckpt.checkpoint.saving.looking import Looker
 from casckpt.checkpoint.saving.options import SaveOptions
 from casckpt.checkpoint.saving.prepare import Prepared, tensors_of
-from casckpt.checkpoint.saving.replicas import object_digests, seed_of, values_of
+from casckpt.checkpoint.saving.replicas import Samples, seed_of, whole_digests
 from casckpt.checkpoint.saving.shares import Share, share_of
 from casckpt.checkpoint.saving.sources import Cell, plan_work
 from casckpt.checkpoint.saving.upload import PlacedCell, Upload
 from casckpt.errors import Revoked
-from casckpt.format.digest import Hasher
 from casckpt.format.keys import uploader_folder
 from casckpt.format.names import TxId
 from casckpt.format.records import DEFAULT_CELL_BYTES
-from casckpt.format.sections.index import TENSOR
 from casckpt.parallel import usable_threads
 from casckpt.plan.progress import Progress
+from casckpt.plan.replicas import MORE_RUNS, RUNS, row_digests
 from casckpt.plan.reuse import KnownCells
+from casckpt.plan.writers import Words
 from casckpt.repository import blobs
 from casckpt.repository.commits import Commit, just_committed
 from casckpt.repository.repository import Repository
-from casckpt.storage.buffers import AlignedBuffer
 from casckpt.tensors.gpu import wait_for_gpus
-from casckpt.tensors.memory import TensorMemory
 
 log = logging.getLogger(__name__)
-_DIGEST_BYTES = 1 << 20
 
 
 def save(
@@ -108,10 +105,9 @@ class _Attempt:
         start = self.ranks.exchange(self._hello, self.leader.begin)
         knowledge = start.knowledge
         if knowledge is None:
-            planned = self.ranks.exchange(self._described, self.leader.plan)
-            if isinstance(planned, Asked):
-                rows = planned.rows
-                planned = self.ranks.exchange(lambda: self._values(rows), self.leader.judge)
+            planned = self.ranks.exchange(self._digests, self.leader.plan)
+            if planned is None:
+                planned = self.ranks.exchange(self._samples, self.leader.judge)
             self.memory.fingerprint = self._own_layout().fingerprint
             self.memory.plan_number, self.memory.duty = planned.number, planned.duty
             self.memory.compared.plan(planned.sets, planned.shared)
@@ -139,13 +135,12 @@ class _Attempt:
             {} if alone else self.memory.compared.set_digests(prepared, self._own_layout(), self._seed),
         )
 
-    def _described(self) -> Described:
-        layout, is_compared = self._own_layout(), self.options.check_replicas != "off"
-        compared = self.memory.compared
-        return Described(layout, compared.row_digests(self._prepare(), layout, self._seed) if is_compared else None)
+    def _samples(self, runs: int = MORE_RUNS) -> Words:
+        return self.memory.compared.samples(self._prepare(), self._own_layout(), self._seed, runs)
 
-    def _values(self, rows: Sequence[int]) -> dict[int, bytes]:
-        return {row: values_of(self._prepare(), self._own_layout(), row, self._seed) for row in rows}
+    def _digests(self) -> Samples:
+        compares = self.options.check_replicas != "off"
+        return Samples(self._own_layout(), row_digests(self._samples(RUNS)) if compares else np.zeros(0, np.uint64))
 
     def _own_layout(self) -> RankLayout:
         if self._layout is None:
@@ -171,7 +166,7 @@ class _Attempt:
             self._share = store_share(
                 self.repo, start.txid, mine, known, threads=threads, coder=coder, looker=looker, progress=progress
             )
-        digests = row_digests(prepared) if self.options.check_replicas == "raise" and not alone else None
+        digests = whole_digests(prepared) if self.options.check_replicas == "raise" and not alone else None
         again = None
         if self.memory.duty is not None and self.options.check_replicas == "sample":
             again = self.memory.compared.read_again(prepared, self._own_layout(), self.memory.duty, self._seed)
@@ -228,23 +223,3 @@ def _missing(repo: Repository, txid: TxId, known: KnownCells, places: list[list[
     for number in missing:
         known.exclude(number)
     return missing
-
-
-def row_digests(prepared: Prepared) -> list[bytes]:
-    """A digest of every row of the layout: of a piece of a tensor, whole; of an object and its large buffers."""
-    digests: list[bytes] = []
-    buffer = AlignedBuffer(_DIGEST_BYTES)
-    for source in prepared.sources:
-        if source.kind == TENSOR:
-            digests += [_digest(TensorMemory(piece.data), piece.region.numel, buffer.view) for piece in source.pieces]
-    return digests + object_digests(prepared)
-
-
-def _digest(memory: TensorMemory, count: int, buffer: memoryview) -> bytes:
-    hasher, step = Hasher(), _DIGEST_BYTES // memory.itemsize
-    for lo in range(0, count, step):
-        hi = min(lo + step, count)
-        target = buffer[: (hi - lo) * memory.itemsize]
-        memory.copy_out(lo, hi, target)
-        hasher.update(target)
-    return hasher.digest()
