@@ -33,14 +33,15 @@ def sampled(tensors: Sequence[torch.Tensor], starts: Ints, count: Ints, size: In
         byte, wide = np.tile(np.arange(RUN), starts.shape[1]), size[rows, None]
         element = np.minimum(byte // wide, count[rows, None] - 1)
         found[rows] = _at(addresses[rows, None] + element * wide + byte % wide, 1).view(np.uint64)
-    for device in {tensors[row].device for row in np.flatnonzero(~here & (count > 0))}:
-        rows = np.array([row for row in np.flatnonzero(~here & (count > 0)) if tensors[row].device == device])
+    others: list[int] = np.flatnonzero(~here & (count > 0)).tolist()
+    for device in {tensors[row].device for row in others}:
+        mine = [row for row in others if tensors[row].device == device]
         wanted = [
-            np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).reshape(-1) for row in rows
+            np.minimum(starts[row][:, None] + np.arange(RUN // size[row]), count[row] - 1).reshape(-1) for row in mine
         ]
-        places = torch.from_numpy(np.concatenate(wanted)).to(device).split([len(one) for one in wanted])
-        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(rows, places, strict=True)]
-        found[rows] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(rows), -1)
+        places = torch.split(torch.from_numpy(np.concatenate(wanted)).to(device), [len(one) for one in wanted])
+        runs = [_bits(tensors[row]).take(at).view(torch.uint8) for row, at in zip(mine, places, strict=True)]
+        found[mine] = torch.cat(runs).cpu().numpy().view(np.uint64).reshape(len(mine), -1)
     return found
 
 

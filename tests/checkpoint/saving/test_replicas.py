@@ -223,6 +223,47 @@ def test_a_difference_is_told_of_with_the_first_save_that_is_there(ranks: Pool, 
     assert ["'w'" in text for text in told] == [True]
 
 
+def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str], int]]:
+    """The same, then drifted, twice: through DCP and Megatron's way, by writers that are made anew for each save."""
+    found, heard = [], Heard()
+    for run in ("dcp", "megatron"):
+        for step in range(3):
+            data = {"w": numbers("w", 50, 40) + (1e-4 * rank if step else 0), "v": torch.ones(3)}
+            if run == "dcp":
+                dcp.save(data, storage_writer=StorageWriter(path, run=run, step=step))
+            else:
+                parts = {
+                    key: megatron.ShardedTensor.from_rank_offsets(f"m.{key}", value, replica_id=rank)
+                    for key, value in data.items()
+                }
+                megatron.save(parts, f"{path}#{run}@{step}")
+            found.append((noted(casckpt.open(path), f"{run}@{step}"), len(heard.taken())))
+    return found
+
+
+def test_dcp_and_megatron_name_what_drifted(ranks: Pool, path: Path) -> None:
+    first, second = ranks.run(2, drifted_elsewhere, path)
+    noted_keys = [[], ["w"], ["w"], [], ["m.w"], ["m.w"]]
+    assert first == list(zip(noted_keys, [0, 1, 0, 0, 1, 0], strict=True))
+    assert second == [(keys, 0) for keys in noted_keys]
+
+
+def counted(rank: int, size: int, path: Path) -> tuple[int, int]:
+    """How many tensors a save samples, where there are parameters, single numbers and what one rank has alone."""
+    store = casckpt.open(path)
+    state: dict[str, Any] = {f"w{i}": nn.Parameter(torch.ones(20)) for i in range(10)} | {f"only {rank}": torch.ones(5)}
+    state |= {f"step{i}": torch.tensor(3.0) for i in range(10)}
+    sampled = []
+    for step in range(2):
+        store.save(state, run="a", step=step)
+        sampled.append(sum(memory.compared.tensors for memory in store._saver.get()._memories.values()))
+    return sampled[0], sampled[1] - sampled[0]
+
+
+def test_only_what_several_ranks_hold_is_sampled_again(ranks: Pool, path: Path) -> None:
+    assert ranks.run(2, counted, path) == [(21, 20)] * 2
+
+
 # read again
 
 
