@@ -70,7 +70,8 @@ class Holding:
         if is_part:
             raise InvalidInput(
                 f"the optimizer has state of shape {list(shape)} for {self.name!r}, of which this rank holds only a "
-                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard",
+                "part; it is not known which elements of what whole that is. Save it with store.save, as casckpt.Shard "
+                "or casckpt.PerRank",
                 key=self.name,
             )
         return value
