@@ -191,8 +191,9 @@ def judged(samples: Sequence[Samples], memory: ReplicaMemory, check: str, advice
         (_, key, _, _), dtype, _ = layouts[first].stream(row)
         if key in memory.differing and check != "raise":
             continue
-        mine = words[first][row].tobytes()
-        ratios = {rank: relative_difference(dtype, mine, words[rank][at].tobytes()) for rank, at in others}
+        nbytes = int((layouts[first].held.hi[row] - layouts[first].held.lo[row]) * layouts[first].held.itemsize[row])
+        mine = _values(words[first][row], nbytes)
+        ratios = {rank: relative_difference(dtype, mine, _values(words[rank][at], nbytes)) for rank, at in others}
         other = max(ratios, key=lambda rank: ratios[rank])
         is_new = not layouts[first].may_differ[row] and key not in memory.saved
         if check == "raise" or (is_new and ratios[other] >= REFUSED):
@@ -213,6 +214,15 @@ def check_whole(layouts: Sequence[RankLayout], digests: Sequence[Words]) -> None
 def _differs(key: str, one: int, other: int, how: str = "", more: str = "") -> InvalidInput:
     text = f"{key!r} differs between ranks {one} and {other}, which should hold the same{how}; nothing was saved{more}"
     return InvalidInput(text, key=key, rank=other)
+
+
+def _values(words: Words, nbytes: int) -> bytes:
+    """What was sampled of ``nbytes``: each element once, where that is all of them; see `Compared.samples`."""
+    data, rest = words.tobytes(), nbytes % RUN
+    if not rest or nbytes < RUN or nbytes >= len(data):
+        return data[:nbytes]
+    last = nbytes - rest
+    return data[:last] + data[last + RUN - rest : last + RUN]
 
 
 def relative_difference(dtype: str, one: bytes, other: bytes) -> float:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import Replicate
 
 import casckpt
@@ -88,7 +88,7 @@ def save_experts(rank: int, size: int, path: Path, way: str) -> Any:
         "model": lambda: casckpt.save_model_and_optim_state(store, model, run="a", step=1),
         "checkpointer": lambda: Checkpointer(store, run="a").save(1, model),
         "background": lambda: store.save_async({"model": model.state_dict()}, run="a", step=1).result(),
-        "dcp": lambda: dcp.save({"expert": model.expert.weight}, storage_writer=StorageWriter(store, run="a", step=1)),
+        "dcp": lambda: dcp_save({"expert": model.expert.weight}, storage_writer=StorageWriter(store, run="a", step=1)),
         "megatron": lambda: megatron.save(stored, f"{path}#a@1"),
         "fully parallel": lambda: megatron.save(stored, f"{path}#a@1", fully_parallel=True),
     }
@@ -127,12 +127,12 @@ def test_a_parameter_of_which_each_rank_has_its_own_is_refused_on_all_ranks(
 def save_unchecked(rank: int, size: int, path: Path) -> Any:
     store, model = casckpt.open(path), Experts(rank)
     casckpt.save_model_and_optim_state(store, model, run="off", step=1, check_replicas="off")
-    same = {"model": Experts(0).state_dict()}
+    same: dict[str, Any] = {"model": Experts(0).state_dict()}
     store.save(same, run="off", step=2, check_replicas=False)
     store.save(same, run="raise", step=1, check_replicas="raise")
     with torch.no_grad():
         model.shared.weight[0, 0] += rank * 1e-6
-    same = {"shared": model.shared.weight}
+    same = {"model": {"shared": model.shared.weight}}
     checks: list[Any] = ["raise", "no"]
     return [outcome_of(partial(store.save, same, run="raise", step=2, check_replicas=check)) for check in checks]
 
@@ -140,7 +140,7 @@ def save_unchecked(rank: int, size: int, path: Path) -> Any:
 def test_all_is_compared_or_nothing_where_that_is_asked_for(ranks: Pool, path: Path) -> None:
     for differs, unknown in ranks.run(2, save_unchecked, path):
         assert isinstance(differs, InvalidInput)
-        assert "'shared' differs between ranks 0 and 1" in str(differs)
+        assert "'model.shared' differs between ranks 0 and 1" in str(differs)
         assert "give 'raise', 'sample' or 'off'" in str(unknown)
     found = casckpt.open(path).read("off@1")["model"]
     assert all(torch.equal(found[name], value) for name, value in Experts(0).state_dict().items())
@@ -230,7 +230,7 @@ def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str],
         for step in range(3):
             data = {"w": numbers("w", 50, 40) + (1e-4 * rank if step else 0), "v": torch.ones(3)}
             if run == "dcp":
-                dcp.save(data, storage_writer=StorageWriter(path, run=run, step=step))
+                dcp_save(data, storage_writer=StorageWriter(path, run=run, step=step))
             else:
                 parts = {
                     key: megatron.ShardedTensor.from_rank_offsets(f"m.{key}", value, replica_id=rank)
@@ -326,6 +326,22 @@ def test_what_one_rank_maintains_is_that_ranks_for_all(ranks: Pool, path: Path, 
 
 
 # how far
+
+
+def small(rank: int, size: int, path: Path) -> list[str]:
+    """Vectors of few elements, of which the last one differs: the difference is that of all of their elements."""
+    found = []
+    for count in (2, 5, 15, 16):
+        data = torch.ones(count)
+        data[-1] = 1.5 + rank
+        error = outcome_of(lambda: casckpt.open(path).save({"w": nn.Parameter(data)}, step=1))  # noqa: B023
+        found.append(str(error).partition("relative difference ")[2].partition(")")[0])
+    return found
+
+
+def test_of_small_tensors_all_elements_are_compared(ranks: Pool, path: Path) -> None:
+    expected = [f"{1 / (count - 1 + 2.5**2) ** 0.5:.3g}" for count in (2, 5, 15, 16)]
+    assert ranks.run(2, small, path) == [expected] * 2
 
 
 def test_a_difference_is_relative_to_the_larger_norm() -> None:
