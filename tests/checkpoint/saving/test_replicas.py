@@ -272,11 +272,12 @@ def one_element(rank: int, size: int, path: Path, who: int, where: int) -> Any:
     weight = nn.Parameter(numbers("w", 150 * CELL // 4))
     if rank == who:
         weight.data[where] += 1e-3
+    state = {"w": weight, "other": nn.Parameter(torch.ones(9))}
     for step in range(64 * (size - 1)):
-        store.save({"w": weight, "other": nn.Parameter(torch.ones(9))}, run="a", step=100 * step)
+        store.save(state, run="a", step=100 * step)
         if noted(store, f"a@{100 * step}"):
             break
-    store.save({"w": weight}, run="a", step=10**6)
+    store.save(state, run="a", step=10**6)
     return noted(store, f"a@{100 * step}"), torch.equal(store.read(f"a@{10**6}")["w"], weight), heard.taken()
 
 
