@@ -208,19 +208,24 @@ def test_what_this_process_has_saved_before_is_never_refused(ranks: Pool, path: 
 
 def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
     store, heard = casckpt.open(path), Heard()
-    state: dict[str, Any] = {"w": nn.Parameter(numbers("w", 3000) + rank * 1e-4)}
-    hole = casckpt.Shard(torch.zeros(1), (5,), flat=(rank, rank + 1))
-    error = outcome_of(lambda: store.save(state | {"hole": hole}, run="a", step=1))
+    state = {"w": nn.Parameter(numbers("w", 3000) + rank * 1e-4)}
+
+    def broken(done: int, total: int) -> None:
+        if rank:
+            raise InvalidInput("as it happens")
+
+    error = outcome_of(lambda: store.save(state, run="a", step=1, progress=broken))
     silent = heard.taken()
     store.save(state, run="a", step=1)
-    return str(error), silent, heard.taken()
+    return str(error), silent, heard.taken(), noted(store, "a@1")
 
 
 def test_a_difference_is_told_of_with_the_first_save_that_is_there(ranks: Pool, path: Path) -> None:
-    (error, silent, told), _ = ranks.run(2, failing_after_it_was_accepted, path)
-    assert "not whole" in error
+    (error, silent, told, keys), _ = ranks.run(2, failing_after_it_was_accepted, path)
+    assert "as it happens" in error
     assert silent == []
     assert ["'w'" in text for text in told] == [True]
+    assert keys == ["w"]
 
 
 def drifted_elsewhere(rank: int, size: int, path: Path) -> list[tuple[list[str], int]]:
