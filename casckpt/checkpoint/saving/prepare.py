@@ -69,8 +69,7 @@ def prepare(
     objects: list[ObjectEntry] = []
     left: dict[str, int] = {}
     for key, leaf in flat.leaves.items():
-        owner = None if owners is None or leaf.per_rank else _owner(owners, key, size)
-        if owner not in (None, rank):
+        if owners is not None and not leaf.per_rank and (owner := _owner(owners, key, size)) not in (None, rank):
             left[key] = owner
             _drop(flat.tree, leaf.path)
             continue

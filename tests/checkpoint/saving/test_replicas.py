@@ -210,7 +210,7 @@ def failing_after_it_was_accepted(rank: int, size: int, path: Path) -> Any:
     store, heard = casckpt.open(path), Heard()
     state = {"w": nn.Parameter(numbers("w", 3000) + rank * 1e-4)}
 
-    def broken(done: int, total: int) -> None:
+    def broken(done: int, total: int | None) -> None:
         if rank:
             raise InvalidInput("as it happens")
 
