@@ -98,7 +98,7 @@ def _hash(text: str) -> int:
 class WritePlan:
     """Who writes what, for one combination of layouts. ``tree``: of all ranks together.
 
-    ``sets``, ``shared``: of the rows that are compared, see `casckpt.plan.replicas.Holders`; none with ``check`` "off".
+    ``sets``, ``shared``: of the rows that are compared, see `casckpt.plan.writers.Holders`; none with ``check`` "off".
     """
 
     fingerprints: tuple[str, ...]

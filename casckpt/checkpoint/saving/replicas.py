@@ -70,7 +70,7 @@ def memory_of(url: str, group: str) -> ReplicaMemory:
 class Compared:
     """What a rank keeps of its last plan to compare by, and what that has cost so far.
 
-    ``sets``: the rows that it shares with each set of ranks. ``shared``: see `casckpt.plan.replicas.Holders.shared`.
+    ``sets``: the rows that it shares with each set of ranks. ``shared``: see `casckpt.plan.writers.Holders.shared`.
     ``turn``: counts the saves that were committed. ``seconds``: of a processor, that comparing took; ``tensors``: how
     many were sampled.
     """
